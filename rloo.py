@@ -1,0 +1,1056 @@
+"""RLOO (REINFORCE Leave-One-Out) for language models in one file of PyTorch.
+
+    python rloo.py                                  # trains the embedded mini TL;DR task, a few minutes on 2 cores
+    python rloo.py --rloo_k 4 --kl_coef 0.03        # the same with other settings; --help lists them all
+
+For each prompt the policy samples k completions. The reward of a completion is its score minus β times its KL
+divergence from the reference model; its baseline is the mean reward of the k - 1 other completions of its prompt:
+
+    R_j = score_j - β Σ_t kl_j,t        A_j = R_j - 1/(k-1) Σ_{i≠j} R_i        loss = mean_j max(-A_j ρ_j, -A_j clip(ρ_j))
+
+Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
+in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
+
+The file is read from top to bottom: flags, data, rewards, layout, log-probs, rollout, RLOO maths, evaluation, main.
+Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
+Everything per completion leads with the axes (k, B); flattened, completion (j, b) is row j·B + b.
+Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import textwrap
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Literal, NamedTuple, Optional
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+
+MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
+
+
+class InputError(ValueError):
+    """A mistake in what the user gave: main prints it as one line, without a stack trace."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+@dataclass
+class Args:
+    """RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."""
+
+    # models
+    sft_model_path: Optional[str] = None
+    """policy to train, also the reference: a save_pretrained folder or a Hub id (default: mini TL;DR's, or
+    model_name_or_path where that is given)"""
+    model_name_or_path: Optional[str] = None
+    """where the tokenizer comes from (default: sft_model_path)"""
+    reward_model_path: Optional[str] = None
+    """a sequence classifier with one label that scores prompt + completion (default: mini TL;DR's)"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """what the forwards compute in; the trained weights, log-probs, ratios and losses stay float32"""
+    attn_implementation: str = "sdpa"
+    """attention kernel of transformers: sdpa, eager, flash_attention_2, ..."""
+    trust_remote_code: bool = False
+    """run code that comes with a Hub model or tokenizer"""
+
+    # data
+    dataset_name: Optional[str] = None
+    """a .jsonl or .json file, a folder of <split>.jsonl files, or a Hub id if the datasets package is installed
+    (default: mini TL;DR). A row has `prompt` (text or chat messages) or `messages`; `completion` is a reference"""
+    dataset_train_split: str = "train"
+    """split to train on"""
+    dataset_test_split: str = "test"
+    """split to evaluate on; where there is none, the last tenth of the training rows (at most 100) is held out"""
+    max_prompt_length: int = 512
+    """tokens; longer prompts are left out"""
+
+    # rollout
+    response_length: int = 53
+    """R: tokens sampled per completion at most"""
+    temperature: float = 0.7
+    """of the softmax that completions are sampled from and scored by"""
+    stop_token: Optional[str] = None
+    """text of the token that ends a completion, or "eos" (default: the end-of-sequence tokens of the model)"""
+    stop_token_id: Optional[int] = None
+    """the same by its id"""
+    local_rollout_forward_batch_size: int = 64
+    """completions per forward where no gradient is needed"""
+
+    # RLOO
+    rloo_k: int = 4
+    """k: completions per prompt, at least 2 (TRL: 2)"""
+    kl_coef: float = 0.05
+    """β: weight of the KL divergence from the reference; at 0 no reference is loaded"""
+    kl_level: Literal["sequence", "token"] = "sequence"
+    """one reward, ratio and advantage per completion, or reward-to-go, ratio and advantage per token"""
+    token_level_kl: bool = False
+    """TRL's name for kl_level=token"""
+    missing_eos_penalty: Optional[float] = None
+    """subtracted from the score of a completion that did not end within response_length"""
+    normalize_reward: bool = False
+    """scores to mean 0 and standard deviation 1 over the update"""
+    reward_clip_range: Optional[float] = 10.0
+    """clamp scores to ± this, after the two above; None: off"""
+    normalize_advantage: bool = False
+    """advantages to mean 0 and standard deviation 1 over the update"""
+    mask_truncated_completions: bool = False
+    """a completion that did not end has weight 0 in the loss; its reward still counts for its siblings' baseline"""
+    cliprange: float = 0.2
+    """ε: the ratio is clipped to [1 - ε, 1 + ε]"""
+    cliprange_high: Optional[float] = None
+    """another ε for the upper side (default: cliprange)"""
+    num_ppo_epochs: int = 1
+    """passes over the completions of an update (TRL: 4)"""
+    num_mini_batches: int = 1
+    """optimizer steps per pass"""
+
+    # rewards
+    reward_fns: tuple[str, ...] = ()
+    """reward functions, each file.py:function or module:function, called as
+    function(prompts, completions, completion_ids, **columns) -> list of float or None"""
+    reward_weights: Optional[tuple[float, ...]] = None
+    """a weight for each reward, the reward model first if there is one (default: all 1)"""
+    judge_fn: Optional[str] = None
+    """a function like a reward function that only evaluates: its win rate against the references is reported
+    (default on mini TL;DR: its gold judge)"""
+
+    # batch: an update is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches completions
+    per_device_train_batch_size: int = 64
+    """completions per forward and backward, a multiple of rloo_k (TRL: 8)"""
+    gradient_accumulation_steps: int = 2
+    """forwards and backwards per optimizer step (TRL: 1)"""
+    total_episodes: int = 10_000
+    """completions to sample in the whole run"""
+
+    # optimizer
+    learning_rate: float = 5e-4
+    """peak learning rate of AdamW, for the tiny model of mini TL;DR (TRL: 5e-5; 3e-6 for pythia-1b)"""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """course of the learning rate over the run"""
+    warmup_ratio: float = 0.0
+    """part of the updates over which the learning rate rises from 0"""
+    adam_eps: float = 1e-8
+    """AdamW's ε"""
+    weight_decay: float = 0.0
+    """AdamW's weight decay"""
+    max_grad_norm: float = 1.0
+    """the gradient is scaled down to this norm; 0: off"""
+
+    # run
+    exp_name: str = "rloo"
+    """name of the run"""
+    seed: int = 1
+    """of sampling and shuffling: the same seed on the same machine repeats a run exactly"""
+    output_dir: Optional[str] = None
+    """new folder for all that the run leaves (default: runs/<exp_name>__<seed>__<time>)"""
+    num_sample_generations: int = 4
+    """times that held-out completions are shown and evaluated between the start and the end"""
+    num_eval_prompts: int = 500
+    """held-out prompts to evaluate on, at most"""
+    track: bool = False
+    """log to Weights & Biases"""
+    wandb_project_name: str = "rloo"
+    """its project"""
+    wandb_entity: Optional[str] = None
+    """its entity (team)"""
+    device: Optional[str] = None
+    """cpu, cuda, cuda:1, ... (default: cuda if there is one)"""
+
+
+def resolve_args(args: Args) -> Args:
+    """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
+    args = dataclasses.replace(args)
+    if args.dataset_name is None:
+        if not MINI_TLDR.is_dir():
+            raise InputError(f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
+        args.dataset_name = str(MINI_TLDR)
+        args.sft_model_path = args.sft_model_path or args.model_name_or_path or str(MINI_TLDR / "sft")
+        args.judge_fn = args.judge_fn or f"{MINI_TLDR}.py:gold_judge"
+        if args.reward_model_path is None and not args.reward_fns:
+            args.reward_model_path = str(MINI_TLDR / "reward")
+    args.sft_model_path = args.sft_model_path or args.model_name_or_path
+    args.model_name_or_path = args.model_name_or_path or args.sft_model_path
+    args.kl_level = "token" if args.token_level_kl else args.kl_level
+    args.cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
+    args.reward_weights = (1.0,) * num_rewards if args.reward_weights is None else args.reward_weights
+
+    def require(true: bool, message: str):
+        if not true:
+            raise InputError(message)
+
+    require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: which model shall be trained?")
+    require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
+    require(len(args.reward_weights) == num_rewards, f"--reward_weights has {len(args.reward_weights)} numbers for "
+            f"{num_rewards} rewards (the reward model first, then --reward_fns)")
+    require(args.rloo_k >= 2, f"--rloo_k {args.rloo_k}: the baseline of a completion is its siblings' mean, so k must be at least 2")
+    for name, value in vars(args).items():  # every number is finite, and counts are positive
+        if isinstance(value, float):
+            require(math.isfinite(value), f"--{name} {value}: must be finite")
+        if isinstance(value, (int, float)) and name not in ("missing_eos_penalty", "stop_token_id"):
+            require(value >= 0, f"--{name} {value}: must not be negative")
+        if type(value) is int and name not in ("seed", "stop_token_id", "num_sample_generations", "num_eval_prompts"):
+            require(value >= 1, f"--{name} {value}: must be at least 1")
+    require(args.temperature > 0, "--temperature 0: sampling needs a temperature above 0 (evaluation is greedy as well)")
+    require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
+            f"{args.per_device_train_batch_size} is not a multiple of --rloo_k {args.rloo_k}: a micro-batch is whole groups")
+    require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
+    require(not (Path(args.output_dir).exists() and (not Path(args.output_dir).is_dir() or any(Path(args.output_dir).iterdir()))),
+            f"--output_dir {args.output_dir} exists and is not empty: name a new folder, nothing is overwritten")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {args.device} cannot be used: {first_line(error)}") from error
+    return args
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def load_rows(name: str, split: str) -> Optional[list[dict]]:
+    """Rows of one split of a dataset, or None where a folder or Hub dataset has no such split.
+
+    `name`: a .jsonl or .json file (which then is its own "train" split), a folder with <split>.jsonl or <split>.json,
+    or a Hub id. Raises InputError with file and line number for what is not a JSON object.
+    """
+    path = Path(name)
+    if path.is_dir():
+        files = [path / f"{split}{suffix}" for suffix in (".jsonl", ".json") if (path / f"{split}{suffix}").is_file()]
+        if not files:
+            return None
+        path = files[0]
+    elif path.is_file():
+        if split != "train":
+            return None
+    elif path.suffix in (".json", ".jsonl") or name.startswith((".", "/", "~")):
+        raise InputError(f"--dataset_name {name}: no such file or folder")
+    else:
+        return load_hub_rows(name, split)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as UTF-8 text ({first_line(error)})") from error
+    rows, first = [], 1
+    try:
+        if path.suffix == ".json":
+            rows = json.loads(text)
+        else:
+            for first, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    rows.append(json.loads(line))
+    except (json.JSONDecodeError, RecursionError) as error:
+        line = first + getattr(error, "lineno", 1) - 1
+        raise InputError(f"{path}, line {line}: not JSON ({first_line(error)})") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{path}: every row must be a JSON object like {{\"prompt\": \"...\"}}")
+    return rows
+
+
+def load_hub_rows(name: str, split: str) -> Optional[list[dict]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(f"--dataset_name {name}: no such file or folder, and for a Hub dataset: pip install datasets") from error
+    try:
+        splits = datasets.get_dataset_split_names(name)
+        return list(datasets.load_dataset(name, split=split)) if split in splits else None
+    except Exception as error:  # the Hub client raises dozens of types; each of them means that the name is of no use
+        raise InputError(f"--dataset_name {name}: neither a local file nor a dataset that can be fetched ({first_line(error)})") from error
+
+
+def message_text(value: object) -> Optional[str]:
+    """The text of a string, or of the last of a list of chat messages; None where it is neither."""
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        value = value[-1].get("content")
+    return value if isinstance(value, str) else None
+
+
+def prepare_row(row: dict, tokenizer, where: str) -> dict:
+    """One dataset row as the rest of the file wants it.
+
+    Returns {"prompt": text or messages, "prompt_text": str, "prompt_ids": list of int, "reference": str or None,
+    "columns": the row}. With `messages`, the turns up to the first of the user are the prompt and the next turn of the
+    assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
+    single message as it is. `where` names the row in errors.
+    """
+    prompt, reference = row.get("prompt"), message_text(row.get("completion"))
+    if prompt is None and isinstance(row.get("messages"), list):
+        roles = [message.get("role") if isinstance(message, dict) else None for message in row["messages"]]
+        if "user" not in roles:
+            raise InputError(f"{where}: `messages` has no turn with role `user`")
+        prompt = row["messages"][: roles.index("user") + 1]
+        if "assistant" in roles[len(prompt):]:
+            reference = message_text([row["messages"][roles.index("assistant", len(prompt))]])
+    if prompt is None:
+        raise InputError(f"{where} has neither `prompt` nor `messages`; it has {', '.join(sorted(map(str, row))) or 'nothing'}")
+    if isinstance(prompt, str):
+        text, ids = prompt, tokenizer(prompt)["input_ids"]
+    elif message_text(prompt) is None:
+        raise InputError(f"{where}: `prompt` must be text or a list of messages with role and content")
+    elif tokenizer.chat_template is None:
+        if len(prompt) > 1:
+            raise InputError(f"{where}: several messages, but the tokenizer has no chat template to join them by")
+        text = prompt[0]["content"]
+        ids = tokenizer(text)["input_ids"]
+    else:
+        try:
+            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template may raise anything
+            raise InputError(f"{where}: the tokenizer's chat template refuses it ({first_line(error)})") from error
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InputError(f"{where}: the prompt is empty")
+    return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference, "columns": row}
+
+
+def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
+    """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
+    prepared = [prepare_row(row, tokenizer, f"{name}, row {i}") for i, row in enumerate(rows, 1)]
+    kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
+    if not kept:
+        raise InputError(f"{name}: none of {len(rows)} prompts left" + (f", all are longer than --max_prompt_length {max_prompt_length} tokens" if rows else ""))
+    if len(kept) < len(prepared):
+        print(f"{name}: {len(prepared) - len(kept)} of {len(prepared)} prompts are longer than {max_prompt_length} tokens and left out")
+    return kept
+
+
+def prompt_batches(num_rows: int, batch: int, seed: int):
+    """Yields lists of `batch` row indices for ever. Every epoch is each row once, in an order of its own that depends
+    on (seed, epoch) alone; a batch may span epochs, so that no row is lost and small datasets cycle."""
+    order: list[int] = []
+    for epoch in itertools.count():
+        order += np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
+        while len(order) >= batch:
+            yield order[:batch]
+            order = order[batch:]
+
+
+def pad(sequences: list[list[int]], pad_id: int, left: bool = False, width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token lists to ids and mask, both (len(sequences), max(longest, width))."""
+    width = max(width, *map(len, sequences))
+    ids = torch.full((len(sequences), width), pad_id)
+    mask = torch.zeros((len(sequences), width), dtype=torch.bool)
+    for i, sequence in enumerate(sequences):
+        slots = slice(width - len(sequence), None) if left else slice(len(sequence))
+        ids[i, slots] = torch.tensor(sequence, dtype=torch.long)
+        mask[i, slots] = True
+    return ids, mask
+
+
+class Batch(NamedTuple):
+    """B prompts and k completions of each."""
+
+    rows: list[dict]  # B rows of prepare_rows
+    prompt_ids: torch.Tensor  # (B, P) left-padded
+    prompt_mask: torch.Tensor  # (B, P) bool
+    responses: torch.Tensor  # (k, B, R) right-padded
+    response_mask: torch.Tensor  # (k, B, R) bool, true up to and including the first stop token
+
+    def prompts(self, index: torch.Tensor) -> "Batch":
+        """The groups of the prompts `index` (b,)."""
+        return Batch([self.rows[i] for i in index.tolist()], self.prompt_ids[index], self.prompt_mask[index],
+                     self.responses[:, index], self.response_mask[:, index])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Layout: how prompts and completions become rows of a model
+
+
+def completion_hidden(model, batch: Batch) -> torch.Tensor:
+    """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
+    slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
+
+    Every completion is a row of its own here, its prompt before it. Everything else in this file is the same for any
+    other layout. Positions count real tokens, so padding shifts nothing.
+    """
+    k, B, _ = batch.responses.shape
+    r = int(batch.response_mask.sum(-1).max())
+    p = int(batch.prompt_mask.sum(-1).max())  # trim the batch to its longest prompt and completion
+    mask = torch.cat([batch.prompt_mask[:, -p:].repeat(k, 1), batch.response_mask[..., :r].flatten(0, 1)], dim=1)
+    ids = torch.cat([batch.prompt_ids[:, -p:].repeat(k, 1), batch.responses[..., :r].flatten(0, 1)], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)[0]
+    return hidden[:, p - 1 :].unflatten(0, (k, B))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Log-probs
+
+LOGITS_AT_ONCE = 2**26  # entries of the largest (tokens, vocabulary) block in float32: 256 MB
+
+
+def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_softmax(head(hidden) / temperature) of `tokens`, and the entropy (nats) of that softmax, both (N,) float32.
+
+    hidden (N, H), tokens (N,). The (N, vocabulary) logits never exist at once: they are made chunk by chunk and, for
+    the gradient, once more in backward.
+    """
+
+    def chunk(hidden, tokens):
+        logprobs = F.log_softmax(head(hidden).float() / temperature, dim=-1)
+        entropy = -(logprobs.detach().exp() * logprobs.detach()).nan_to_num(0).sum(-1)
+        return logprobs.gather(1, tokens[:, None]).squeeze(1), entropy
+
+    size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    parts = [checkpoint(chunk, h, t, use_reentrant=False) for h, t in zip(hidden.split(size), tokens.split(size))]
+    logprobs, entropy = zip(*parts)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def completion_logprobs(model, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked."""
+    hidden = completion_hidden(model, batch)[:, :, :-1]
+    r, R = hidden.shape[2], batch.responses.shape[2]
+    mask = batch.response_mask[..., :r]
+    parts = token_logprobs(model.get_output_embeddings(), hidden[mask], batch.responses[..., :r][mask], temperature)
+    return tuple(F.pad(part.new_zeros(mask.shape).masked_scatter(mask, part), (0, R - r)) for part in parts)
+
+
+@torch.no_grad()
+def in_chunks(fn: Callable[[Batch], torch.Tensor], batch: Batch, rows: int) -> torch.Tensor:
+    """`fn`, which maps a batch to (k, B, ...), without gradient on at most `rows` completions at a time."""
+    k, B, _ = batch.responses.shape
+    index = torch.arange(B, device=batch.responses.device)
+    return torch.cat([fn(batch.prompts(part)) for part in index.split(max(1, rows // k))], dim=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rewards: each is a function of a Batch that returns (k, B) float32, NaN where it does not apply
+
+
+def completion_tokens(batch: Batch) -> list[list[int]]:
+    """Real token ids of the k·B completions, the stop token included, in row order j·B + b."""
+    ids, lengths = batch.responses.flatten(0, 1).tolist(), batch.response_mask.sum(-1).flatten().tolist()
+    return [row[:n] for row, n in zip(ids, lengths)]
+
+
+def decode(batch: Batch, tokenizer, stop_ids: list[int]) -> list[str]:
+    """Texts of the k·B completions without the stop token and other special tokens, in row order j·B + b."""
+    kept = [ids[:-1] if ids and ids[-1] in stop_ids else ids for ids in completion_tokens(batch)]
+    return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def model_reward(model, batch: Batch) -> torch.Tensor:
+    """Scores (k, B) of a sequence classifier that shares the policy's tokenizer: its head at the last real token."""
+    hidden = completion_hidden(model, batch)
+    last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
+    return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
+
+
+def text_reward(model, model_tokenizer, decode_fn: Callable, stop_ids: list[int], batch: Batch) -> torch.Tensor:
+    """Scores (k, B) of a sequence classifier with a tokenizer of its own: the text is tokenized again, and a
+    completion that ended ends in the end-of-sequence token of the classifier."""
+    ended = contains_stop(batch.responses, batch.response_mask, stop_ids).flatten().tolist()
+    rows, sequences = batch.rows * batch.responses.shape[0], []
+    for row, text, end in zip(rows, decode_fn(batch), ended):
+        ids = model_tokenizer(row["prompt_text"] + text)["input_ids"]
+        eos = model_tokenizer.eos_token_id
+        sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
+    ids, mask = (x.to(batch.responses.device) for x in pad(sequences, model_tokenizer.pad_token_id or 0))
+    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)[0]
+    last = mask.sum(1) - 1
+    return model.score(hidden[torch.arange(len(last), device=last.device), last]).float().view(batch.responses.shape[:2])
+
+
+def load_function(spec: str, flag: str) -> Callable:
+    """The function named by `file.py:function` or `module:function`."""
+    source, _, name = spec.rpartition(":")
+    if not source:
+        raise InputError(f"--{flag} {spec}: must be file.py:function or module:function")
+    try:
+        if source.endswith(".py"):
+            if not Path(source).is_file():
+                raise InputError(f"--{flag} {spec}: no file {source}")
+            module_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+            module = importlib.util.module_from_spec(module_spec)
+            sys.modules.setdefault(module_spec.name, module)  # dataclasses and pickle look modules up by name
+            module_spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+        function = getattr(module, name)
+    except InputError:
+        raise
+    except Exception as error:  # user code: whatever it raises is theirs to read, in one line
+        raise InputError(f"--{flag} {spec}: cannot be loaded ({type(error).__name__}: {first_line(error)})") from error
+    if not callable(function):
+        raise InputError(f"--{flag} {spec}: is not a function")
+    return function
+
+
+def function_reward(function: Callable, name: str, decode_fn: Callable, batch: Batch) -> torch.Tensor:
+    """Scores (k, B) of a reward function, NaN where it returned None.
+
+    It is called with prompts (as the dataset has them), completions (text without the stop token), completion_ids
+    (the stop token included) and every dataset column by its name, each a list of k·B in row order.
+    """
+    k, B, _ = batch.responses.shape
+    rows = batch.rows * k
+    names = {column for row in batch.rows for column in row["columns"]} - {"prompts", "completions", "completion_ids", "prompt"}
+    columns = {column: [row["columns"].get(column) for row in rows] for column in sorted(names)}
+    try:
+        scores = function(prompts=[row["prompt"] for row in rows], completions=decode_fn(batch),
+                          completion_ids=completion_tokens(batch), **columns)
+    except Exception as error:
+        raise InputError(f"reward function {name} raised {type(error).__name__}: {first_line(error)}") from error
+    try:
+        scores = list(scores)
+    except TypeError:
+        raise InputError(f"reward function {name} returned {type(scores).__name__}, not a list of {k * B} numbers") from None
+    if len(scores) != k * B:
+        raise InputError(f"reward function {name} returned {len(scores)} numbers for {k * B} completions")
+    for i, score in enumerate(scores):
+        try:
+            scores[i] = math.nan if score is None else float(score)
+            valid = score is None or math.isfinite(scores[i])
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise InputError(f"reward function {name} returned {score!r} for the prompt {rows[i]['prompt_text'][:60]!r}: "
+                             "must be a finite number, or None where it does not apply")
+    return torch.tensor(scores, dtype=torch.float32, device=batch.responses.device).view(k, B)
+
+
+def weighted_sum(scores: list[torch.Tensor], weights: tuple[float, ...]) -> torch.Tensor:
+    """Σ_i weight_i · score_i (k, B) over the rewards that apply; NaN where none does."""
+    stacked = torch.stack(scores)
+    total = (stacked * stacked.new_tensor(weights).view(-1, 1, 1)).nansum(0)
+    return total.masked_fill(stacked.isnan().all(0), math.nan)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rollout
+
+
+def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: Optional[int]) -> list[int]:
+    """Ids of the tokens that end a completion: the one asked for, or else all that the model's generation config and
+    the tokenizer call end of sequence."""
+    if stop_token_id is not None:
+        if not 0 <= stop_token_id < model.config.get_text_config().vocab_size:
+            raise InputError(f"--stop_token_id {stop_token_id}: the model has tokens 0 to {model.config.get_text_config().vocab_size - 1}")
+        return [stop_token_id]
+    if stop_token not in (None, "eos"):
+        ids = tokenizer(stop_token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise InputError(f"--stop_token {stop_token!r} is {len(ids)} tokens: must be a single one, or eos")
+        return ids
+    configured = model.generation_config.eos_token_id
+    configured = configured if isinstance(configured, list) else [configured]
+    ids = sorted({i for i in [*configured, tokenizer.eos_token_id] if i is not None})
+    if not ids:
+        raise InputError(f"the tokenizer {tokenizer.name_or_path} has no eos token: name what ends a completion with --stop_token")
+    return ids
+
+
+def mask_after_stop(responses: torch.Tensor, stop_ids: list[int]) -> torch.Tensor:
+    """Mask (..., R) of the tokens up to and including the first stop token; all true where there is none."""
+    is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device)).long()
+    return is_stop.cumsum(-1) - is_stop == 0
+
+
+def contains_stop(responses: torch.Tensor, response_mask: torch.Tensor, stop_ids: list[int]) -> torch.Tensor:
+    """Whether a stop token came within the response length, (...)."""
+    return (torch.isin(responses, torch.tensor(stop_ids, device=responses.device)) & response_mask).any(-1)
+
+
+@torch.no_grad()
+def generate(policy, rows: list[dict], k: int, response_length: int, temperature: float, stop_ids: list[int], pad_id: int,
+             forward_rows: int) -> tuple[Batch, torch.Tensor]:
+    """Samples k completions of each row's prompt from the full softmax(logits / temperature); at temperature 0, greedy.
+
+    Returns the batch and the log-probs (k, B, R) that the sampled tokens had in generation, 0 where masked. `generate`
+    of transformers runs on at most `forward_rows` completions at a time, with none of the model's own generation
+    settings (top-k, penalties): what is sampled is what is scored later.
+    """
+    prompt_ids, prompt_mask = (x.to(policy.device) for x in pad([row["prompt_ids"] for row in rows], pad_id, left=True))
+    config = GenerationConfig(max_new_tokens=response_length, do_sample=temperature > 0, top_k=0, top_p=1.0, temperature=1.0,
+                              eos_token_id=stop_ids, pad_token_id=pad_id)
+    own_config, policy.generation_config = policy.generation_config, GenerationConfig()
+    responses, logprobs = [], []
+    try:
+        for ids, mask in zip(prompt_ids.repeat(k, 1).split(forward_rows), prompt_mask.repeat(k, 1).split(forward_rows)):
+            distributions: list[torch.Tensor] = []  # at most one: that of the token being sampled
+            picked = []
+
+            def temper_and_record(input_ids, scores):
+                if distributions:
+                    picked.append(distributions.pop().gather(1, input_ids[:, -1:]))
+                distributions.append(F.log_softmax(scores.float() / (temperature or 1.0), dim=-1))
+                return distributions[0]
+
+            out = policy.generate(input_ids=ids, attention_mask=mask.long(), generation_config=config,
+                                  logits_processor=[temper_and_record])[:, ids.shape[1]:]
+            picked.append(distributions.pop().gather(1, out[:, -1:]))
+            responses.append(F.pad(out, (0, response_length - out.shape[1]), value=pad_id))
+            logprobs.append(F.pad(torch.cat(picked, dim=1), (0, response_length - out.shape[1])))
+    finally:
+        policy.generation_config = own_config  # saved later as it was loaded
+    responses = torch.cat(responses).unflatten(0, (k, len(rows)))
+    mask = mask_after_stop(responses, stop_ids)
+    batch = Batch(rows, prompt_ids, prompt_mask, responses.masked_fill(~mask, pad_id), mask)
+    return batch, torch.cat(logprobs).unflatten(0, (k, len(rows))) * mask
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# RLOO maths: tensors in, tensors out
+
+
+def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """kl_t = log π(y_t) - log π_ref(y_t) of the sampled token (the k1 estimator, nats), (k, B, R), 0 where masked."""
+    return (logprobs - ref_logprobs) * mask
+
+
+def standardize(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """(x - mean) / (std + 1e-8), both over the entries that `keep` names; the others stay as they are."""
+    kept = x[keep]
+    if len(kept) < 2:
+        return x
+    return torch.where(keep, (x - kept.mean()) / (kept.std() + 1e-8), x)
+
+
+def shape_scores(scores: torch.Tensor, ended: torch.Tensor, missing_eos_penalty: Optional[float], normalize: bool,
+                 clip_range: Optional[float]) -> torch.Tensor:
+    """Scores (k, B) after penalty, normalisation and clipping, in this order. ended (k, B): a stop token came. NaN stays."""
+    if missing_eos_penalty is not None:
+        scores = torch.where(ended, scores, scores - missing_eos_penalty)
+    if normalize:
+        scores = standardize(scores, ~scores.isnan())
+    if clip_range is not None:
+        scores = scores.clamp(-clip_range, clip_range)
+    return scores
+
+
+def sequence_reward(scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """rlhf_reward = score - β Σ_t kl_t, (k, B)."""
+    return scores - kl_coef * kl.sum(-1)
+
+
+def reward_to_go(scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """G_t = score - β Σ_{s≥t} kl_s, (k, B, R): what is still to come from token t on (Hu 2025, arXiv:2501.03262, eq. 1)."""
+    return scores[..., None] - kl_coef * kl.flip(-1).cumsum(-1).flip(-1)
+
+
+def leave_one_out_advantage(rewards: torch.Tensor) -> torch.Tensor:
+    """A_j = r_j - mean of the siblings' r, for rewards (k, B) or (k, B, R).
+
+    baseline = (Σ_i r_i - r_j) / (k - 1). A NaN reward (unscorable) leaves its siblings' baselines and gets advantage 0,
+    as does one whose siblings are all unscorable.
+    """
+    scorable = ~rewards.isnan()
+    r = rewards.nan_to_num(0.0)
+    baseline = (r.sum(0) - r) / (scorable.sum(0) - 1).clamp(min=1)
+    return torch.where(scorable & (scorable.sum(0) > 1), r - baseline, 0.0)
+
+
+def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, clip_low: float,
+                clip_high: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B).
+
+    new, old, mask (k, B, R): log-probs under the policy now and when it sampled. advantages (k, B): one ratio
+    ρ = exp(Σ_t new_t - old_t) per completion; advantages (k, B, R): one per token, and the tokens' losses add up.
+    Also returns log ρ and whether the clip decided, both of the shape of the advantages. (Schulman et al. 2017, eq. 7.)
+    """
+    log_ratio = (new - old) * mask
+    if advantages.dim() == 2:
+        log_ratio = log_ratio.sum(-1)
+    ratio = log_ratio.exp()
+    loss = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    per_completion = torch.max(loss, clipped)
+    if advantages.dim() == 3:
+        per_completion = (per_completion * mask).sum(-1)
+    return per_completion, log_ratio.detach(), clipped.detach() > loss.detach()
+
+
+class Means(dict):
+    """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split."""
+
+    def add(self, name: str, values: torch.Tensor, mask: Optional[torch.Tensor] = None):
+        """Counts the entries of `values` where `mask` (same shape) is true; NaN is no value."""
+        keep = ~values.isnan() if mask is None else mask & ~values.isnan()
+        pair = torch.stack([values.double().masked_fill(~keep, 0.0).sum(), keep.double().sum()])
+        self[name] = self[name] + pair if name in self else pair
+
+    def means(self) -> dict[str, float]:
+        """name -> mean; a name without entries is left out, since it has none."""
+        return {name: (total / count).item() for name, (total, count) in self.items() if count > 0}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def win_rate(scores: torch.Tensor, reference_scores: torch.Tensor) -> float:
+    """Part of completions that score above their reference, ties counting half, over those where both have a score."""
+    both = ~(scores.isnan() | reference_scores.isnan())
+    wins = (scores > reference_scores).float() + 0.5 * (scores == reference_scores).float()
+    return wins[both].mean().item()
+
+
+def text_table(rows: list[list[str]], header: list[str], width: int) -> str:
+    """A table of at most `width` characters a line; long cells wrap, all columns but the last share the width."""
+    widths = [max(len(row[-1]) for row in [header, *rows])]
+    widths = [max(12, (width - widths[0] - 3 * len(header[1:])) // len(header[1:]))] * len(header[1:]) + widths
+    lines = []
+    for row in [header, *rows]:
+        cells = [textwrap.wrap(" ".join(cell.split()), w) or [""] for cell, w in zip(row, widths)]
+        for line in itertools.zip_longest(*cells, fillvalue=""):
+            lines.append(" | ".join(part.ljust(w) for part, w in zip(line, widths)).rstrip())
+        lines.append("-+-".join("-" * w for w in widths))
+    return "\n".join(lines[:-1])
+
+
+def reference_batch(rows: list[dict], tokenizer, stop_id: int, pad_id: int, device: torch.device, positions: int) -> Optional[Batch]:
+    """The references of `rows` as completions (1, B, R') that end in the stop token; None if a row has none.
+
+    A reference that would not fit into the model's `positions` after the longest prompt is cut."""
+    if any(row["reference"] is None for row in rows):
+        return None
+    prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
+    ids = [tokenizer(row["reference"], add_special_tokens=False)["input_ids"] + [stop_id] for row in rows]
+    responses, mask = pad([i[: positions - prompt_ids.shape[1]] for i in ids], pad_id)
+    return Batch(rows, prompt_ids.to(device), prompt_mask.to(device), responses[None].to(device), mask[None].to(device))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load(auto_class, path: str, flag: str, **options):
+    """`auto_class.from_pretrained(path, **options)`; what cannot be loaded becomes an InputError that names the flag."""
+    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise InputError(f"--{flag} {path}: no such folder")
+    try:
+        return auto_class.from_pretrained(path, **options)
+    except Exception as error:  # transformers, safetensors and the Hub client each raise their own
+        raise InputError(f"--{flag} {path}: cannot be loaded as {auto_class.__name__} ({first_line(error)})") from error
+
+
+def load_tokenizer(args: Args, vocab_size: int):
+    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare for it
+    (a pad token is never attended to, trained on or looked for, but it needs an id)."""
+    tokenizer = load(AutoTokenizer, args.model_name_or_path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        if len(tokenizer) >= vocab_size:
+            raise InputError(f"--model_name_or_path {args.model_name_or_path}: the tokenizer has no pad token and the model no row "
+                             "to spare for one; set tokenizer.pad_token (eos will do) and save the tokenizer")
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        print(f"the tokenizer has no pad token: [PAD] added as token {tokenizer.pad_token_id}")
+    if len(tokenizer) > vocab_size:
+        raise InputError(f"--model_name_or_path {args.model_name_or_path}: the tokenizer has {len(tokenizer)} tokens, "
+                         f"the model {args.sft_model_path} only {vocab_size}")
+    return tokenizer
+
+
+def load_policy(args: Args, device: torch.device, dtype: torch.dtype):
+    """A causal language model without dropout, checked to be head(base_model(x))."""
+    model = load(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", dtype=dtype, trust_remote_code=args.trust_remote_code,
+                 attn_implementation=args.attn_implementation).to(device).eval()  # eval: no dropout, in training either
+    with torch.no_grad():
+        ids = torch.tensor([[0, 1]], device=device)
+        if not torch.allclose(model(ids).logits, model.get_output_embeddings()(model.base_model(ids)[0]), atol=1e-3):
+            raise InputError(f"--sft_model_path {args.sft_model_path}: {type(model).__name__} does more to its logits than "
+                             "its output embedding, which is not supported")
+    return model
+
+
+def load_reward_model(args: Args, tokenizer, device: torch.device, dtype: torch.dtype):
+    """The reward model and its own tokenizer, or None in its place where it shares the policy's."""
+    path, options = args.reward_model_path, {"trust_remote_code": args.trust_remote_code}
+    config = load(AutoConfig, path, "reward_model_path", **options)
+    if config.num_labels != 1 and any("SequenceClassification" in name for name in config.architectures or []):
+        raise InputError(f"--reward_model_path {path}: has {config.num_labels} labels, a reward model has one")
+    model, info = load(AutoModelForSequenceClassification, path, "reward_model_path", num_labels=1, dtype=dtype,
+                       attn_implementation=args.attn_implementation, output_loading_info=True, **options)
+    if info["missing_keys"] or not hasattr(model, "score"):
+        raise InputError(f"--reward_model_path {path}: no trained reward head (`score`) in it; it is not a reward model")
+    try:
+        own = AutoTokenizer.from_pretrained(path, **options)
+    except Exception:  # saved without a tokenizer: it must be the policy's
+        own = None
+    if own is None or own.get_vocab() == {t: i for t, i in tokenizer.get_vocab().items() if t in own.get_vocab()}:
+        if model.get_input_embeddings().num_embeddings < (len(tokenizer) if own is None else len(own)):
+            raise InputError(f"--reward_model_path {path}: fewer tokens than the policy's tokenizer, and no tokenizer of its own")
+        own = None
+    return model.to(device).eval(), own
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Main
+
+
+def main(args: Args) -> dict[str, float]:
+    """Trains; returns the evaluation metrics before and after. Leaves the files named in the README in output_dir."""
+    args = resolve_args(args)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    transformers.set_seed(args.seed)
+    device, k = torch.device(args.device), args.rloo_k
+    dtype = getattr(torch, args.dtype)
+    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+
+    # An update is B prompts with k completions each: mini-batches of prompts, then micro-batches of prompts.
+    micro_batch = args.per_device_train_batch_size // k
+    mini_batch = micro_batch * args.gradient_accumulation_steps
+    B = mini_batch * args.num_mini_batches
+    num_updates = math.ceil(args.total_episodes / (k * B))
+
+    # Data and functions first: they are quick to load and the most likely to be wrong.
+    reward_functions = [load_function(spec, "reward_fns") for spec in args.reward_fns]
+    judge_function = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
+    config = load(AutoConfig, args.sft_model_path, "sft_model_path", trust_remote_code=args.trust_remote_code).get_text_config()
+    tokenizer = load_tokenizer(args, config.vocab_size)
+    train_rows, test_rows = (load_rows(args.dataset_name, split) for split in (args.dataset_train_split, args.dataset_test_split))
+    if train_rows is None:
+        raise InputError(f"--dataset_name {args.dataset_name}: no split {args.dataset_train_split} (see --dataset_train_split)")
+    if test_rows is None:
+        held_out = min(100, len(train_rows) // 10)
+        print(f"{args.dataset_name} has no split {args.dataset_test_split}: its last {held_out} rows are held out to evaluate on")
+        train_rows, test_rows = train_rows[: len(train_rows) - held_out], train_rows[len(train_rows) - held_out :]
+    train_rows = prepare_rows(train_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name} ({args.dataset_train_split})")
+    test_rows = test_rows[: args.num_eval_prompts]
+    if test_rows:
+        test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name} ({args.dataset_test_split})")
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
+    if longest + args.response_length > positions:
+        raise InputError(f"the longest prompt ({longest} tokens) and --response_length {args.response_length} do not fit into the model's "
+                         f"{positions} positions: lower --max_prompt_length to {positions - args.response_length} or less")
+
+    # Models.
+    policy = load_policy(args, device, torch.float32)
+    reference = load_policy(args, device, dtype) if args.kl_coef else None
+    stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
+    pad_id = tokenizer.pad_token_id
+
+    def texts(batch: Batch) -> list[str]:
+        return decode(batch, tokenizer, stop_ids)
+
+    rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
+    if args.reward_model_path:
+        reward_model, reward_tokenizer = load_reward_model(args, tokenizer, device, dtype)
+        rewards["reward_model"] = lambda batch: in_chunks(
+            lambda part: model_reward(reward_model, part) if reward_tokenizer is None else
+            text_reward(reward_model, reward_tokenizer, texts, stop_ids, part), batch, args.local_rollout_forward_batch_size)
+    for spec, function in zip(args.reward_fns, reward_functions):
+        name = spec.rpartition(":")[2]
+        name = spec if name in rewards else name
+        rewards[name] = lambda batch, function=function, name=name: function_reward(function, name, texts, batch)
+
+    def score(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Σ weight · reward (k, B), and each reward by name."""
+        parts = {name: reward(batch) for name, reward in rewards.items()}
+        return weighted_sum(list(parts.values()), args.reward_weights), parts
+
+    def rollout(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
+        return generate(policy, rows, k, args.response_length, temperature, stop_ids, pad_id, args.local_rollout_forward_batch_size)
+
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
+    scheduler = transformers.get_scheduler("constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type,
+                                           optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
+
+    # What the run leaves.
+    output = Path(args.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    metrics_file, completions_file = open(output / "metrics.jsonl", "w"), open(output / "completions.jsonl", "w")
+    if args.track:
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, config=vars(args), dir=output)
+
+    references = reference_batch(test_rows, tokenizer, stop_ids[0], pad_id, device, positions) if test_rows else None
+
+    def judge(batch: Batch) -> torch.Tensor:
+        return function_reward(judge_function, args.judge_fn, texts, batch)
+
+    reference_scores = score(references)[0] if references else None
+    reference_judged = judge(references) if references and judge_function else None
+
+    def evaluate(update: int, modes: dict[str, float]) -> dict[str, float]:
+        """Completions of the held-out prompts at each mode's temperature: mean scores and win rates against the references.
+
+        Shows the first few of the first mode, and keeps all of them in completions.jsonl. The random state is put back,
+        so evaluating changes nothing in training, and every evaluation draws the same random numbers."""
+        metrics = {}
+        for mode, temperature in modes.items():
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), autocast:
+                torch.manual_seed(args.seed)
+                batch = rollout(test_rows, 1, temperature)[0]
+                scores = score(batch)[0]
+            metrics[f"{mode}/score"] = scores.nanmean().item()
+            metrics[f"{mode}/mean_length"] = batch.response_mask.sum(-1).double().mean().item()
+            if references:
+                metrics[f"{mode}/win_rate"] = win_rate(scores, reference_scores)
+            if judge_function:
+                judged = judge(batch)
+                metrics[f"{mode}/judge_score"] = judged.nanmean().item()
+                if references:
+                    metrics[f"{mode}/judge_win_rate"] = win_rate(judged, reference_judged)
+            table = [{"update": update, "mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
+                      "reference": (row["reference"] or "").strip(), "score": s} for row, text, s in zip(test_rows, texts(batch), scores[0].tolist())]
+            completions_file.writelines(json.dumps(line) + "\n" for line in table)
+            completions_file.flush()
+            if mode == next(iter(modes)):
+                cells = [["… " + line["prompt"][-160:], line["completion"], line["reference"], f"{line['score']:.2f}"] for line in table[:3]]
+                tqdm.write(f"\nHeld-out completions after {update} of {num_updates} updates ({mode}):\n" + text_table(
+                    cells, ["prompt", "completion", "reference", "score"], shutil.get_terminal_size().columns - 1) + "\n")
+                if args.track:
+                    wandb.log({"completions": wandb.Table(list(table[0]), [list(line.values()) for line in table])}, step=update)
+        return metrics
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    print(f"{sum(p.numel() for p in policy.parameters()):,} parameters, {len(train_rows):,} prompts; {num_updates} updates of {B} prompts "
+          f"x {k} completions; on {device}; writing to {output}")
+    modes = {"sampled": args.temperature, "greedy": 0.0}
+    before = evaluate(0, modes) if test_rows else {}
+    evaluations = {round(num_updates * i / (args.num_sample_generations + 1)) for i in range(1, args.num_sample_generations + 1)}
+    headline = {"win": f"{before['sampled/win_rate']:.0%}"} if references else {}
+    order = prompt_batches(len(train_rows), B, args.seed)
+    progress = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
+    start = clock()
+    for update in range(1, num_updates + 1):
+        means, times = Means(), [clock()]
+
+        # 1. Rollout: k completions of each of B prompts.
+        with autocast:
+            batch, rollout_logprobs = rollout([train_rows[i] for i in next(order)], k, args.temperature)
+            mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
+            times.append(clock())
+
+            # 2. Log-probs of the completions under the policy and the reference.
+            def logprobs_of(model):
+                return in_chunks(lambda part: completion_logprobs(model, part, args.temperature)[0], batch, args.local_rollout_forward_batch_size)
+
+            logprobs = logprobs_of(policy)
+            kl = kl_per_token(logprobs, logprobs_of(reference) if reference else logprobs, mask)
+            times.append(clock())
+
+            # 3. Scores.
+            raw_scores, parts = score(batch)
+            times.append(clock())
+
+        # 4. Rewards and their leave-one-out advantages.
+        scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
+        rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
+        rewards_kb = rlhf_reward if args.kl_level == "sequence" else reward_to_go(scores, kl, args.kl_coef)
+        advantages = leave_one_out_advantage(rewards_kb)
+        if args.normalize_advantage:
+            real = ~rewards_kb.isnan() if args.kl_level == "sequence" else mask & ~rewards_kb.isnan()
+            advantages = standardize(advantages, real)
+        weight = ended.float() if args.mask_truncated_completions else torch.ones_like(raw_scores)
+        means.add("objective/kl", kl.sum(-1))
+        means.add("objective/entropy", -logprobs.sum(-1))
+        means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
+        means.add("objective/rlhf_reward", rlhf_reward)
+        means.add("val/rollout_logprob_gap", (rollout_logprobs - logprobs).abs(), mask)
+
+        # 5. PPO epochs x mini-batches x micro-batches of prompts. With one of each this is REINFORCE.
+        for epoch in range(args.num_ppo_epochs):
+            for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
+                for micro in mini.split(micro_batch):
+                    part = batch.prompts(micro)
+                    with autocast:
+                        new, entropy = completion_logprobs(policy, part, args.temperature)
+                    if epoch == step == 0:  # the policy is still the one that sampled: the ratio is exactly 1, in any precision
+                        logprobs[:, micro] = new.detach()
+                    old, real = logprobs[:, micro], part.response_mask
+                    losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], real, args.cliprange, args.cliprange_high)
+                    losses = losses * weight[:, micro]
+                    (losses.sum() / (k * mini_batch)).backward()
+
+                    level = real if args.kl_level == "token" else torch.ones_like(clipped)
+                    ratio = ((new - old) * real).detach().exp()
+                    means.add("loss/policy_avg", losses.detach())
+                    means.add("policy/approxkl_avg", 0.5 * log_ratio**2, level)
+                    means.add("policy/clipfrac_avg", clipped.float(), level)
+                    means.add("policy/entropy_avg", entropy, real)
+                    means.add("val/ratio", ratio, real)
+                    means.add("val/ratio_squared", ratio**2, real)
+                means.add("grad_norm", torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf))
+                optimizer.step()
+                optimizer.zero_grad()
+        times.append(clock())
+
+        # 6. Metrics, with TRL's names. Scores are logged as they came, before penalty, normalisation and clipping.
+        high, low = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
+        means.add("objective/scores", raw_scores)
+        means.add("completions/mean_length", mask.sum(-1))
+        means.add("completions/clipped_ratio", (~ended).float())
+        means.add("frac_reward_zero_std", (high == low).float(), high >= low)
+        for name, part_scores in parts.items():
+            means.add(f"rewards/{name}/mean", part_scores)
+        metrics = {"update": update, "episode": update * k * B, "lr": scheduler.get_last_lr()[0], **means.means()}
+        metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
+        metrics["val/num_eos_tokens"] = int(ended.sum())
+        metrics["objective/scores_std"] = raw_scores[~raw_scores.isnan()].std().item()
+        metrics |= {f"rewards/{name}/std": part_scores[~part_scores.isnan()].std().item() for name, part_scores in parts.items()}
+        metrics |= {f"time/{name}": b - a for name, a, b in zip(("rollout", "reference", "reward", "train"), times, times[1:])}
+        metrics["eps"] = update * k * B / (times[-1] - start)
+        metrics["tokens_per_second"] = int(mask.sum()) / (times[-1] - times[0])
+        metrics["memory/peak_gb"] = (torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda"
+                                     else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        scheduler.step()
+        if update == 1:
+            metrics |= {f"eval_before/{name}": value for name, value in before.items()}
+        if test_rows and (update in evaluations or update == num_updates):
+            after = evaluate(update, modes if update == num_updates else {"sampled": args.temperature})
+            metrics |= {f"eval/{name}": value for name, value in after.items()}
+            headline = {"win": f"{after['sampled/win_rate']:.0%}"} if references else {}
+        metrics_file.write(json.dumps(metrics) + "\n")
+        metrics_file.flush()
+        if args.track:
+            wandb.log(metrics, step=update)
+        progress.set_postfix({"reward": f"{metrics['objective/rlhf_reward']:.2f}", "kl": f"{metrics['objective/kl']:.2f}", **headline}, refresh=False)
+        progress.update()
+    progress.close()
+
+    policy.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    if test_rows:
+        print(f"\nOn {len(test_rows)} held-out prompts (win rates are against the references):")
+        print(text_table([[name, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}"] for name in after],
+                         ["", "before", "after", "gained"], 72))
+    print(f"\n{num_updates * k * B:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer are in {output}")
+    if args.track:
+        wandb.finish()
+    metrics_file.close()
+    completions_file.close()
+    return {f"{when}/{name}": value for when, values in (("before", before), ("after", after if test_rows else {})) for name, value in values.items()}
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True))
+    except InputError as error:
+        sys.exit(f"rloo.py: {error}")
