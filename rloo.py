@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import logging
 import math
 import os
 import resource
@@ -31,6 +32,7 @@ import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Callable, Literal, NamedTuple, Optional
 
@@ -206,13 +208,12 @@ def resolve_args(args: Args) -> Args:
     require(len(args.reward_weights) == num_rewards, f"--reward_weights has {len(args.reward_weights)} numbers for "
             f"{num_rewards} rewards (the reward model first, then --reward_fns)")
     require(args.rloo_k >= 2, f"--rloo_k {args.rloo_k}: the baseline of a completion is its siblings' mean, so k must be at least 2")
-    for name, value in vars(args).items():  # every number is finite, and counts are positive
-        if isinstance(value, float):
-            require(math.isfinite(value), f"--{name} {value}: must be finite")
-        if isinstance(value, (int, float)) and name not in ("missing_eos_penalty", "stop_token_id"):
-            require(value >= 0, f"--{name} {value}: must not be negative")
-        if type(value) is int and name not in ("seed", "stop_token_id", "num_sample_generations", "num_eval_prompts"):
-            require(value >= 1, f"--{name} {value}: must be at least 1")
+    for field in dataclasses.fields(args):
+        name, value = field.name, getattr(args, field.name)
+        if isinstance(value, (int, float)):
+            require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be a finite number that is not negative")
+            may_be_zero = field.type is not int or name in ("seed", "num_sample_generations", "num_eval_prompts")
+            require(may_be_zero or value > 0, f"--{name} {value}: must be at least 1")
     require(args.temperature > 0, "--temperature 0: sampling needs a temperature above 0 (evaluation is greedy as well)")
     require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
             f"{args.per_device_train_batch_size} is not a multiple of --rloo_k {args.rloo_k}: a micro-batch is whole groups")
@@ -706,6 +707,16 @@ class Means(dict):
 # Evaluation
 
 
+def reference_batch(rows: list[dict], tokenizer, stop_id: int, pad_id: int, device: torch.device, positions: int) -> Batch:
+    """The references of `rows` as completions (1, B, R') that end in the stop token.
+
+    A reference that would not fit into the model's `positions` after the longest prompt is cut."""
+    prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
+    ids = [tokenizer(row["reference"], add_special_tokens=False)["input_ids"] + [stop_id] for row in rows]
+    responses, mask = pad([i[: positions - prompt_ids.shape[1]] for i in ids], pad_id)
+    return Batch(rows, prompt_ids.to(device), prompt_mask.to(device), responses[None].to(device), mask[None].to(device))
+
+
 def win_rate(scores: torch.Tensor, reference_scores: torch.Tensor) -> float:
     """Part of completions that score above their reference, ties counting half, over those where both have a score."""
     both = ~(scores.isnan() | reference_scores.isnan())
@@ -713,29 +724,19 @@ def win_rate(scores: torch.Tensor, reference_scores: torch.Tensor) -> float:
     return wins[both].mean().item()
 
 
-def text_table(rows: list[list[str]], header: list[str], width: int) -> str:
-    """A table of at most `width` characters a line; long cells wrap, all columns but the last share the width."""
-    widths = [max(len(row[-1]) for row in [header, *rows])]
-    widths = [max(12, (width - widths[0] - 3 * len(header[1:])) // len(header[1:]))] * len(header[1:]) + widths
+def text_table(header: list[str], rows: list[list[str]], width: int) -> str:
+    """A table of at most `width` characters a line: the last column is as wide as it needs, the others share the rest
+    and wrap."""
+    last = max(len(row[-1]) for row in [header, *rows])
+    widths = [max(8, (width - last) // (len(header) - 1) - 3)] * (len(header) - 1) + [last]
+    ruler = "-+-".join("-" * w for w in widths)
     lines = []
     for row in [header, *rows]:
         cells = [textwrap.wrap(" ".join(cell.split()), w) or [""] for cell, w in zip(row, widths)]
         for line in itertools.zip_longest(*cells, fillvalue=""):
             lines.append(" | ".join(part.ljust(w) for part, w in zip(line, widths)).rstrip())
-        lines.append("-+-".join("-" * w for w in widths))
+        lines.append(ruler)
     return "\n".join(lines[:-1])
-
-
-def reference_batch(rows: list[dict], tokenizer, stop_id: int, pad_id: int, device: torch.device, positions: int) -> Optional[Batch]:
-    """The references of `rows` as completions (1, B, R') that end in the stop token; None if a row has none.
-
-    A reference that would not fit into the model's `positions` after the longest prompt is cut."""
-    if any(row["reference"] is None for row in rows):
-        return None
-    prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
-    ids = [tokenizer(row["reference"], add_special_tokens=False)["input_ids"] + [stop_id] for row in rows]
-    responses, mask = pad([i[: positions - prompt_ids.shape[1]] for i in ids], pad_id)
-    return Batch(rows, prompt_ids.to(device), prompt_mask.to(device), responses[None].to(device), mask[None].to(device))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -749,29 +750,43 @@ def load(auto_class, path: str, flag: str, **options):
     try:
         return auto_class.from_pretrained(path, **options)
     except Exception as error:  # transformers, safetensors and the Hub client each raise their own
-        raise InputError(f"--{flag} {path}: cannot be loaded as {auto_class.__name__} ({first_line(error)})") from error
+        kind = "cannot be loaded" if Path(path).is_dir() else "no such folder, nor a model that the Hub gives"
+        raise InputError(f"--{flag} {path}: {kind} ({auto_class.__name__}: {first_line(error)})") from error
 
 
 def load_tokenizer(args: Args, vocab_size: int):
     """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare for it
     (a pad token is never attended to, trained on or looked for, but it needs an id)."""
-    tokenizer = load(AutoTokenizer, args.model_name_or_path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
+    name, path = f"--model_name_or_path {args.model_name_or_path}", args.model_name_or_path
+    tokenizer = load(AutoTokenizer, path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
     if tokenizer.pad_token_id is None:
         if len(tokenizer) >= vocab_size:
-            raise InputError(f"--model_name_or_path {args.model_name_or_path}: the tokenizer has no pad token and the model no row "
-                             "to spare for one; set tokenizer.pad_token (eos will do) and save the tokenizer")
+            raise InputError(f"{name}: the tokenizer has no pad token, and the model no row to spare for one; "
+                             "set tokenizer.pad_token (the eos token will do) and save the tokenizer")
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-        print(f"the tokenizer has no pad token: [PAD] added as token {tokenizer.pad_token_id}")
+        print(f"{name}: the tokenizer has no pad token; [PAD] is added as token {tokenizer.pad_token_id}")
     if len(tokenizer) > vocab_size:
-        raise InputError(f"--model_name_or_path {args.model_name_or_path}: the tokenizer has {len(tokenizer)} tokens, "
-                         f"the model {args.sft_model_path} only {vocab_size}")
+        raise InputError(f"{name}: the tokenizer has {len(tokenizer)} tokens, the model {args.sft_model_path} only {vocab_size}")
     return tokenizer
+
+
+def load_data(args: Args) -> tuple[list[dict], list[dict]]:
+    """Rows to train and to evaluate on; the latter may be none."""
+    train, test = (load_rows(args.dataset_name, split) for split in (args.dataset_train_split, args.dataset_test_split))
+    if train is None:
+        raise InputError(f"--dataset_name {args.dataset_name}: no split {args.dataset_train_split} (see --dataset_train_split)")
+    if test is None:
+        n = min(100, len(train) // 10)
+        print(f"{args.dataset_name} has no split {args.dataset_test_split}: its last {n} rows are held out to evaluate on")
+        train, test = train[: len(train) - n], train[len(train) - n :]
+    return train, test[: args.num_eval_prompts]
 
 
 def load_policy(args: Args, device: torch.device, dtype: torch.dtype):
     """A causal language model without dropout, checked to be head(base_model(x))."""
-    model = load(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", dtype=dtype, trust_remote_code=args.trust_remote_code,
-                 attn_implementation=args.attn_implementation).to(device).eval()  # eval: no dropout, in training either
+    model = load(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", dtype=dtype,
+                 trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation)
+    model.to(device).eval()  # eval mode throughout: no dropout, in training either
     with torch.no_grad():
         ids = torch.tensor([[0, 1]], device=device)
         if not torch.allclose(model(ids).logits, model.get_output_embeddings()(model.base_model(ids)[0]), atol=1e-3):
@@ -792,13 +807,13 @@ def load_reward_model(args: Args, tokenizer, device: torch.device, dtype: torch.
         raise InputError(f"--reward_model_path {path}: no trained reward head (`score`) in it; it is not a reward model")
     try:
         own = AutoTokenizer.from_pretrained(path, **options)
-    except Exception:  # saved without a tokenizer: it must be the policy's
-        own = None
-    if own is None or own.get_vocab() == {t: i for t, i in tokenizer.get_vocab().items() if t in own.get_vocab()}:
-        if model.get_input_embeddings().num_embeddings < (len(tokenizer) if own is None else len(own)):
-            raise InputError(f"--reward_model_path {path}: fewer tokens than the policy's tokenizer, and no tokenizer of its own")
-        own = None
-    return model.to(device).eval(), own
+    except Exception:  # saved without a tokenizer: then it reads the policy's tokens
+        own = tokenizer
+    own_vocab, vocab = own.get_vocab(), tokenizer.get_vocab()
+    shared = all(vocab.get(token) == i for token, i in own_vocab.items()) and len(own_vocab) >= len(vocab) - 1  # [PAD] may be new
+    if model.get_input_embeddings().num_embeddings < len(own_vocab):
+        raise InputError(f"--reward_model_path {path}: {model.get_input_embeddings().num_embeddings} tokens, its tokenizer {len(own_vocab)}")
+    return model.to(device).eval(), None if shared else own
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -806,13 +821,13 @@ def load_reward_model(args: Args, tokenizer, device: torch.device, dtype: torch.
 
 
 def main(args: Args) -> dict[str, float]:
-    """Trains; returns the evaluation metrics before and after. Leaves the files named in the README in output_dir."""
+    """Trains; returns the evaluations before and after by name. Leaves the files named in the README in output_dir."""
     args = resolve_args(args)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a name that is not on the Hub is said once, by load
     transformers.set_seed(args.seed)
-    device, k = torch.device(args.device), args.rloo_k
-    dtype = getattr(torch, args.dtype)
+    device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
 
     # An update is B prompts with k completions each: mini-batches of prompts, then micro-batches of prompts.
@@ -821,59 +836,57 @@ def main(args: Args) -> dict[str, float]:
     B = mini_batch * args.num_mini_batches
     num_updates = math.ceil(args.total_episodes / (k * B))
 
-    # Data and functions first: they are quick to load and the most likely to be wrong.
-    reward_functions = [load_function(spec, "reward_fns") for spec in args.reward_fns]
+    # Functions and data first: they are quick to load and the likeliest to be wrong.
+    functions = {spec: load_function(spec, "reward_fns") for spec in args.reward_fns}
     judge_function = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
-    config = load(AutoConfig, args.sft_model_path, "sft_model_path", trust_remote_code=args.trust_remote_code).get_text_config()
+    train_rows, test_rows = load_data(args)
+    config = load(AutoConfig, args.sft_model_path, "sft_model_path", trust_remote_code=args.trust_remote_code)
+    config = config.get_text_config()
     tokenizer = load_tokenizer(args, config.vocab_size)
-    train_rows, test_rows = (load_rows(args.dataset_name, split) for split in (args.dataset_train_split, args.dataset_test_split))
-    if train_rows is None:
-        raise InputError(f"--dataset_name {args.dataset_name}: no split {args.dataset_train_split} (see --dataset_train_split)")
-    if test_rows is None:
-        held_out = min(100, len(train_rows) // 10)
-        print(f"{args.dataset_name} has no split {args.dataset_test_split}: its last {held_out} rows are held out to evaluate on")
-        train_rows, test_rows = train_rows[: len(train_rows) - held_out], train_rows[len(train_rows) - held_out :]
     train_rows = prepare_rows(train_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name} ({args.dataset_train_split})")
-    test_rows = test_rows[: args.num_eval_prompts]
     if test_rows:
         test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name} ({args.dataset_test_split})")
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
-        raise InputError(f"the longest prompt ({longest} tokens) and --response_length {args.response_length} do not fit into the model's "
-                         f"{positions} positions: lower --max_prompt_length to {positions - args.response_length} or less")
+        raise InputError(f"the longest prompt ({longest} tokens) and --response_length {args.response_length} do not fit into "
+                         f"the model's {positions} positions: lower --max_prompt_length to {positions - args.response_length}")
 
-    # Models.
+    # Models. The policy's weights stay float32 and are cast where a forward computes in bfloat16.
     policy = load_policy(args, device, torch.float32)
     reference = load_policy(args, device, dtype) if args.kl_coef else None
     stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
-    pad_id = tokenizer.pad_token_id
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,
+                                  fused=True)
+    schedule = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
+    scheduler = transformers.get_scheduler(schedule, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
 
     def texts(batch: Batch) -> list[str]:
         return decode(batch, tokenizer, stop_ids)
 
+    def rollout(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
+        return generate(policy, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
+                        args.local_rollout_forward_batch_size)
+
+    def score_tokens(model, batch: Batch) -> torch.Tensor:
+        return in_chunks(lambda part: completion_logprobs(model, part, args.temperature)[0], batch,
+                         args.local_rollout_forward_batch_size)
+
     rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
     if args.reward_model_path:
         reward_model, reward_tokenizer = load_reward_model(args, tokenizer, device, dtype)
-        rewards["reward_model"] = lambda batch: in_chunks(
-            lambda part: model_reward(reward_model, part) if reward_tokenizer is None else
-            text_reward(reward_model, reward_tokenizer, texts, stop_ids, part), batch, args.local_rollout_forward_batch_size)
-    for spec, function in zip(args.reward_fns, reward_functions):
+        read = partial(model_reward, reward_model)
+        if reward_tokenizer is not None:
+            read = partial(text_reward, reward_model, reward_tokenizer, texts, stop_ids)
+        rewards["reward_model"] = lambda batch: in_chunks(read, batch, args.local_rollout_forward_batch_size)
+    for spec, function in functions.items():
         name = spec.rpartition(":")[2]
-        name = spec if name in rewards else name
-        rewards[name] = lambda batch, function=function, name=name: function_reward(function, name, texts, batch)
+        rewards[spec if name in rewards else name] = partial(function_reward, function, spec, texts)
 
     def score(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Σ weight · reward (k, B), and each reward by name."""
         parts = {name: reward(batch) for name, reward in rewards.items()}
         return weighted_sum(list(parts.values()), args.reward_weights), parts
-
-    def rollout(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
-        return generate(policy, rows, k, args.response_length, temperature, stop_ids, pad_id, args.local_rollout_forward_batch_size)
-
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
-    scheduler = transformers.get_scheduler("constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type,
-                                           optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
 
     # What the run leaves.
     output = Path(args.output_dir)
@@ -885,44 +898,45 @@ def main(args: Args) -> dict[str, float]:
 
         wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, config=vars(args), dir=output)
 
-    references = reference_batch(test_rows, tokenizer, stop_ids[0], pad_id, device, positions) if test_rows else None
-
-    def judge(batch: Batch) -> torch.Tensor:
-        return function_reward(judge_function, args.judge_fn, texts, batch)
-
-    reference_scores = score(references)[0] if references else None
-    reference_judged = judge(references) if references and judge_function else None
+    # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge.
+    graders = {"": lambda batch: score(batch)[0]}
+    if judge_function is not None:
+        graders["judge_"] = partial(function_reward, judge_function, args.judge_fn, texts)
+    grades_of_references = {}
+    if test_rows and all(row["reference"] is not None for row in test_rows):
+        references = reference_batch(test_rows, tokenizer, stop_ids[0], tokenizer.pad_token_id, device, positions)
+        with autocast:
+            grades_of_references = {name: grader(references) for name, grader in graders.items()}
 
     def evaluate(update: int, modes: dict[str, float]) -> dict[str, float]:
-        """Completions of the held-out prompts at each mode's temperature: mean scores and win rates against the references.
+        """Mean grades of completions sampled at each mode's temperature, and their win rates against the references.
 
-        Shows the first few of the first mode, and keeps all of them in completions.jsonl. The random state is put back,
-        so evaluating changes nothing in training, and every evaluation draws the same random numbers."""
+        Shows a few completions of the first mode and keeps all of them in completions.jsonl. Training does not notice:
+        the random state is put back. Every evaluation draws the same random numbers."""
         metrics = {}
         for mode, temperature in modes.items():
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), autocast:
                 torch.manual_seed(args.seed)
-                batch = rollout(test_rows, 1, temperature)[0]
-                scores = score(batch)[0]
-            metrics[f"{mode}/score"] = scores.nanmean().item()
-            metrics[f"{mode}/mean_length"] = batch.response_mask.sum(-1).double().mean().item()
-            if references:
-                metrics[f"{mode}/win_rate"] = win_rate(scores, reference_scores)
-            if judge_function:
-                judged = judge(batch)
-                metrics[f"{mode}/judge_score"] = judged.nanmean().item()
-                if references:
-                    metrics[f"{mode}/judge_win_rate"] = win_rate(judged, reference_judged)
-            table = [{"update": update, "mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
-                      "reference": (row["reference"] or "").strip(), "score": s} for row, text, s in zip(test_rows, texts(batch), scores[0].tolist())]
-            completions_file.writelines(json.dumps(line) + "\n" for line in table)
+                batch, _ = rollout(test_rows, 1, temperature)
+                grades = {name: grader(batch) for name, grader in graders.items()}
+            for name, grade in grades.items():
+                metrics[f"{mode}/{name}score"] = grade.nanmean().item()
+                if name in grades_of_references:
+                    metrics[f"{mode}/{name}win_rate"] = win_rate(grade, grades_of_references[name])
+            metrics[f"{mode}/length"] = batch.response_mask.sum(-1).double().mean().item()
+            samples = [{"update": update, "mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
+                        "reference": (row["reference"] or "").strip(), "score": None if math.isnan(grade) else grade}
+                       for row, text, grade in zip(test_rows, texts(batch), grades[""][0].tolist())]
+            completions_file.writelines(json.dumps(sample) + "\n" for sample in samples)
             completions_file.flush()
             if mode == next(iter(modes)):
-                cells = [["… " + line["prompt"][-160:], line["completion"], line["reference"], f"{line['score']:.2f}"] for line in table[:3]]
+                cells = [["…" + sample["prompt"][-160:], sample["completion"], sample["reference"], f"{sample['score'] or 0:.2f}"]
+                         for sample in samples[:3]]
                 tqdm.write(f"\nHeld-out completions after {update} of {num_updates} updates ({mode}):\n" + text_table(
-                    cells, ["prompt", "completion", "reference", "score"], shutil.get_terminal_size().columns - 1) + "\n")
+                    ["prompt", "completion", "reference", "score"], cells, shutil.get_terminal_size().columns - 1) + "\n")
                 if args.track:
-                    wandb.log({"completions": wandb.Table(list(table[0]), [list(line.values()) for line in table])}, step=update)
+                    table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
+                    wandb.log({"completions": table}, step=update)
         return metrics
 
     def clock() -> float:
@@ -930,45 +944,40 @@ def main(args: Args) -> dict[str, float]:
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    print(f"{sum(p.numel() for p in policy.parameters()):,} parameters, {len(train_rows):,} prompts; {num_updates} updates of {B} prompts "
-          f"x {k} completions; on {device}; writing to {output}")
+    print(f"{sum(p.numel() for p in policy.parameters()):,} parameters, {len(train_rows):,} prompts, {num_updates} updates of "
+          f"{B} prompts x {k} completions, on {device}, into {output}")
     modes = {"sampled": args.temperature, "greedy": 0.0}
-    before = evaluate(0, modes) if test_rows else {}
+    before = after = evaluate(0, modes) if test_rows else {}
     evaluations = {round(num_updates * i / (args.num_sample_generations + 1)) for i in range(1, args.num_sample_generations + 1)}
-    headline = {"win": f"{before['sampled/win_rate']:.0%}"} if references else {}
     order = prompt_batches(len(train_rows), B, args.seed)
     progress = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
     start = clock()
     for update in range(1, num_updates + 1):
         means, times = Means(), [clock()]
-
-        # 1. Rollout: k completions of each of B prompts.
-        with autocast:
+        with autocast, torch.no_grad():
+            # 1. Rollout: k completions of each of B prompts.
             batch, rollout_logprobs = rollout([train_rows[i] for i in next(order)], k, args.temperature)
             mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
             times.append(clock())
 
-            # 2. Log-probs of the completions under the policy and the reference.
-            def logprobs_of(model):
-                return in_chunks(lambda part: completion_logprobs(model, part, args.temperature)[0], batch, args.local_rollout_forward_batch_size)
-
-            logprobs = logprobs_of(policy)
-            kl = kl_per_token(logprobs, logprobs_of(reference) if reference else logprobs, mask)
+            # 2. Log-probs of the completions under policy and reference; without a reference the KL is 0.
+            logprobs = score_tokens(policy, batch)
+            ref_logprobs = logprobs if reference is None else score_tokens(reference, batch)
             times.append(clock())
 
             # 3. Scores.
-            raw_scores, parts = score(batch)
+            raw_scores, scores_by_name = score(batch)
             times.append(clock())
 
-        # 4. Rewards and their leave-one-out advantages.
+        # 4. Rewards and their leave-one-out advantages: (k, B), or (k, B, R) with kl_level=token.
+        kl = kl_per_token(logprobs, ref_logprobs, mask)
         scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
         rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
-        rewards_kb = rlhf_reward if args.kl_level == "sequence" else reward_to_go(scores, kl, args.kl_coef)
-        advantages = leave_one_out_advantage(rewards_kb)
+        advantages = leave_one_out_advantage(rlhf_reward if args.kl_level == "sequence" else reward_to_go(scores, kl, args.kl_coef))
         if args.normalize_advantage:
-            real = ~rewards_kb.isnan() if args.kl_level == "sequence" else mask & ~rewards_kb.isnan()
-            advantages = standardize(advantages, real)
-        weight = ended.float() if args.mask_truncated_completions else torch.ones_like(raw_scores)
+            scorable = ~scores.isnan()
+            advantages = standardize(advantages, scorable if args.kl_level == "sequence" else mask & scorable[..., None])
+        weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
         means.add("objective/kl", kl.sum(-1))
         means.add("objective/entropy", -logprobs.sum(-1))
         means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
@@ -979,78 +988,86 @@ def main(args: Args) -> dict[str, float]:
         for epoch in range(args.num_ppo_epochs):
             for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
                 for micro in mini.split(micro_batch):
-                    part = batch.prompts(micro)
+                    part, real = batch.prompts(micro), mask[:, micro]
                     with autocast:
                         new, entropy = completion_logprobs(policy, part, args.temperature)
-                    if epoch == step == 0:  # the policy is still the one that sampled: the ratio is exactly 1, in any precision
+                    if epoch == step == 0:  # the policy is still the one that sampled: ratio 1, exactly, in any precision
                         logprobs[:, micro] = new.detach()
-                    old, real = logprobs[:, micro], part.response_mask
-                    losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], real, args.cliprange, args.cliprange_high)
+                    losses, log_ratio, clipped = policy_loss(new, logprobs[:, micro], advantages[:, micro], real,
+                                                             args.cliprange, args.cliprange_high)
                     losses = losses * weight[:, micro]
                     (losses.sum() / (k * mini_batch)).backward()
 
                     level = real if args.kl_level == "token" else torch.ones_like(clipped)
-                    ratio = ((new - old) * real).detach().exp()
+                    ratio = (new.detach() - logprobs[:, micro]).exp()
                     means.add("loss/policy_avg", losses.detach())
                     means.add("policy/approxkl_avg", 0.5 * log_ratio**2, level)
                     means.add("policy/clipfrac_avg", clipped.float(), level)
                     means.add("policy/entropy_avg", entropy, real)
                     means.add("val/ratio", ratio, real)
                     means.add("val/ratio_squared", ratio**2, real)
-                means.add("grad_norm", torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf))
+                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+                means.add("grad_norm", norm)
                 optimizer.step()
                 optimizer.zero_grad()
         times.append(clock())
 
-        # 6. Metrics, with TRL's names. Scores are logged as they came, before penalty, normalisation and clipping.
-        high, low = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
+        # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
+        best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
+        means.add("frac_reward_zero_std", (best == worst).float(), best >= worst)
         means.add("objective/scores", raw_scores)
         means.add("completions/mean_length", mask.sum(-1))
         means.add("completions/clipped_ratio", (~ended).float())
-        means.add("frac_reward_zero_std", (high == low).float(), high >= low)
-        for name, part_scores in parts.items():
+        for name, part_scores in scores_by_name.items():
             means.add(f"rewards/{name}/mean", part_scores)
         metrics = {"update": update, "episode": update * k * B, "lr": scheduler.get_last_lr()[0], **means.means()}
         metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
         metrics["val/num_eos_tokens"] = int(ended.sum())
         metrics["objective/scores_std"] = raw_scores[~raw_scores.isnan()].std().item()
-        metrics |= {f"rewards/{name}/std": part_scores[~part_scores.isnan()].std().item() for name, part_scores in parts.items()}
-        metrics |= {f"time/{name}": b - a for name, a, b in zip(("rollout", "reference", "reward", "train"), times, times[1:])}
+        for name, part_scores in scores_by_name.items():
+            metrics[f"rewards/{name}/std"] = part_scores[~part_scores.isnan()].std().item()
+        metrics |= {f"time/{name}": b - a for name, a, b in zip(["rollout", "reference", "reward", "train"], times, times[1:])}
         metrics["eps"] = update * k * B / (times[-1] - start)
         metrics["tokens_per_second"] = int(mask.sum()) / (times[-1] - times[0])
         metrics["memory/peak_gb"] = (torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda"
                                      else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-        scheduler.step()
         if update == 1:
             metrics |= {f"eval_before/{name}": value for name, value in before.items()}
         if test_rows and (update in evaluations or update == num_updates):
             after = evaluate(update, modes if update == num_updates else {"sampled": args.temperature})
             metrics |= {f"eval/{name}": value for name, value in after.items()}
-            headline = {"win": f"{after['sampled/win_rate']:.0%}"} if references else {}
         metrics_file.write(json.dumps(metrics) + "\n")
         metrics_file.flush()
         if args.track:
             wandb.log(metrics, step=update)
-        progress.set_postfix({"reward": f"{metrics['objective/rlhf_reward']:.2f}", "kl": f"{metrics['objective/kl']:.2f}", **headline}, refresh=False)
+        win = {"win": f"{after['sampled/win_rate']:.0%}"} if grades_of_references else {}
+        progress.set_postfix(reward=f"{metrics['objective/rlhf_reward']:.2f}", kl=f"{metrics['objective/kl']:.2f}", **win, refresh=False)
         progress.update()
+        scheduler.step()
     progress.close()
 
     policy.save_pretrained(output)
     tokenizer.save_pretrained(output)
     if test_rows:
-        print(f"\nOn {len(test_rows)} held-out prompts (win rates are against the references):")
-        print(text_table([[name, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}"] for name in after],
-                         ["", "before", "after", "gained"], 72))
+        print(f"\nOn {len(test_rows)} held-out prompts (win rates are against the references):\n")
+        print(f"{'':24}{'before':>9}{'after':>9}{'gained':>9}")
+        for name in after:
+            print(f"{name:24}{before[name]:9.3f}{after[name]:9.3f}{after[name] - before[name]:+9.3f}")
     print(f"\n{num_updates * k * B:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer are in {output}")
     if args.track:
         wandb.finish()
     metrics_file.close()
     completions_file.close()
-    return {f"{when}/{name}": value for when, values in (("before", before), ("after", after if test_rows else {})) for name, value in values.items()}
+    return {f"{when}/{name}": value for when, found in (("before", before), ("after", after)) for name, value in found.items()}
+
+
+def parse_args(argv: Optional[list[str]] = None) -> Args:
+    """The command line (default: sys.argv) as Args."""
+    return tyro.cli(Args, args=argv, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True)
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True))
+        main(parse_args())
     except InputError as error:
         sys.exit(f"rloo.py: {error}")

@@ -26,7 +26,8 @@ import rloo
 from rloo import Args, Batch, InputError
 
 HERE = Path(__file__).resolve().parent
-WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z one two three four good bad yes no".split()
+WORDS = "a b c d e f g h i j k l m".split()  # with eos, pad and unknown: a vocabulary of 16
+torch.set_num_threads(1)  # the models are tiny
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def tiny_model(family: str = "gpt_neox", seed: int = 0, classifier: bool = False
     return AutoModelForCausalLM.from_config(FAMILIES[family](**config)).eval()
 
 
-def random_batch(k: int = 3, B: int = 4, R: int = 6, vocab: int = 37, seed: int = 0, max_prompt: int = 9) -> Batch:
+def random_batch(k: int = 3, B: int = 4, R: int = 6, vocab: int = 16, seed: int = 0, max_prompt: int = 9) -> Batch:
     """Left-padded prompts of unequal length and completions that stop at eos (0) early, late or never."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(2, max_prompt))] for _ in range(B)]
@@ -98,9 +99,875 @@ def train(tiny, tmp_path):
     def run(**flags):
         output = tmp_path / f"run{next(count)}"
         defaults = dict(dataset_name=str(tiny / "data"), sft_model_path=str(tiny / "sft"), reward_model_path=str(tiny / "reward"),
-                        response_length=6, per_device_train_batch_size=8, gradient_accumulation_steps=1, rloo_k=2, total_episodes=16,
+                        response_length=6, per_device_train_batch_size=16, gradient_accumulation_steps=1, rloo_k=2, total_episodes=16,
                         temperature=1.0, learning_rate=1e-2, num_sample_generations=0, num_eval_prompts=0, output_dir=str(output))
         rloo.main(Args(**{**defaults, **flags}))
         return [json.loads(line) for line in open(output / "metrics.jsonl")], output
 
     return run
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The formulas
+
+
+def test_baseline_equals_the_double_loop():
+    """TRL's documented example: 3 prompts, 4 completions, flattened as j·B + b."""
+    rlhf_reward = torch.tensor([1, 2, 3,  # first completion of the three prompts
+                                2, 3, 4, 5, 6, 7, 8, 9, 10]).float().view(4, 3)
+    expected = torch.zeros(4, 3)
+    for j, b in itertools.product(range(4), range(3)):
+        siblings = [rlhf_reward[i, b].item() for i in range(4) if i != j]
+        expected[j, b] = rlhf_reward[j, b] - sum(siblings) / 3
+    assert torch.allclose(rloo.leave_one_out_advantage(rlhf_reward), expected)
+    assert expected[0, 0] == 1 - (2 + 5 + 8) / 3
+
+
+def test_kl_rewards_and_reward_to_go_equal_the_loops():
+    torch.manual_seed(0)
+    k, B, R, beta = 3, 4, 5, 0.3
+    logprobs, ref_logprobs, scores = torch.randn(k, B, R), torch.randn(k, B, R), torch.randn(k, B)
+    mask = torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
+    kl = rloo.kl_per_token(logprobs, ref_logprobs, mask)
+    for j, b in itertools.product(range(k), range(B)):
+        terms = [(logprobs[j, b, t] - ref_logprobs[j, b, t]).item() if mask[j, b, t] else 0.0 for t in range(R)]
+        assert rloo.sequence_reward(scores, kl, beta)[j, b].item() == pytest.approx(scores[j, b].item() - beta * sum(terms), abs=1e-5)
+        for t in range(R):
+            assert rloo.reward_to_go(scores, kl, beta)[j, b, t].item() == pytest.approx(
+                scores[j, b].item() - beta * sum(terms[t:]), abs=1e-5)
+
+
+def test_scores_are_penalised_then_normalised_then_clipped():
+    scores, ended = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[True, True], [True, False]])
+    penalised = torch.tensor([[1.0, 2.0], [3.0, 1.0]])
+    assert torch.equal(rloo.shape_scores(scores, ended, None, False, None), scores)
+    assert torch.equal(rloo.shape_scores(scores, ended, 5.0, False, None), penalised)
+    normalised = (penalised - penalised.mean()) / (penalised.std() + 1e-8)
+    assert torch.allclose(rloo.shape_scores(scores, ended, 5.0, True, None), normalised)
+    assert torch.allclose(rloo.shape_scores(scores, ended, 5.0, True, 0.5), normalised.clamp(-0.5, 0.5))
+    assert torch.equal(rloo.shape_scores(scores, ended, None, False, 2.5), scores.clamp(-2.5, 2.5))  # clipping alone works too
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_policy_loss_equals_the_formula_in_loops(level):
+    torch.manual_seed(0)
+    k, B, R, low, high = 2, 3, 4, 0.1, 0.4
+    new, old = torch.randn(k, B, R) * 0.2, torch.randn(k, B, R) * 0.2
+    mask = torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
+    advantages = torch.randn(k, B) if level == "sequence" else torch.randn(k, B, R)
+    losses, log_ratio, clipped = rloo.policy_loss(new, old, advantages, mask, low, high)
+    for j, b in itertools.product(range(k), range(B)):
+        log_ratios = [(new - old)[j, b, t].item() for t in range(R) if mask[j, b, t]]
+        pairs = ([(sum(log_ratios), advantages[j, b].item())] if level == "sequence" else
+                 [(x, advantages[j, b, t].item()) for t, x in enumerate(log_ratios)])
+        expected = sum(max(-a * math.exp(x), -a * min(max(math.exp(x), 1 - low), 1 + high)) for x, a in pairs)
+        assert losses[j, b].item() == pytest.approx(expected, abs=1e-5)
+        was_clipped = [-a * min(max(math.exp(x), 1 - low), 1 + high) > -a * math.exp(x) for x, a in pairs]
+        assert clipped[j, b].flatten()[: len(was_clipped)].tolist() == was_clipped
+
+
+def test_token_logprobs_are_log_softmax_in_chunks_with_the_same_gradient(monkeypatch):
+    torch.manual_seed(0)
+    head, hidden, tokens = torch.nn.Linear(8, 50, bias=False), torch.randn(23, 8, requires_grad=True), torch.randint(50, (23,))
+    full = F.log_softmax(head(hidden) / 0.7, dim=-1)
+    expected = full.gather(1, tokens[:, None]).squeeze(1)
+    grads = torch.autograd.grad((expected * torch.arange(23)).sum(), [hidden, head.weight])
+    blocks = []
+    head.register_forward_hook(lambda module, inputs, output: blocks.append(output.shape))
+    monkeypatch.setattr(rloo, "LOGITS_AT_ONCE", 4 * 50)
+    logprobs, entropy = rloo.token_logprobs(head, hidden, tokens, 0.7)
+    assert torch.allclose(logprobs, expected, atol=1e-6)
+    assert torch.allclose(entropy, -(full.exp() * full).sum(-1), atol=1e-5)
+    for grad, other in zip(grads, torch.autograd.grad((logprobs * torch.arange(23)).sum(), [hidden, head.weight])):
+        assert torch.allclose(grad, other, atol=1e-5)
+    assert max(rows for rows, _ in blocks) == 4 and len(blocks) == 2 * 6  # six chunks, forward and again in backward
+
+
+def enumerate_completions(vocab: int, R: int, stop: int = 0) -> list[list[int]]:
+    """Every completion there is: sequences that end at the first stop token, and those of R tokens without one."""
+    done, open_ = [], [[]]
+    for _ in range(R):
+        grown = [prefix + [token] for prefix in open_ for token in range(vocab)]
+        done += [sequence for sequence in grown if sequence[-1] == stop]
+        open_ = [sequence for sequence in grown if sequence[-1] != stop]
+    return done + open_
+
+
+def flat_grad(loss: torch.Tensor, model) -> torch.Tensor:
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(model.parameters(), grads)])
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_variance(level):
+    """Every pair of completions (k = 2) of a vocabulary of 3 and R = 3, weighted by its probability under the policy: the
+    mean gradient of the loss is -∇ E[score - β KL(π ‖ π_ref)], to rounding."""
+    beta, T, vocab, R = 0.4, 0.8, 3, 3
+    policy, reference = tiny_model(vocab_size=vocab), tiny_model(vocab_size=vocab, seed=1)
+    completions = enumerate_completions(vocab, R)
+    n = len(completions)  # 1 + 2 + 4 + 8
+    responses, mask = (x[None] for x in rloo.pad(completions, pad_id=1))
+    prompt_ids = torch.tensor([[1, 2, 0]]).repeat(n, 1)
+    batch = Batch([{}] * n, prompt_ids, prompt_ids != 1, responses, mask)
+    logprobs, _ = rloo.completion_logprobs(policy, batch, T)  # (1, n, R)
+    with torch.no_grad():
+        ref_logprobs, _ = rloo.completion_logprobs(reference, batch, T)
+    scores = torch.randn(1, n, generator=torch.Generator().manual_seed(3)) + 3  # rewards with a mean
+
+    probability = logprobs.sum(-1).exp()
+    assert probability.sum().item() == pytest.approx(1, abs=1e-5)  # these are all there are
+    objective = (probability * (scores - beta * (logprobs - ref_logprobs).sum(-1))).sum()
+    exact = -flat_grad(objective, policy)
+
+    # The loss of every pair (i, j), as k = 2 completions of n² prompts, by the functions that training uses.
+    first, second = (x.flatten() for x in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij"))
+    pairs = torch.stack([first, second])
+    new, pair_mask = logprobs[0][pairs], mask[0][pairs]
+    kl = rloo.kl_per_token(new, ref_logprobs[0][pairs], pair_mask).detach()
+    rewards = (rloo.sequence_reward if level == "sequence" else rloo.reward_to_go)(scores[0][pairs], kl, beta)
+    weight = (probability[0][first] * probability[0][second]).detach()
+
+    def expected_loss(advantages):
+        losses, _, _ = rloo.policy_loss(new, new.detach(), advantages, pair_mask, 0.2, 0.2)
+        return (losses.mean(0) * weight).sum()
+
+    with_baseline = flat_grad(expected_loss(rloo.leave_one_out_advantage(rewards)), policy)
+    without_baseline = flat_grad(expected_loss(rewards), policy)
+    scale = exact.abs().max()
+    assert scale > 0.1
+    assert (with_baseline - exact).abs().max() < 2e-5 * scale
+    assert (without_baseline - exact).abs().max() < 2e-5 * scale
+    dropped_kl = rloo.leave_one_out_advantage((rloo.sequence_reward if level == "sequence" else rloo.reward_to_go)(scores[0][pairs], kl, 0.0))
+    assert (flat_grad(expected_loss(dropped_kl), policy) - exact).abs().max() > 1e-2 * scale  # the test sees the KL term
+
+    # Variance: E‖g‖² over the pairs, g = -½ Σ_j Σ_t A_jt ∇ log π(y_jt), through the Gram matrix of the tokens' gradients.
+    token_grads = torch.stack([flat_grad(logprobs[0, i, t], policy) for i in range(n) for t in range(R)])
+    gram = token_grads @ token_grads.T
+
+    def second_moment(advantages):
+        per_token = (advantages if level == "token" else advantages[..., None]) * pair_mask  # (2, n², R)
+        coefficients = torch.zeros(n * n, n, R)
+        for j in range(2):
+            coefficients[torch.arange(n * n), pairs[j]] -= 0.5 * per_token[j]
+        c = coefficients.flatten(1)
+        return (weight * (c @ gram * c).sum(1)).sum()
+
+    assert second_moment(rloo.leave_one_out_advantage(rewards)) < 0.9 * second_moment(rewards)
+
+
+def test_means_do_not_depend_on_the_split():
+    values, mask = torch.randn(6, 5), torch.rand(6, 5) > 0.4
+    whole, split = rloo.Means(), rloo.Means()
+    whole.add("x", values, mask)
+    for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        split.add("x", values[part], mask[part])
+    assert whole.means()["x"] == pytest.approx(split.means()["x"], abs=1e-12)
+    assert whole.means()["x"] == pytest.approx(values[mask].mean().item(), abs=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What others got wrong: one test each
+
+
+def test_token_level_kl_is_not_the_sequence_level_in_disguise():
+    """Elsewhere the token-level rewards are summed back to the sequence-level one. Here they are rewards to go."""
+    scores, kl = torch.tensor([[1.0], [2.0]]), torch.tensor([[[0.1, 0.2, 0.4]], [[0.3, 0.0, 0.0]]])
+    G = rloo.reward_to_go(scores, kl, 1.0)
+    assert torch.allclose(G, torch.tensor([[[0.3, 0.4, 0.6]], [[1.7, 2.0, 2.0]]]))  # past its end a completion keeps its score
+    advantages = rloo.leave_one_out_advantage(G)
+    assert torch.allclose(advantages[0, 0], torch.tensor([-1.4, -1.6, -1.4]))
+    assert torch.allclose(advantages[0], -advantages[1])
+    assert torch.allclose(G[..., 0], rloo.sequence_reward(scores, kl, 1.0))
+
+
+def test_token_level_run_differs_from_sequence_level(train):
+    weights = []
+    for level in ("sequence", "token"):
+        _, output = train(kl_level=level, total_episodes=48, kl_coef=1.0)
+        weights.append(AutoModelForCausalLM.from_pretrained(output).get_input_embeddings().weight)
+    assert (weights[0] - weights[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype):
+    metrics, _ = train(dtype=dtype, total_episodes=32, response_length=32)
+    for update in metrics:
+        assert update["val/ratio"] == 1 and update["val/ratio_var"] == 0
+        assert update["policy/clipfrac_avg"] == 0 and update["policy/approxkl_avg"] == 0
+        gap = update["val/rollout_logprob_gap"]  # the difference is not hidden: it is a metric of its own
+        assert 0 <= gap < 1e-5 if dtype == "float32" else 1e-4 < gap < 0.5
+
+
+def test_log_probs_are_float32_in_bfloat16_runs():
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, entropy = rloo.completion_logprobs(tiny_model(), random_batch(), 1.0)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+
+
+def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings():
+    """The model's own generation config asks for top-k, a repetition penalty and another temperature: all are ignored, and
+    the frequencies of the sampled tokens are those of the softmax that scores them."""
+    model = tiny_model(vocab_size=6)
+    model.generation_config.update(top_k=1, repetition_penalty=3.0, temperature=0.1, do_sample=True)
+    row = {"prompt_ids": [3, 4, 5], "prompt": "", "prompt_text": "", "reference": None, "columns": {}}
+    torch.manual_seed(0)
+    n, T = 20_000, 1.7
+    batch, rollout_logprobs = rloo.generate(model, [row], n, 2, T, stop_ids=[0], pad_id=1, forward_rows=n)
+    logprobs = torch.cat([rloo.completion_logprobs(model, part, T)[0].detach() for part in
+                          [Batch(batch.rows, batch.prompt_ids, batch.prompt_mask, batch.responses, batch.response_mask)]])
+    assert torch.allclose(rollout_logprobs, logprobs, atol=1e-5)
+    completions = enumerate_completions(6, 2)
+    exact_batch = [Batch([row], batch.prompt_ids, batch.prompt_mask, *(x[None] for x in rloo.pad([c], 1, width=2))) for c in completions]
+    exact = torch.tensor([rloo.completion_logprobs(model, b, T)[0].sum().exp().item() for b in exact_batch])
+    assert exact.sum().item() == pytest.approx(1, abs=1e-4)
+    sampled = [tuple(c) for c in rloo.completion_tokens(batch)]
+    counts = torch.tensor([sampled.count(tuple(c)) for c in completions]).float()
+    chi2 = ((counts - n * exact) ** 2 / (n * exact)).sum().item()
+    freedom = len(completions) - 1
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom)  # five standard deviations of the chi-squared distribution
+
+
+def test_pad_equal_to_eos_keeps_the_stop_token_and_every_stop_id_counts():
+    responses = torch.tensor([[[5, 0, 0, 0], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 0, 7]]])
+    one, two = rloo.mask_after_stop(responses, [0]), rloo.mask_after_stop(responses, [0, 9])
+    assert one.sum(-1).tolist() == [[2, 1, 4, 3]] and two.sum(-1).tolist() == [[2, 1, 4, 2]]
+    assert rloo.contains_stop(responses, two, [0, 9]).tolist() == [[True, True, False, True]]
+
+
+def test_a_run_where_pad_is_eos_ends_in_the_same_weights(train, tiny, tmp_path):
+    tiny_tokenizer(pad="<eos>").save_pretrained(tmp_path / "tokenizer")
+    shutil.copytree(tiny / "reward", tmp_path / "reward")
+    tiny_tokenizer(pad="<eos>").save_pretrained(tmp_path / "reward")
+    (one, out1), (two, out2) = train(), train(model_name_or_path=str(tmp_path / "tokenizer"), reward_model_path=str(tmp_path / "reward"))
+    assert 0 < one[0]["val/num_eos_tokens"] < 16 and one[0]["objective/scores"] == pytest.approx(two[0]["objective/scores"], abs=1e-5)
+    weights = [AutoModelForCausalLM.from_pretrained(out).get_output_embeddings().weight for out in (out1, out2)]
+    assert torch.allclose(*weights, atol=1e-5)
+
+
+def test_stop_ids_come_from_the_generation_config_and_the_tokenizer():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.generation_config.eos_token_id = [7, 9]
+    assert rloo.stop_token_ids(model, tokenizer, None, None) == [0, 7, 9]
+    assert rloo.stop_token_ids(model, tokenizer, "eos", None) == [0, 7, 9]
+    assert rloo.stop_token_ids(model, tokenizer, "c", None) == tokenizer("c")["input_ids"]
+    assert rloo.stop_token_ids(model, tokenizer, None, 12) == [12]
+    for wrong in ({"stop_token": "a b", "stop_token_id": None}, {"stop_token": None, "stop_token_id": 10_000}):
+        with pytest.raises(InputError, match="--stop_token"):
+            rloo.stop_token_ids(model, tokenizer, **wrong)
+
+
+def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored():
+    batch, policy, reward = random_batch(), tiny_model(), tiny_model(classifier=True)
+    assert not batch.response_mask.all()
+    garbage = batch._replace(responses=batch.responses.where(batch.response_mask, torch.tensor(11)),
+                             prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(12)))
+    grads = []
+    for b in (batch, garbage):
+        logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0)
+        assert (logprobs[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
+        grads.append((logprobs, rloo.model_reward(reward, b), flat_grad(logprobs.sum(), policy)))
+    for one, other in zip(*grads):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_missing_eos_penalty_looks_for_what_stops_the_rollout(train, tiny):
+    """With another stop token than eos the penalty goes to the completions without that token, not to those without eos."""
+    stop = tiny_tokenizer()("c")["input_ids"][0]
+    flags = dict(stop_token="c", reward_model_path=None, reward_fns=(f"{__file__}:constant_reward",), kl_coef=0.0, total_episodes=64)
+    metrics, _ = train(missing_eos_penalty=3.0, **flags)
+    assert 0 < metrics[-1]["completions/clipped_ratio"] < 1
+    for update in metrics:
+        assert update["objective/scores"] == 1  # raw
+        assert update["objective/rlhf_reward"] == pytest.approx(1 - 3 * update["completions/clipped_ratio"])
+    assert stop != 0
+
+
+def constant_reward(prompts, completions, completion_ids, **columns):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_equals_unpadded(family):
+    """Log-probs and scores of left-padded prompts and right-padded completions are those of each sequence on its own."""
+    batch, policy, reward = random_batch(), tiny_model(family), tiny_model(family, classifier=True, seed=1)
+    with torch.no_grad():
+        logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7)
+        scores = rloo.model_reward(reward, batch)
+        for j, b in itertools.product(range(3), range(4)):
+            prompt, completion = batch.rows[b]["prompt_ids"], batch.responses[j, b][batch.response_mask[j, b]].tolist()
+            ids = torch.tensor([prompt + completion])
+            log_softmax = F.log_softmax(policy(ids).logits[0, len(prompt) - 1 : -1] / 0.7, dim=-1)
+            expected = log_softmax[torch.arange(len(completion)), completion]
+            assert torch.allclose(logprobs[j, b, : len(completion)], expected, atol=1e-5)
+            assert torch.allclose(entropy[j, b, : len(completion)], -(log_softmax.exp() * log_softmax).sum(-1), atol=1e-5)
+            reward.config.pad_token_id = None  # a single row: the head at the last token
+            assert torch.allclose(scores[j, b], reward(ids).logits[0, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollout_is_greedy_generation_of_each_prompt_alone(family):
+    model, rows = tiny_model(family), random_batch().rows
+    batch, _ = rloo.generate(model, rows, 1, 8, 0.0, stop_ids=[0], pad_id=1, forward_rows=3)
+    for b, row in enumerate(rows):
+        ids = row["prompt_ids"]
+        for t in range(8):
+            ids = ids + [model(torch.tensor([ids])).logits[0, -1].argmax().item()]
+            if ids[-1] == 0:
+                break
+        assert batch.responses[0, b][batch.response_mask[0, b]].tolist() == ids[len(row["prompt_ids"]):]
+
+
+def test_metrics_count_real_tokens_only_and_once(train, monkeypatch):
+    """Entropies, ratio, lengths and stop tokens against loops over the real tokens of each completion."""
+    seen = []
+    original = rloo.generate
+    monkeypatch.setattr(rloo, "generate", lambda *a: seen.append(original(*a)) or seen[-1])
+    (update,), output = train(learning_rate=0.0, kl_coef=0.0)
+    policy, (batch, _) = AutoModelForCausalLM.from_pretrained(output).eval(), seen[0]
+    surprise, entropies, stops, lengths = [], [], 0, []
+    for j, b in itertools.product(range(2), range(8)):
+        prompt, completion = batch.rows[b]["prompt_ids"], rloo.completion_tokens(batch)[j * 8 + b]
+        with torch.no_grad():
+            log_softmax = F.log_softmax(policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1], dim=-1)
+        surprise.append(-sum(log_softmax[t, token].item() for t, token in enumerate(completion)))
+        entropies += (-(log_softmax.exp() * log_softmax).sum(-1)).tolist()
+        stops, lengths = stops + (0 in completion), lengths + [len(completion)]
+    assert len(set(lengths)) > 1 and 0 < stops < 16
+    assert update["objective/entropy"] == pytest.approx(sum(surprise) / 16, abs=1e-4)
+    assert update["policy/entropy_avg"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-4)
+    assert update["val/num_eos_tokens"] == stops
+    assert update["completions/clipped_ratio"] == pytest.approx(1 - stops / 16)
+    assert update["completions/mean_length"] == pytest.approx(sum(lengths) / 16)
+    assert "val/clipfrac_avg" not in update and isinstance(update["eps"], float)
+
+
+TIMES = ("time/", "eps", "tokens_per_second", "memory/")
+
+
+def without_times(metrics: list[dict]) -> list[dict]:
+    return [{name: value for name, value in update.items() if not name.startswith(TIMES)} for update in metrics]
+
+
+@pytest.mark.parametrize("flags", [{}, {"kl_level": "token", "num_ppo_epochs": 2, "mask_truncated_completions": True}])
+def test_gradients_and_metrics_do_not_depend_on_the_split_into_micro_batches(train, flags):
+    runs = [train(per_device_train_batch_size=size, gradient_accumulation_steps=16 // size, local_rollout_forward_batch_size=16, seed=3,
+                  learning_rate=1e-3, total_episodes=48, **flags) for size in (16, 8, 2)]
+    reference = runs[0]
+    assert reference[0][0]["grad_norm"] > 0.1
+    for metrics, output in runs[1:]:
+        for one, other in zip(without_times(reference[0]), without_times(metrics)):
+            assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+        weights = [torch.cat([p.flatten() for p in AutoModelForCausalLM.from_pretrained(o).parameters()]) for o in (reference[1], output)]
+        assert (weights[0] - weights[1]).abs().max() < 1e-3
+
+
+def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
+    epochs = list(itertools.islice(rloo.prompt_batches(10, 4, seed=1), 5))
+    flat = sum(epochs, [])
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
+    assert flat == sum(itertools.islice(rloo.prompt_batches(10, 4, seed=1), 5), [])
+    assert flat != sum(itertools.islice(rloo.prompt_batches(10, 4, seed=2), 5), [])
+    small = next(rloo.prompt_batches(3, 8, seed=1))
+    assert len(small) == 8 and all(2 <= small.count(i) <= 3 for i in range(3))
+
+
+def test_a_dataset_smaller_than_a_batch_trains(train, tmp_path):
+    (tmp_path / "three.jsonl").write_text('{"prompt": "a b"}\n{"prompt": "c"}\n{"prompt": "d e f"}\n')
+    metrics, _ = train(dataset_name=str(tmp_path / "three.jsonl"), total_episodes=32)
+    assert len(metrics) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_seed_repeats_a_run_exactly_and_evaluation_does_not_change_it(train, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        runs = [train(total_episodes=48, seed=seed, num_ppo_epochs=2, num_mini_batches=2, **flags)
+                for seed, flags in ((5, {}), (5, {"num_eval_prompts": 4, "num_sample_generations": 1}), (6, {}))]
+    finally:
+        torch.set_num_threads(before)
+    plain = [[{k: v for k, v in update.items() if not k.startswith("eval")} for update in without_times(metrics)] for metrics, _ in runs]
+    assert plain[0] == plain[1] != plain[2]
+    files = [(output / "model.safetensors").read_bytes() for _, output in runs]
+    assert files[0] == files[1] != files[2]
+
+
+def test_masked_truncated_completions_have_no_loss_but_stay_in_the_baseline(train, monkeypatch):
+    """Gradients flow from the completions that ended alone, with advantages that still know the truncated siblings."""
+    seen = []
+    original = rloo.policy_loss
+
+    def spy(new, old, advantages, mask, *clip):
+        new.retain_grad()
+        seen.append((new, advantages, mask))
+        return original(new, old, advantages, mask, *clip)
+
+    monkeypatch.setattr(rloo, "policy_loss", spy)
+    plain, _ = train(per_device_train_batch_size=16)
+    masked, _ = train(per_device_train_batch_size=16, mask_truncated_completions=True)
+    (new, advantages, mask), (masked_new, masked_advantages, _) = seen
+    truncated = mask.all(-1) & (new.grad != 0).all(-1)  # a completion of full length may still have ended in its last token
+    assert torch.equal(advantages, masked_advantages)
+    silent = (masked_new.grad == 0).all(-1)
+    assert silent.sum() == round(16 * masked[0]["completions/clipped_ratio"]) > 0
+    assert (silent <= mask.all(-1)).all() and truncated.any()
+    assert torch.equal(new.grad[~silent], masked_new.grad[~silent])  # the weight of the others does not change
+
+
+def test_unscorable_completions_leave_the_baseline():
+    rewards = torch.tensor([[1.0, math.nan, 0.0], [4.0, math.nan, math.nan], [math.nan, 2.0, 3.0]])
+    expected = torch.tensor([[1.0 - 4.0, 0.0, 0.0 - 3.0], [4.0 - 1.0, 0.0, 0.0], [0.0, 0.0, 3.0 - 0.0]])
+    assert torch.equal(rloo.leave_one_out_advantage(rewards), expected)
+    assert torch.equal(rloo.leave_one_out_advantage(rewards[..., None].expand(3, 3, 2)), expected[..., None].expand(3, 3, 2))
+
+
+def test_none_is_not_zero_and_zero_is_not_none():
+    a, b = torch.tensor([[0.0, math.nan]]), torch.tensor([[2.0, math.nan]])
+    total = rloo.weighted_sum([a, b], (1.0, 0.5))
+    assert total[0, 0] == 1.0 and total[0, 1].isnan()
+    assert torch.equal(rloo.weighted_sum([a, torch.tensor([[math.nan, 3.0]])], (2.0, 2.0)), torch.tensor([[0.0, 6.0]]))
+
+
+def sometimes_none(prompts, completions, completion_ids, n, **columns):
+    """Unscorable for every third dataset row; otherwise the number of tokens."""
+    return [None if i % 3 == 0 else float(len(ids)) for i, ids in zip(n, completion_ids)]
+
+
+def test_a_run_with_unscorable_completions(train):
+    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:sometimes_none",), normalize_reward=True, normalize_advantage=True,
+                       total_episodes=48, num_eval_prompts=8)
+    assert all(math.isfinite(value) for update in metrics for value in update.values())
+
+
+def test_groups_go_by_position_never_by_text(train, tmp_path):
+    """Two rows with the same prompt and different columns stay two groups: within each all rewards are equal."""
+    (tmp_path / "same.jsonl").write_text('{"prompt": "a b", "value": 1}\n{"prompt": "a b", "value": 5}\n')
+    metrics, _ = train(dataset_name=str(tmp_path / "same.jsonl"), reward_model_path=None, reward_fns=(f"{__file__}:column_value",), kl_coef=0.0)
+    assert metrics[0]["objective/scores"] == 3 and metrics[0]["frac_reward_zero_std"] == 1
+    assert metrics[0]["loss/policy_avg"] == 0 and metrics[0]["grad_norm"] == 0
+
+
+def column_value(prompts, completions, completion_ids, value, **columns):
+    return value
+
+
+def test_raw_scores_are_logged_and_zero_std_is_counted_before_kl(train):
+    """Half of the prompts give equal scores to all completions. Once KL is subtracted no two rewards are equal any more."""
+    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:constant_for_even_rows",), normalize_reward=True, total_episodes=64)
+    for even, odd in (metrics[:2], metrics[2:]):  # an epoch is two updates
+        assert even["frac_reward_zero_std"] + odd["frac_reward_zero_std"] == 1
+        assert even["objective/scores"] + odd["objective/scores"] == pytest.approx(5 / 2 + 5 / 2)
+    assert all(update["objective/kl"] != 0 for update in metrics[1:])
+
+
+def constant_for_even_rows(prompts, completions, completion_ids, n, **columns):
+    """2 for all completions of an even row; 2.5 and 3.5 for the two of an odd one."""
+    return [2.0 if row % 2 == 0 else 2.5 + (i >= len(n) // 2) for i, row in enumerate(n)]
+
+
+def test_normalisation_is_over_the_whole_update(train, monkeypatch):
+    """Advantages have mean 0 and standard deviation 1 over all prompts of the update, not per micro-batch or group."""
+    seen = []
+    original = rloo.policy_loss
+    monkeypatch.setattr(rloo, "policy_loss", lambda new, old, a, mask, *clip: seen.append((a, mask)) or original(new, old, a, mask, *clip))
+    train(normalize_advantage=True, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    advantages = torch.cat([a for a, _ in seen], dim=1)
+    assert advantages.shape == (2, 8)
+    assert advantages.mean().item() == pytest.approx(0, abs=1e-6) and advantages.std().item() == pytest.approx(1, abs=1e-5)
+    seen.clear()
+    train(normalize_advantage=True, kl_level="token", per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    real = torch.cat([a[mask] for a, mask in seen])
+    assert real.mean().item() == pytest.approx(0, abs=1e-6) and real.std().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_without_kl_no_reference_is_loaded(train, monkeypatch):
+    loads = []
+    original = rloo.load_policy
+    monkeypatch.setattr(rloo, "load_policy", lambda *a: loads.append(a) or original(*a))
+    metrics, _ = train(kl_coef=0.0)
+    assert len(loads) == 1 and metrics[0]["objective/kl"] == 0
+    train()
+    assert len(loads) == 3
+
+
+def test_dropout_is_off_in_rollout_scoring_and_training(train, tiny, tmp_path):
+    """A policy whose config asks for half of everything to be dropped ends where one without dropout ends."""
+    outputs = []
+    for name, dropout in (("off", 0.0), ("on", 0.5)):
+        model = tiny_model(hidden_dropout=dropout, attention_dropout=dropout)
+        model.load_state_dict(tiny_model().state_dict())
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+        outputs.append(train(sft_model_path=str(tmp_path / name), total_episodes=32))
+    assert without_times(outputs[0][0]) == without_times(outputs[1][0])
+    assert AutoModelForCausalLM.from_pretrained(outputs[1][1]).config.hidden_dropout == 0.5
+
+
+def test_the_saved_model_keeps_its_generation_config(train, tiny, tmp_path):
+    shutil.copytree(tiny / "sft", tmp_path / "sft")
+    config = {"eos_token_id": [0, 9], "pad_token_id": 1, "do_sample": True, "top_k": 7, "temperature": 0.3}
+    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
+    _, output = train(sft_model_path=str(tmp_path / "sft"))
+    saved = json.loads((output / "generation_config.json").read_text())
+    assert {name: saved[name] for name in config} == config
+
+
+def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
+    """The head sees the real completion tokens only, at most LOGITS_AT_ONCE entries at a time."""
+    model, batch, blocks = tiny_model(), random_batch(), []
+    vocab = model.config.vocab_size
+    monkeypatch.setattr(rloo, "LOGITS_AT_ONCE", 5 * vocab)
+    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: blocks.append(output.numel()))
+    with torch.no_grad():
+        rloo.completion_logprobs(model, batch, 1.0)
+    assert max(blocks) == 5 * vocab and sum(blocks) == batch.response_mask.sum() * vocab
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data and rewards
+
+
+def test_rows_of_every_documented_form(tiny):
+    tokenizer = tiny_tokenizer()
+    chat = tiny_tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    user, assistant = {"role": "user", "content": "b c"}, {"role": "assistant", "content": " d"}
+    system = {"role": "system", "content": "e"}
+    cases = [({"prompt": "b c", "completion": " d"}, tokenizer, "b c"), ({"prompt": [user], "completion": [assistant]}, tokenizer, "b c"),
+             ({"messages": [user, assistant]}, tokenizer, "b c"), ({"prompt": [user], "completion": " d"}, chat, "u b c a"),
+             ({"messages": [system, user, assistant, user]}, chat, "s e u b c a")]
+    for row, tok, text in cases:
+        prepared = rloo.prepare_row(row, tok, "row")
+        assert prepared["prompt_text"] == text and prepared["reference"] == " d"
+        assert prepared["prompt_ids"] == tokenizer(text)["input_ids"]
+    for row, message in (({"text": "b"}, "neither `prompt` nor `messages`; it has text"), ({"prompt": 3}, "must be text or a list"),
+                         ({"prompt": ""}, "empty"), ({"messages": [assistant]}, "no turn with role `user`"),
+                         ({"prompt": [system, user]}, "no chat template")):
+        with pytest.raises(InputError, match=message):
+            rloo.prepare_row(row, tokenizer, "row")
+
+
+def test_datasets_from_jsonl_json_folders_and_their_splits(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b é"}]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "x.jsonl").write_text(lines + "\n\n", encoding="utf-8")
+    (tmp_path / "validation.json").write_text(json.dumps(rows))
+    assert rloo.load_rows(str(tmp_path / "x.jsonl"), "train") == rloo.load_rows(str(tmp_path), "validation") == rows
+    assert rloo.load_rows(str(tmp_path), "train") is rloo.load_rows(str(tmp_path / "x.jsonl"), "test") is None
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(InputError, match="broken.jsonl, line 2: not JSON"):
+        rloo.load_rows(str(tmp_path / "broken.jsonl"), "train")
+
+
+def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
+    class FakeDatasets:
+        get_dataset_split_names = staticmethod(lambda name: ["train"])
+        load_dataset = staticmethod(lambda name, split: [{"prompt": f"{name} {split}"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", FakeDatasets)
+    assert rloo.load_rows("someone/something", "train") == [{"prompt": "someone/something train"}]
+    assert rloo.load_rows("someone/something", "test") is None
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets"):
+        rloo.load_rows("someone/something", "train")
+
+
+def test_too_long_prompts_are_left_out_and_counted(capsys):
+    rows = rloo.prepare_rows([{"prompt": "a b c"}, {"prompt": "a"}], tiny_tokenizer(), 2, "x")
+    assert [row["prompt_text"] for row in rows] == ["a"]
+    assert "1 of 2 prompts are longer than 2 tokens" in capsys.readouterr().out
+    with pytest.raises(InputError, match="longer than --max_prompt_length 2"):
+        rloo.prepare_rows([{"prompt": "a b c"}], tiny_tokenizer(), 2, "x")
+
+
+def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
+    batch, tokenizer = random_batch(), tiny_tokenizer()
+    for i, row in enumerate(batch.rows):
+        row.update(prompt=f"prompt {i}", columns={"prompt": f"prompt {i}", "answer": i})
+    calls = []
+
+    def reward(prompts, completions, completion_ids, answer, **columns):
+        calls.append((prompts, completions, completion_ids, answer, columns))
+        return [None if i == 3 else i for i in range(12)]
+
+    scores = rloo.function_reward(reward, "reward", lambda b: rloo.decode(b, tokenizer, [0]), batch)
+    assert scores[0, 3].isnan() and scores[2, 1] == 9 and scores.shape == (3, 4)
+    prompts, completions, completion_ids, answer, columns = calls[0]
+    assert prompts == [f"prompt {i}" for i in range(4)] * 3 and answer == [0, 1, 2, 3] * 3 and columns == {}
+    for j, b in itertools.product(range(3), range(4)):
+        real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
+        assert completion_ids[j * 4 + b] == real  # the stop token included
+        assert completions[j * 4 + b] == tokenizer.decode([i for i in real if i > 2])
+
+
+@pytest.mark.parametrize("returned, message", [
+    ([1.0], "returned 1 numbers for 12 completions"), (3.0, "returned float, not a list"), ([math.nan] * 12, "finite number"),
+    ([math.inf] * 12, "finite number"), (["x"] * 12, "returned 'x' for the prompt")])
+def test_what_a_reward_function_may_not_return(returned, message):
+    with pytest.raises(InputError, match=message):
+        rloo.function_reward(lambda **kw: returned, "reward", lambda batch: [""] * 12, random_batch())
+
+
+def test_a_reward_function_that_raises_is_named():
+    with pytest.raises(InputError, match="reward function f.py:f raised ZeroDivisionError"):
+        rloo.function_reward(lambda **kw: 1 / 0, "f.py:f", lambda batch: [""] * 12, random_batch())
+
+
+def test_weights_add_reward_model_and_functions(train):
+    function = f"{__file__}:constant_reward"
+    (alone,), _ = train()
+    (both,), _ = train(reward_fns=(function,), reward_weights=(2.0, -3.0))
+    assert both["rewards/reward_model/mean"] == alone["objective/scores"] and both["rewards/constant_reward/mean"] == 1
+    assert both["objective/scores"] == pytest.approx(2 * alone["objective/scores"] - 3, abs=1e-5)
+    assert both["rewards/reward_model/std"] > 0 == both["rewards/constant_reward/std"]
+
+
+def test_a_reward_model_with_another_tokenizer_reads_the_text(train, tmp_path):
+    """Its vocabulary holds the same words under other numbers and its embeddings are permuted alike: the scores are those of
+    the model that shares the policy's tokenizer."""
+    order = torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(0)).tolist()
+    vocab = {word: i for i, word in enumerate(["<eos>", "[PAD]", "[UNK]", *(WORDS[i] for i in order)])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="[PAD]", unk_token="[UNK]")
+    model, permuted, tokenizer = tiny_model(classifier=True), tiny_model(classifier=True), tiny_tokenizer()
+    with torch.no_grad():
+        permuted.get_input_embeddings().weight[3:] = model.get_input_embeddings().weight[3:][order]
+    batch = random_batch()
+    for row in batch.rows:
+        row["prompt_text"] = tokenizer.decode(row["prompt_ids"]) + " "
+    with torch.no_grad():
+        scores = rloo.text_reward(permuted, other, lambda b: rloo.decode(b, tokenizer, [0]), [0], batch)
+        assert torch.allclose(scores, rloo.model_reward(model, batch), atol=1e-5)
+    permuted.save_pretrained(tmp_path)
+    other.save_pretrained(tmp_path)
+    metrics, _ = train(reward_model_path=str(tmp_path))  # and main takes this path by itself
+    assert metrics[0]["objective/scores_std"] > 0
+
+
+def test_a_reward_model_shares_the_tokenizer_or_has_its_own(tiny, tmp_path):
+    args, tokenizer = Args(reward_model_path=str(tiny / "reward")), tiny_tokenizer()
+    assert rloo.load_reward_model(args, tokenizer, torch.device("cpu"), torch.float32)[1] is None
+    shutil.copytree(tiny / "reward", tmp_path / "reward")
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path / "reward")
+    args.reward_model_path = str(tmp_path / "reward")
+    assert rloo.load_reward_model(args, tokenizer, torch.device("cpu"), torch.float32)[1].get_vocab()["a"] == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def parse(line: str) -> Args:
+    return rloo.parse_args(line.split())
+
+
+def test_trl_commands_parse_and_mean_the_same():
+    one = rloo.resolve_args(parse("--dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style --dataset_train_split descriptiveness "
+                                  "--learning_rate 3e-6 --output_dir models/minimal/rloo --per_device_train_batch_size 64 "
+                                  "--gradient_accumulation_steps 1 --total_episodes 10000 --model_name_or_path EleutherAI/pythia-1b-deduped "
+                                  "--reward_model_path EleutherAI/pythia-1b-deduped --missing_eos_penalty 1.0"))
+    assert one.sft_model_path == one.model_name_or_path == "EleutherAI/pythia-1b-deduped" and one.dataset_train_split == "descriptiveness"
+    assert (one.learning_rate, one.per_device_train_batch_size, one.gradient_accumulation_steps, one.total_episodes) == (3e-6, 64, 1, 10_000)
+    assert one.missing_eos_penalty == 1.0 and one.output_dir == "models/minimal/rloo" and one.judge_fn is None
+    two = rloo.resolve_args(parse("--dataset_name trl-internal-testing/tldr-preference-sft-trl-style --dataset_test_split validation "
+                                  "--output_dir models/minimal/rloo_tldr --num_ppo_epochs 2 --num_mini_batches 2 --learning_rate 3e-6 "
+                                  "--per_device_train_batch_size 16 --gradient_accumulation_steps 16 --total_episodes 1000000 "
+                                  "--model_name_or_path EleutherAI/pythia-1b-deduped --sft_model_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr "
+                                  "--reward_model_path cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr "
+                                  "--local_rollout_forward_batch_size 16 --missing_eos_penalty 1.0 --stop_token eos --kl_coef 0.03"))
+    assert (two.num_ppo_epochs, two.num_mini_batches, two.local_rollout_forward_batch_size, two.stop_token, two.kl_coef) == (2, 2, 16, "eos", 0.03)
+    assert two.sft_model_path == "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr" and two.model_name_or_path == "EleutherAI/pythia-1b-deduped"
+    for args in (one, two):  # not named in either command, so TRL's defaults
+        assert (args.response_length, args.temperature, args.cliprange, args.reward_clip_range, args.seed) == (53, 0.7, 0.2, 10.0, Args.seed)
+
+
+def test_hyphens_and_trls_name_for_the_token_level():
+    assert parse("--rloo-k 8 --kl-coef 0.1").rloo_k == parse("--rloo_k 8 --kl_coef 0.1").rloo_k == 8
+    assert rloo.resolve_args(parse("--token_level_kl")).kl_level == "token"
+
+
+def test_without_a_dataset_the_embedded_task_is_meant():
+    args = rloo.resolve_args(Args())
+    assert Path(args.sft_model_path).is_dir() and Path(args.reward_model_path).is_dir() and Path(args.dataset_name).is_dir()
+    assert rloo.resolve_args(Args(reward_fns=("x.py:f",))).reward_model_path is None
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(rloo_k=1), "--rloo_k 1.*must be at least 2"),
+    (dict(per_device_train_batch_size=7), "--per_device_train_batch_size 7 is not a multiple of --rloo_k 2"),
+    (dict(total_episodes=0), "--total_episodes 0"), (dict(learning_rate=-1.0), "--learning_rate -1.0"), (dict(kl_coef=math.nan), "--kl_coef nan"),
+    (dict(temperature=0.0), "--temperature 0"), (dict(stop_token="eos", stop_token_id=3), "not both"),
+    (dict(reward_weights=(1.0, 2.0)), "--reward_weights has 2 numbers for 1 rewards"),
+    (dict(reward_model_path=None), "no reward"), (dict(sft_model_path=None), "--sft_model_path is needed"),
+    (dict(dataset_name="/nowhere.jsonl"), "--dataset_name /nowhere.jsonl: no such file"), (dict(dataset_train_split="dev"), "no split dev"),
+    (dict(sft_model_path="/nowhere"), "--sft_model_path /nowhere: no such folder"), (dict(reward_model_path="./no"), "--reward_model_path ./no"),
+    (dict(reward_fns=("no.py:f",), reward_model_path=None), "no file no.py"), (dict(reward_fns=("f",), reward_model_path=None), "file.py:function"),
+    (dict(reward_fns=(f"{__file__}:nothing",), reward_model_path=None), "has no attribute 'nothing'"),
+    (dict(response_length=125), "do not fit into the model's 128 positions"), (dict(max_prompt_length=1), "longer than --max_prompt_length"),
+    (dict(device="cuda:99"), "--device cuda:99 cannot be used"), (dict(output_dir=str(HERE)), "not empty")])
+def test_mistakes_end_in_one_line_before_training(train, flags, message):
+    with pytest.raises(InputError, match=message) as error:
+        train(**flags)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["no pad token", "labels", "no head", "too many tokens"])
+def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind):
+    shutil.copytree(tiny / "sft", tmp_path / "sft")
+    flags, tokenizer = {}, tiny_tokenizer()
+    if kind == "no pad token":
+        tokenizer.pad_token = None
+        tokenizer.save_pretrained(tmp_path / "sft")
+        flags, message = {"sft_model_path": str(tmp_path / "sft")}, "the tokenizer has no pad token"
+    elif kind == "too many tokens":
+        tokenizer.add_tokens(["more", "words"])
+        tokenizer.save_pretrained(tmp_path / "sft")
+        flags, message = {"sft_model_path": str(tmp_path / "sft")}, "the tokenizer has 18 tokens, the model .* only 16"
+    elif kind == "labels":
+        config = tiny_model(classifier=True).config
+        config.num_labels = 3
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
+        flags, message = {"reward_model_path": str(tmp_path / "reward")}, "has 3 labels, a reward model has one"
+    else:
+        flags, message = {"reward_model_path": str(tiny / "sft")}, "no trained reward head"
+    with pytest.raises(InputError, match=message):
+        train(**flags)
+
+
+def test_a_tokenizer_without_pad_gets_one_where_the_model_has_room(train, tmp_path):
+    tiny_model(vocab_size=20).save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    metrics, output = train(sft_model_path=str(tmp_path), reward_model_path=None, reward_fns=(f"{__file__}:constant_reward",))
+    assert len(metrics) == 1 and AutoTokenizer.from_pretrained(output).pad_token == "[PAD]"
+
+
+def weights_after(train, **flags) -> torch.Tensor:
+    _, output = train(**flags)
+    return torch.cat([p.detach().flatten() for p in AutoModelForCausalLM.from_pretrained(output).parameters()])
+
+
+def test_learning_rate_schedules(train):
+    rates = {schedule: [update["lr"] for update in train(lr_scheduler_type=schedule, total_episodes=64, learning_rate=1.0, **flags)[0]]
+             for schedule, flags in (("linear", {}), ("cosine", {}), ("constant", {"warmup_ratio": 0.5}))}
+    assert rates["linear"] == pytest.approx([1, 0.75, 0.5, 0.25]) and rates["constant"] == pytest.approx([0, 0.5, 1, 1])
+    assert rates["cosine"] == pytest.approx([(1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)])
+
+
+@pytest.mark.parametrize("name, value", [("weight_decay", 0.5), ("adam_eps", 1.0), ("max_grad_norm", 1e-9), ("learning_rate", 1e-3),
+                                         ("num_ppo_epochs", 2), ("num_mini_batches", 2), ("normalize_advantage", True), ("rloo_k", 4),
+                                         ("normalize_reward", True), ("reward_clip_range", 0.1), ("missing_eos_penalty", 2.0), ("temperature", 0.5),
+                                         ("mask_truncated_completions", True), ("seed", 7), ("attn_implementation", "eager")])
+def test_every_flag_changes_the_run(train, name, value):
+    """... from what it is without the flag, but for the attention kernel, which changes nothing but rounding."""
+    base = dict(adam_eps=1e-3, max_grad_norm=0.0, total_episodes=32, seed=2)  # two updates; Adam sees the size of the gradient
+    if name == "num_mini_batches":
+        base["per_device_train_batch_size"] = 8
+        plain = weights_after(train, **base, gradient_accumulation_steps=2)
+    else:
+        plain = weights_after(train, **base)
+    change = (plain - weights_after(train, **{**base, name: value})).abs().max().item()
+    assert change < 1e-3 if name == "attn_implementation" else change > 1e-4
+
+
+@pytest.mark.parametrize("flags", [dict(cliprange=1e-4), dict(cliprange_high=1e-4), dict(cliprange=1e-4, cliprange_high=1e4)])
+def test_clip_ranges(train, flags):
+    """In the second epoch the ratios have moved; a tiny range clips some, and each side has a range of its own."""
+    base = dict(num_ppo_epochs=2, learning_rate=1e-2)
+    wide, _ = train(**base, cliprange=0.999, cliprange_high=1e6)
+    narrow, _ = train(**base, **flags)
+    assert wide[0]["policy/clipfrac_avg"] < narrow[0]["policy/clipfrac_avg"] <= 0.5
+
+
+def test_kl_coef_keeps_the_policy_at_the_reference(train):
+    free, held = (train(kl_coef=beta, total_episodes=160)[0][-1]["objective/kl"] for beta in (1e-9, 10.0))
+    assert held < 0.5 * free
+
+
+def test_num_eval_prompts_samples_and_held_out_rows(train, tiny, capsys):
+    metrics, output = train(num_eval_prompts=5, num_sample_generations=1, total_episodes=64, judge_fn=f"{__file__}:count_tokens")
+    lines = [json.loads(line) for line in open(output / "completions.jsonl")]
+    assert [(line["update"], line["mode"]) for line in lines[::5]] == [(0, "sampled"), (0, "greedy"), (2, "sampled"), (4, "sampled"), (4, "greedy")]
+    assert len(lines) == 25 and set(lines[0]) == {"update", "mode", "prompt", "completion", "reference", "score"}
+    references = [json.loads(line)["completion"] for line in open(tiny / "data" / "test.jsonl")]
+    assert [line["reference"] for line in lines[:5]] == references[:5]
+    assert {"eval_before/greedy/judge_win_rate", "eval_before/sampled/score"} <= set(metrics[0])
+    assert "eval/sampled/win_rate" in metrics[1] and "eval/greedy/judge_score" in metrics[3]
+    screen = capsys.readouterr().out
+    assert screen.count("Held-out completions after") == 3 and "On 5 held-out prompts" in screen and str(output) in screen
+    train(dataset_name=str(tiny / "data" / "train.jsonl"), num_eval_prompts=500)
+    assert "no split test: its last 1 rows are held out" in capsys.readouterr().out
+
+
+def count_tokens(prompts, completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_win_rate_counts_ties_half_and_skips_what_has_no_score():
+    assert rloo.win_rate(torch.tensor([[1.0, 2.0, 3.0, math.nan]]), torch.tensor([[0.0, 2.0, 4.0, 0.0]])) == 0.5
+    assert rloo.win_rate(torch.tensor([[1.0, 2.0, 2.0, 5.0]]), torch.tensor([[0.0, 2.0, 2.0, math.nan]])) == pytest.approx(2 / 3)
+
+
+def test_tables_fit_the_terminal():
+    table = rloo.text_table(["prompt", "completion", "score"], [["long words " * 30, "x" * 200, "1.25"]], 79)
+    assert max(map(len, table.splitlines())) <= 79 and "1.25" in table
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+
+def shell(args: list[str], cwd: Path, **env) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_a_custom_reward_function_is_learned(train):
+    """The reward is the number of `a`s in the completion; nearly all tokens become `a`."""
+    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:count_a",), kl_coef=0.0, total_episodes=16 * 60, rloo_k=4, learning_rate=1e-2)
+    assert metrics[0]["objective/scores"] < 1.5 and metrics[-1]["objective/scores"] > 5
+
+
+def count_a(prompts, completions, completion_ids, **columns):
+    return [text.split().count("a") for text in completions]
+
+
+def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, tmp_path):
+    shutil.copy(HERE / "rloo.py", tmp_path)
+    flags = (f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_model_path {tiny}/reward --response_length 6 --total_episodes 16 "
+             "--per_device_train_batch_size 8 --rloo_k 4 --kl_coef 0.03 --output_dir out --track").split()
+    result = shell(["rloo.py", *flags], tmp_path, WANDB_MODE="offline", COLUMNS="100")
+    assert result.returncode == 0, result.stderr
+    assert "The policy and its tokenizer are in out" in result.stdout and "before" in result.stdout
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"args.json", "metrics.jsonl", "completions.jsonl", "model.safetensors", "config.json", "tokenizer.json"} <= left
+    assert json.loads((tmp_path / "out" / "args.json").read_text())["kl_coef"] == 0.03
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)
+    assert list((tmp_path / "out").glob("wandb/offline-run-*/*.wandb"))
+    missing = shell(["rloo.py"], tmp_path)
+    assert missing.returncode == 1 and "--dataset_name is needed" in missing.stderr and "Traceback" not in missing.stderr
+
+
+def test_main_command_runs_on_the_embedded_task(tmp_path):
+    flags = "--total_episodes 64 --gradient_accumulation_steps 1 --num_eval_prompts 8 --num_sample_generations 1".split()
+    result = shell([str(HERE / "rloo.py"), *flags], tmp_path, COLUMNS="80")
+    assert result.returncode == 0, result.stderr
+    assert "judge_win_rate" in result.stdout and max(map(len, result.stdout.splitlines())) <= 120
+    (output,) = (tmp_path / "runs").iterdir()
+    assert AutoModelForCausalLM.from_pretrained(output).config.model_type == "gpt_neox"
+
+
+def test_a_mistake_on_the_command_line_is_one_line_and_a_status(tmp_path):
+    for flags in (["--rloo_k", "1"], ["--per_device_train_batch_size", "6", "--rloo_k", "4"], ["--sft_model_path", "/nowhere"]):
+        result = shell([str(HERE / "rloo.py"), *flags], tmp_path)
+        assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("rloo.py: --")
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_has_no_side_effect(tmp_path):
+    result = shell(["-c", f"import sys; sys.path.insert(0, {str(HERE)!r}); import rloo"], tmp_path)
+    assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
