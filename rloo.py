@@ -6,7 +6,7 @@
 For each prompt the policy samples k completions. The reward of a completion is its score minus β times its KL
 divergence from the reference model; its baseline is the mean reward of the k - 1 other completions of its prompt:
 
-    R_j = score_j - β Σ_t kl_j,t        A_j = R_j - 1/(k-1) Σ_{i≠j} R_i        loss = mean_j max(-A_j ρ_j, -A_j clip(ρ_j))
+    R_j = score_j - β Σ_t kl_jt      A_j = R_j - Σ_{i≠j} R_i / (k - 1)      loss = mean_j max(-A_j ρ_j, -A_j clip(ρ_j))
 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
@@ -43,7 +43,13 @@ import transformers
 import tyro
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 
@@ -62,12 +68,12 @@ class Args:
 
     # models
     sft_model_path: Optional[str] = None
-    """policy to train, also the reference: a save_pretrained folder or a Hub id (default: mini TL;DR's, or
-    model_name_or_path where that is given)"""
+    """policy to train, also the reference: a save_pretrained folder or a Hub id; if not given, model_name_or_path, or
+    mini TL;DR's"""
     model_name_or_path: Optional[str] = None
-    """where the tokenizer comes from (default: sft_model_path)"""
+    """where the tokenizer comes from; if not given, sft_model_path"""
     reward_model_path: Optional[str] = None
-    """a sequence classifier with one label that scores prompt + completion (default: mini TL;DR's)"""
+    """a sequence classifier with one label that scores prompt + completion; if no reward is given, mini TL;DR's"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """what the forwards compute in; the trained weights, log-probs, ratios and losses stay float32"""
     attn_implementation: str = "sdpa"
@@ -77,8 +83,8 @@ class Args:
 
     # data
     dataset_name: Optional[str] = None
-    """a .jsonl or .json file, a folder of <split>.jsonl files, or a Hub id if the datasets package is installed
-    (default: mini TL;DR). A row has `prompt` (text or chat messages) or `messages`; `completion` is a reference"""
+    """a .jsonl or .json file, a folder of <split>.jsonl files, or a Hub id if the datasets package is installed; if not
+    given, mini TL;DR. A row has `prompt` (text or chat messages) or `messages`; `completion` is a reference"""
     dataset_train_split: str = "train"
     """split to train on"""
     dataset_test_split: str = "test"
@@ -92,7 +98,7 @@ class Args:
     temperature: float = 0.7
     """of the softmax that completions are sampled from and scored by"""
     stop_token: Optional[str] = None
-    """text of the token that ends a completion, or "eos" (default: the end-of-sequence tokens of the model)"""
+    """text of the token that ends a completion; if not given, or "eos", all end-of-sequence tokens of the model"""
     stop_token_id: Optional[int] = None
     """the same by its id"""
     local_rollout_forward_batch_size: int = 64
@@ -120,7 +126,7 @@ class Args:
     cliprange: float = 0.2
     """ε: the ratio is clipped to [1 - ε, 1 + ε]"""
     cliprange_high: Optional[float] = None
-    """another ε for the upper side (default: cliprange)"""
+    """another ε for the upper side; if not given, cliprange"""
     num_ppo_epochs: int = 1
     """passes over the completions of an update (TRL: 4)"""
     num_mini_batches: int = 1
@@ -131,10 +137,10 @@ class Args:
     """reward functions, each file.py:function or module:function, called as
     function(prompts, completions, completion_ids, **columns) -> list of float or None"""
     reward_weights: Optional[tuple[float, ...]] = None
-    """a weight for each reward, the reward model first if there is one (default: all 1)"""
+    """a weight for each reward, the reward model first if there is one; if not given, all 1"""
     judge_fn: Optional[str] = None
-    """a function like a reward function that only evaluates: its win rate against the references is reported
-    (default on mini TL;DR: its gold judge)"""
+    """a function like a reward function that only evaluates: its win rate against the references is reported; on mini
+    TL;DR, if not given, its gold judge"""
 
     # batch: an update is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches completions
     per_device_train_batch_size: int = 64
@@ -164,7 +170,7 @@ class Args:
     seed: int = 1
     """of sampling and shuffling: the same seed on the same machine repeats a run exactly"""
     output_dir: Optional[str] = None
-    """new folder for all that the run leaves (default: runs/<exp_name>__<seed>__<time>)"""
+    """new folder for all that the run leaves; if not given, runs/<exp_name>__<seed>__<time>"""
     num_sample_generations: int = 4
     """times that held-out completions are shown and evaluated between the start and the end"""
     num_eval_prompts: int = 500
@@ -176,7 +182,7 @@ class Args:
     wandb_entity: Optional[str] = None
     """its entity (team)"""
     device: Optional[str] = None
-    """cpu, cuda, cuda:1, ... (default: cuda if there is one)"""
+    """cpu, cuda, cuda:1, ...; if not given, cuda if there is one"""
 
 
 def resolve_args(args: Args) -> Args:
@@ -203,23 +209,24 @@ def resolve_args(args: Args) -> Args:
         if not true:
             raise InputError(message)
 
-    require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: which model shall be trained?")
-    require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
-    require(len(args.reward_weights) == num_rewards, f"--reward_weights has {len(args.reward_weights)} numbers for "
-            f"{num_rewards} rewards (the reward model first, then --reward_fns)")
-    require(args.rloo_k >= 2, f"--rloo_k {args.rloo_k}: the baseline of a completion is its siblings' mean, so k must be at least 2")
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
         if isinstance(value, (int, float)):
-            require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be a finite number that is not negative")
+            require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be finite and not negative")
             may_be_zero = field.type is not int or name in ("seed", "num_sample_generations", "num_eval_prompts")
             require(may_be_zero or value > 0, f"--{name} {value}: must be at least 1")
-    require(args.temperature > 0, "--temperature 0: sampling needs a temperature above 0 (evaluation is greedy as well)")
+    require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: what shall be trained?")
+    require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
+    require(len(args.reward_weights) == num_rewards, f"--reward_weights has {len(args.reward_weights)} numbers for "
+            f"{num_rewards} rewards (the reward model first, then --reward_fns)")
+    require(args.rloo_k >= 2, f"--rloo_k {args.rloo_k}: must be at least 2: the baseline is the mean of the others")
     require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} is not a multiple of --rloo_k {args.rloo_k}: a micro-batch is whole groups")
+            f"{args.per_device_train_batch_size}: must be a multiple of --rloo_k {args.rloo_k}, it holds whole groups")
+    require(args.temperature > 0, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
-    require(not (Path(args.output_dir).exists() and (not Path(args.output_dir).is_dir() or any(Path(args.output_dir).iterdir()))),
-            f"--output_dir {args.output_dir} exists and is not empty: name a new folder, nothing is overwritten")
+    output = Path(args.output_dir)
+    require(not output.exists() or output.is_dir() and not any(output.iterdir()),
+            f"--output_dir {output}: exists and is not empty; name a new folder, nothing is overwritten")
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -275,15 +282,17 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
 
 
 def load_hub_rows(name: str, split: str) -> Optional[list[dict]]:
+    """Rows of a split of a dataset on the Hub, or None where it has no such split; needs the datasets package."""
+    name_flag = f"--dataset_name {name}: no such file or folder"
     try:
         import datasets
     except ImportError as error:
-        raise InputError(f"--dataset_name {name}: no such file or folder, and for a Hub dataset: pip install datasets") from error
+        raise InputError(f"{name_flag}; if it is a dataset on the Hub: pip install datasets") from error
     try:
         splits = datasets.get_dataset_split_names(name)
         return list(datasets.load_dataset(name, split=split)) if split in splits else None
     except Exception as error:  # the Hub client raises dozens of types; each of them means that the name is of no use
-        raise InputError(f"--dataset_name {name}: neither a local file nor a dataset that can be fetched ({first_line(error)})") from error
+        raise InputError(f"{name_flag}, nor a dataset that the Hub gives ({first_line(error)})") from error
 
 
 def message_text(value: object) -> Optional[str]:
@@ -310,7 +319,7 @@ def prepare_row(row: dict, tokenizer, where: str) -> dict:
         if "assistant" in roles[len(prompt):]:
             reference = message_text([row["messages"][roles.index("assistant", len(prompt))]])
     if prompt is None:
-        raise InputError(f"{where} has neither `prompt` nor `messages`; it has {', '.join(sorted(map(str, row))) or 'nothing'}")
+        raise InputError(f"{where}: has neither `prompt` nor `messages`, only {', '.join(sorted(row)) or 'nothing'}")
     if isinstance(prompt, str):
         text, ids = prompt, tokenizer(prompt)["input_ids"]
     elif message_text(prompt) is None:
@@ -335,10 +344,10 @@ def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str)
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
     prepared = [prepare_row(row, tokenizer, f"{name}, row {i}") for i, row in enumerate(rows, 1)]
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
+    if len(kept) < len(rows):
+        print(f"{name}: {len(rows) - len(kept)} of {len(rows)} prompts left out, over {max_prompt_length} tokens")
     if not kept:
-        raise InputError(f"{name}: none of {len(rows)} prompts left" + (f", all are longer than --max_prompt_length {max_prompt_length} tokens" if rows else ""))
-    if len(kept) < len(prepared):
-        print(f"{name}: {len(prepared) - len(kept)} of {len(prepared)} prompts are longer than {max_prompt_length} tokens and left out")
+        raise InputError(f"{name}: {len(rows)} rows, no prompt within --max_prompt_length {max_prompt_length} tokens")
     return kept
 
 
@@ -353,9 +362,9 @@ def prompt_batches(num_rows: int, batch: int, seed: int):
             order = order[batch:]
 
 
-def pad(sequences: list[list[int]], pad_id: int, left: bool = False, width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token lists to ids and mask, both (len(sequences), max(longest, width))."""
-    width = max(width, *map(len, sequences))
+def pad(sequences: list[list[int]], pad_id: int, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token lists to ids and mask, both (len(sequences), longest)."""
+    width = max(map(len, sequences))
     ids = torch.full((len(sequences), width), pad_id)
     mask = torch.zeros((len(sequences), width), dtype=torch.bool)
     for i, sequence in enumerate(sequences):
@@ -407,7 +416,7 @@ def completion_hidden(model, batch: Batch) -> torch.Tensor:
 LOGITS_AT_ONCE = 2**26  # entries of the largest (tokens, vocabulary) block in float32: 256 MB
 
 
-def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> list[torch.Tensor]:
     """log_softmax(head(hidden) / temperature) of `tokens`, and the entropy (nats) of that softmax, both (N,) float32.
 
     hidden (N, H), tokens (N,). The (N, vocabulary) logits never exist at once: they are made chunk by chunk and, for
@@ -421,8 +430,7 @@ def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature
 
     size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
     parts = [checkpoint(chunk, h, t, use_reentrant=False) for h, t in zip(hidden.split(size), tokens.split(size))]
-    logprobs, entropy = zip(*parts)
-    return torch.cat(logprobs), torch.cat(entropy)
+    return [torch.cat(part) for part in zip(*parts)]
 
 
 def completion_logprobs(model, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -477,7 +485,8 @@ def text_reward(model, model_tokenizer, decode_fn: Callable, stop_ids: list[int]
     ids, mask = (x.to(batch.responses.device) for x in pad(sequences, model_tokenizer.pad_token_id or 0))
     hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)[0]
     last = mask.sum(1) - 1
-    return model.score(hidden[torch.arange(len(last), device=last.device), last]).float().view(batch.responses.shape[:2])
+    hidden = hidden[torch.arange(len(last), device=last.device), last]
+    return model.score(hidden).float().view(batch.responses.shape[:2])
 
 
 def load_function(spec: str, flag: str) -> Callable:
@@ -513,7 +522,8 @@ def function_reward(function: Callable, name: str, decode_fn: Callable, batch: B
     """
     k, B, _ = batch.responses.shape
     rows = batch.rows * k
-    names = {column for row in batch.rows for column in row["columns"]} - {"prompts", "completions", "completion_ids", "prompt"}
+    names = {name for row in batch.rows for name in row["columns"]}
+    names -= {"prompt", "prompts", "completions", "completion_ids"}
     columns = {column: [row["columns"].get(column) for row in rows] for column in sorted(names)}
     try:
         scores = function(prompts=[row["prompt"] for row in rows], completions=decode_fn(batch),
@@ -523,7 +533,7 @@ def function_reward(function: Callable, name: str, decode_fn: Callable, batch: B
     try:
         scores = list(scores)
     except TypeError:
-        raise InputError(f"reward function {name} returned {type(scores).__name__}, not a list of {k * B} numbers") from None
+        raise InputError(f"reward function {name} returned {type(scores).__name__}, not a list of numbers") from None
     if len(scores) != k * B:
         raise InputError(f"reward function {name} returned {len(scores)} numbers for {k * B} completions")
     for i, score in enumerate(scores):
@@ -533,8 +543,8 @@ def function_reward(function: Callable, name: str, decode_fn: Callable, batch: B
         except (TypeError, ValueError):
             valid = False
         if not valid:
-            raise InputError(f"reward function {name} returned {score!r} for the prompt {rows[i]['prompt_text'][:60]!r}: "
-                             "must be a finite number, or None where it does not apply")
+            raise InputError(f"reward function {name} returned {score!r}, not a finite number or None, for the prompt "
+                             f"{rows[i]['prompt_text'][:60]!r}")
     return torch.tensor(scores, dtype=torch.float32, device=batch.responses.device).view(k, B)
 
 
@@ -553,8 +563,9 @@ def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: O
     """Ids of the tokens that end a completion: the one asked for, or else all that the model's generation config and
     the tokenizer call end of sequence."""
     if stop_token_id is not None:
-        if not 0 <= stop_token_id < model.config.get_text_config().vocab_size:
-            raise InputError(f"--stop_token_id {stop_token_id}: the model has tokens 0 to {model.config.get_text_config().vocab_size - 1}")
+        vocab_size = model.config.get_text_config().vocab_size
+        if stop_token_id >= vocab_size:
+            raise InputError(f"--stop_token_id {stop_token_id}: the model has only tokens 0 to {vocab_size - 1}")
         return [stop_token_id]
     if stop_token not in (None, "eos"):
         ids = tokenizer(stop_token, add_special_tokens=False)["input_ids"]
@@ -565,7 +576,7 @@ def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: O
     configured = configured if isinstance(configured, list) else [configured]
     ids = sorted({i for i in [*configured, tokenizer.eos_token_id] if i is not None})
     if not ids:
-        raise InputError(f"the tokenizer {tokenizer.name_or_path} has no eos token: name what ends a completion with --stop_token")
+        raise InputError(f"the tokenizer {tokenizer.name_or_path} has no eos token; name one by --stop_token")
     return ids
 
 
@@ -581,8 +592,8 @@ def contains_stop(responses: torch.Tensor, response_mask: torch.Tensor, stop_ids
 
 
 @torch.no_grad()
-def generate(policy, rows: list[dict], k: int, response_length: int, temperature: float, stop_ids: list[int], pad_id: int,
-             forward_rows: int) -> tuple[Batch, torch.Tensor]:
+def generate(policy, rows: list[dict], k: int, response_length: int, temperature: float, stop_ids: list[int],
+             pad_id: int, forward_rows: int) -> tuple[Batch, torch.Tensor]:
     """Samples k completions of each row's prompt from the full softmax(logits / temperature); at temperature 0, greedy.
 
     Returns the batch and the log-probs (k, B, R) that the sampled tokens had in generation, 0 where masked. `generate`
@@ -590,8 +601,8 @@ def generate(policy, rows: list[dict], k: int, response_length: int, temperature
     settings (top-k, penalties): what is sampled is what is scored later.
     """
     prompt_ids, prompt_mask = (x.to(policy.device) for x in pad([row["prompt_ids"] for row in rows], pad_id, left=True))
-    config = GenerationConfig(max_new_tokens=response_length, do_sample=temperature > 0, top_k=0, top_p=1.0, temperature=1.0,
-                              eos_token_id=stop_ids, pad_token_id=pad_id)
+    config = GenerationConfig(max_new_tokens=response_length, do_sample=temperature > 0, top_k=0, top_p=1.0,
+                              temperature=1.0, eos_token_id=stop_ids, pad_token_id=pad_id)
     own_config, policy.generation_config = policy.generation_config, GenerationConfig()
     responses, logprobs = [], []
     try:
@@ -637,7 +648,7 @@ def standardize(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 
 def shape_scores(scores: torch.Tensor, ended: torch.Tensor, missing_eos_penalty: Optional[float], normalize: bool,
                  clip_range: Optional[float]) -> torch.Tensor:
-    """Scores (k, B) after penalty, normalisation and clipping, in this order. ended (k, B): a stop token came. NaN stays."""
+    """Scores (k, B) after penalty, normalisation and clipping, in this order; ended (k, B): a stop token came."""
     if missing_eos_penalty is not None:
         scores = torch.where(ended, scores, scores - missing_eos_penalty)
     if normalize:
@@ -653,15 +664,15 @@ def sequence_reward(scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> t
 
 
 def reward_to_go(scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """G_t = score - β Σ_{s≥t} kl_s, (k, B, R): what is still to come from token t on (Hu 2025, arXiv:2501.03262, eq. 1)."""
+    """G_t = score - β Σ_{s≥t} kl_s, (k, B, R): what is still to come from token t on (Hu 2025, arXiv:2501.03262)."""
     return scores[..., None] - kl_coef * kl.flip(-1).cumsum(-1).flip(-1)
 
 
 def leave_one_out_advantage(rewards: torch.Tensor) -> torch.Tensor:
     """A_j = r_j - mean of the siblings' r, for rewards (k, B) or (k, B, R).
 
-    baseline = (Σ_i r_i - r_j) / (k - 1). A NaN reward (unscorable) leaves its siblings' baselines and gets advantage 0,
-    as does one whose siblings are all unscorable.
+    baseline = (Σ_i r_i - r_j) / (k - 1). A NaN reward (unscorable) leaves its siblings' baselines and gets advantage
+    0, as does one whose siblings are all unscorable.
     """
     scorable = ~rewards.isnan()
     r = rewards.nan_to_num(0.0)
@@ -675,7 +686,7 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
 
     new, old, mask (k, B, R): log-probs under the policy now and when it sampled. advantages (k, B): one ratio
     ρ = exp(Σ_t new_t - old_t) per completion; advantages (k, B, R): one per token, and the tokens' losses add up.
-    Also returns log ρ and whether the clip decided, both of the shape of the advantages. (Schulman et al. 2017, eq. 7.)
+    Also returns log ρ and whether the clip decided, both of the shape of the advantages (Schulman et al. 2017, eq. 7).
     """
     log_ratio = (new - old) * mask
     if advantages.dim() == 2:
@@ -707,10 +718,11 @@ class Means(dict):
 # Evaluation
 
 
-def reference_batch(rows: list[dict], tokenizer, stop_id: int, pad_id: int, device: torch.device, positions: int) -> Batch:
+def reference_batch(rows: list[dict], tokenizer, stop_id: int, positions: int, device: torch.device) -> Batch:
     """The references of `rows` as completions (1, B, R') that end in the stop token.
 
     A reference that would not fit into the model's `positions` after the longest prompt is cut."""
+    pad_id = tokenizer.pad_token_id
     prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
     ids = [tokenizer(row["reference"], add_special_tokens=False)["input_ids"] + [stop_id] for row in rows]
     responses, mask = pad([i[: positions - prompt_ids.shape[1]] for i in ids], pad_id)
@@ -744,7 +756,7 @@ def text_table(header: list[str], rows: list[list[str]], width: int) -> str:
 
 
 def load(auto_class, path: str, flag: str, **options):
-    """`auto_class.from_pretrained(path, **options)`; what cannot be loaded becomes an InputError that names the flag."""
+    """`auto_class.from_pretrained(path, **options)`; what cannot be loaded is an InputError that names the flag."""
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"--{flag} {path}: no such folder")
     try:
@@ -755,8 +767,8 @@ def load(auto_class, path: str, flag: str, **options):
 
 
 def load_tokenizer(args: Args, vocab_size: int):
-    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare for it
-    (a pad token is never attended to, trained on or looked for, but it needs an id)."""
+    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare (a
+    pad token is never attended to, trained on or looked for, but it needs an id)."""
     name, path = f"--model_name_or_path {args.model_name_or_path}", args.model_name_or_path
     tokenizer = load(AutoTokenizer, path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
     if tokenizer.pad_token_id is None:
@@ -766,32 +778,33 @@ def load_tokenizer(args: Args, vocab_size: int):
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         print(f"{name}: the tokenizer has no pad token; [PAD] is added as token {tokenizer.pad_token_id}")
     if len(tokenizer) > vocab_size:
-        raise InputError(f"{name}: the tokenizer has {len(tokenizer)} tokens, the model {args.sft_model_path} only {vocab_size}")
+        raise InputError(f"{name}: the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size}")
     return tokenizer
 
 
 def load_data(args: Args) -> tuple[list[dict], list[dict]]:
     """Rows to train and to evaluate on; the latter may be none."""
-    train, test = (load_rows(args.dataset_name, split) for split in (args.dataset_train_split, args.dataset_test_split))
+    name, train_split, test_split = args.dataset_name, args.dataset_train_split, args.dataset_test_split
+    train, test = load_rows(name, train_split), load_rows(name, test_split)
     if train is None:
-        raise InputError(f"--dataset_name {args.dataset_name}: no split {args.dataset_train_split} (see --dataset_train_split)")
+        raise InputError(f"--dataset_name {name}: has no split {train_split}; name one by --dataset_train_split")
     if test is None:
         n = min(100, len(train) // 10)
-        print(f"{args.dataset_name} has no split {args.dataset_test_split}: its last {n} rows are held out to evaluate on")
+        print(f"{name} has no split {test_split}: its last {n} rows are held out to evaluate on")
         train, test = train[: len(train) - n], train[len(train) - n :]
     return train, test[: args.num_eval_prompts]
 
 
 def load_policy(args: Args, device: torch.device, dtype: torch.dtype):
-    """A causal language model without dropout, checked to be head(base_model(x))."""
+    """A causal language model without dropout, checked to be output_embeddings(base_model(x))."""
     model = load(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", dtype=dtype,
                  trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation)
     model.to(device).eval()  # eval mode throughout: no dropout, in training either
     with torch.no_grad():
         ids = torch.tensor([[0, 1]], device=device)
         if not torch.allclose(model(ids).logits, model.get_output_embeddings()(model.base_model(ids)[0]), atol=1e-3):
-            raise InputError(f"--sft_model_path {args.sft_model_path}: {type(model).__name__} does more to its logits than "
-                             "its output embedding, which is not supported")
+            raise InputError(f"--sft_model_path {args.sft_model_path}: {type(model).__name__} does more to its logits "
+                             "than its output embedding, which is not supported")
     return model
 
 
@@ -803,16 +816,19 @@ def load_reward_model(args: Args, tokenizer, device: torch.device, dtype: torch.
         raise InputError(f"--reward_model_path {path}: has {config.num_labels} labels, a reward model has one")
     model, info = load(AutoModelForSequenceClassification, path, "reward_model_path", num_labels=1, dtype=dtype,
                        attn_implementation=args.attn_implementation, output_loading_info=True, **options)
-    if info["missing_keys"] or not hasattr(model, "score"):
-        raise InputError(f"--reward_model_path {path}: no trained reward head (`score`) in it; it is not a reward model")
+    flag = f"--reward_model_path {path}"
+    if not hasattr(model, "score"):
+        raise InputError(f"{flag}: {type(model).__name__} has no `score` head on its last token")
+    if info["missing_keys"]:
+        print(f"{flag}: has no trained reward head; a random one scores, which is good for a smoke test only")
     try:
         own = AutoTokenizer.from_pretrained(path, **options)
     except Exception:  # saved without a tokenizer: then it reads the policy's tokens
         own = tokenizer
-    own_vocab, vocab = own.get_vocab(), tokenizer.get_vocab()
-    shared = all(vocab.get(token) == i for token, i in own_vocab.items()) and len(own_vocab) >= len(vocab) - 1  # [PAD] may be new
-    if model.get_input_embeddings().num_embeddings < len(own_vocab):
-        raise InputError(f"--reward_model_path {path}: {model.get_input_embeddings().num_embeddings} tokens, its tokenizer {len(own_vocab)}")
+    own_vocab, vocab, rows = own.get_vocab(), tokenizer.get_vocab(), model.get_input_embeddings().num_embeddings
+    if len(own_vocab) > rows:
+        raise InputError(f"{flag}: the tokenizer has {len(own_vocab)} tokens, the model only {rows}")
+    shared = own_vocab.items() <= vocab.items() and len(own_vocab) >= len(vocab) - 1  # the policy's [PAD] may be new
     return model.to(device).eval(), None if shared else own
 
 
@@ -820,8 +836,8 @@ def load_reward_model(args: Args, tokenizer, device: torch.device, dtype: torch.
 # Main
 
 
-def main(args: Args) -> dict[str, float]:
-    """Trains; returns the evaluations before and after by name. Leaves the files named in the README in output_dir."""
+def main(args: Args) -> dict[str, dict[str, float]]:
+    """Trains; returns the evaluations before and after. Leaves the files that the README names in output_dir."""
     args = resolve_args(args)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -843,21 +859,21 @@ def main(args: Args) -> dict[str, float]:
     config = load(AutoConfig, args.sft_model_path, "sft_model_path", trust_remote_code=args.trust_remote_code)
     config = config.get_text_config()
     tokenizer = load_tokenizer(args, config.vocab_size)
-    train_rows = prepare_rows(train_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name} ({args.dataset_train_split})")
+    train_rows = prepare_rows(train_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, training")
     if test_rows:
-        test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name} ({args.dataset_test_split})")
+        test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, held out")
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
-        raise InputError(f"the longest prompt ({longest} tokens) and --response_length {args.response_length} do not fit into "
-                         f"the model's {positions} positions: lower --max_prompt_length to {positions - args.response_length}")
+        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed the "
+                         f"{positions} positions of the model: set --max_prompt_length {positions - args.response_length}")
 
     # Models. The policy's weights stay float32 and are cast where a forward computes in bfloat16.
     policy = load_policy(args, device, torch.float32)
     reference = load_policy(args, device, dtype) if args.kl_coef else None
     stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay,
-                                  fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
+                                  weight_decay=args.weight_decay, fused=True)
     schedule = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     scheduler = transformers.get_scheduler(schedule, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
 
@@ -896,7 +912,8 @@ def main(args: Args) -> dict[str, float]:
     if args.track:
         import wandb
 
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, config=vars(args), dir=output)
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
+                   config=vars(args))
 
     # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge.
     graders = {"": lambda batch: score(batch)[0]}
@@ -904,7 +921,7 @@ def main(args: Args) -> dict[str, float]:
         graders["judge_"] = partial(function_reward, judge_function, args.judge_fn, texts)
     grades_of_references = {}
     if test_rows and all(row["reference"] is not None for row in test_rows):
-        references = reference_batch(test_rows, tokenizer, stop_ids[0], tokenizer.pad_token_id, device, positions)
+        references = reference_batch(test_rows, tokenizer, stop_ids[0], positions, device)
         with autocast:
             grades_of_references = {name: grader(references) for name, grader in graders.items()}
 
@@ -930,10 +947,11 @@ def main(args: Args) -> dict[str, float]:
             completions_file.writelines(json.dumps(sample) + "\n" for sample in samples)
             completions_file.flush()
             if mode == next(iter(modes)):
-                cells = [["…" + sample["prompt"][-160:], sample["completion"], sample["reference"], f"{sample['score'] or 0:.2f}"]
-                         for sample in samples[:3]]
-                tqdm.write(f"\nHeld-out completions after {update} of {num_updates} updates ({mode}):\n" + text_table(
-                    ["prompt", "completion", "reference", "score"], cells, shutil.get_terminal_size().columns - 1) + "\n")
+                cells = [["…" + sample["prompt"][-160:], sample["completion"], sample["reference"], f"{grade:.2f}"]
+                         for sample, grade in zip(samples[:3], grades[""][0])]
+                tqdm.write(f"\nHeld-out completions after {update} of {num_updates} updates ({mode}):\n")
+                tqdm.write(text_table(["prompt", "completion", "reference", "score"], cells,
+                                      shutil.get_terminal_size().columns - 1) + "\n")
                 if args.track:
                     table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
                     wandb.log({"completions": table}, step=update)
@@ -944,11 +962,13 @@ def main(args: Args) -> dict[str, float]:
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    print(f"{sum(p.numel() for p in policy.parameters()):,} parameters, {len(train_rows):,} prompts, {num_updates} updates of "
-          f"{B} prompts x {k} completions, on {device}, into {output}")
+    size = sum(parameter.numel() for parameter in policy.parameters())
+    print(f"{size:,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B} prompts x {k} completions, "
+          f"on {device}, into {output}")
     modes = {"sampled": args.temperature, "greedy": 0.0}
     before = after = evaluate(0, modes) if test_rows else {}
-    evaluations = {round(num_updates * i / (args.num_sample_generations + 1)) for i in range(1, args.num_sample_generations + 1)}
+    between = args.num_sample_generations + 1
+    evaluations = {round(num_updates * i / between) for i in range(1, between)}
     order = prompt_batches(len(train_rows), B, args.seed)
     progress = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
     start = clock()
@@ -971,12 +991,15 @@ def main(args: Args) -> dict[str, float]:
 
         # 4. Rewards and their leave-one-out advantages: (k, B), or (k, B, R) with kl_level=token.
         kl = kl_per_token(logprobs, ref_logprobs, mask)
-        scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
+        scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward,
+                              args.reward_clip_range)
         rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
-        advantages = leave_one_out_advantage(rlhf_reward if args.kl_level == "sequence" else reward_to_go(scores, kl, args.kl_coef))
+        if args.kl_level == "sequence":
+            advantages, real = leave_one_out_advantage(rlhf_reward), torch.ones_like(ended)
+        else:
+            advantages, real = leave_one_out_advantage(reward_to_go(scores, kl, args.kl_coef)), mask
         if args.normalize_advantage:
-            scorable = ~scores.isnan()
-            advantages = standardize(advantages, scorable if args.kl_level == "sequence" else mask & scorable[..., None])
+            advantages = standardize(advantages, real & ~scores.isnan().view(k, B, *[1] * (real.dim() - 2)))
         weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
         means.add("objective/kl", kl.sum(-1))
         means.add("objective/entropy", -logprobs.sum(-1))
@@ -988,24 +1011,23 @@ def main(args: Args) -> dict[str, float]:
         for epoch in range(args.num_ppo_epochs):
             for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
                 for micro in mini.split(micro_batch):
-                    part, real = batch.prompts(micro), mask[:, micro]
+                    part = batch.prompts(micro)
                     with autocast:
                         new, entropy = completion_logprobs(policy, part, args.temperature)
-                    if epoch == step == 0:  # the policy is still the one that sampled: ratio 1, exactly, in any precision
+                    if epoch == step == 0:  # the policy is still the one that sampled: the ratio is 1 in any precision
                         logprobs[:, micro] = new.detach()
-                    losses, log_ratio, clipped = policy_loss(new, logprobs[:, micro], advantages[:, micro], real,
-                                                             args.cliprange, args.cliprange_high)
+                    losses, log_ratio, clipped = policy_loss(new, logprobs[:, micro], advantages[:, micro],
+                                                             part.response_mask, args.cliprange, args.cliprange_high)
                     losses = losses * weight[:, micro]
                     (losses.sum() / (k * mini_batch)).backward()
 
-                    level = real if args.kl_level == "token" else torch.ones_like(clipped)
                     ratio = (new.detach() - logprobs[:, micro]).exp()
                     means.add("loss/policy_avg", losses.detach())
-                    means.add("policy/approxkl_avg", 0.5 * log_ratio**2, level)
-                    means.add("policy/clipfrac_avg", clipped.float(), level)
-                    means.add("policy/entropy_avg", entropy, real)
-                    means.add("val/ratio", ratio, real)
-                    means.add("val/ratio_squared", ratio**2, real)
+                    means.add("policy/approxkl_avg", 0.5 * log_ratio**2, real[:, micro])
+                    means.add("policy/clipfrac_avg", clipped.float(), real[:, micro])
+                    means.add("policy/entropy_avg", entropy, part.response_mask)
+                    means.add("val/ratio", ratio, part.response_mask)
+                    means.add("val/ratio_squared", ratio**2, part.response_mask)
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
                 means.add("grad_norm", norm)
                 optimizer.step()
@@ -1026,7 +1048,8 @@ def main(args: Args) -> dict[str, float]:
         metrics["objective/scores_std"] = raw_scores[~raw_scores.isnan()].std().item()
         for name, part_scores in scores_by_name.items():
             metrics[f"rewards/{name}/std"] = part_scores[~part_scores.isnan()].std().item()
-        metrics |= {f"time/{name}": b - a for name, a, b in zip(["rollout", "reference", "reward", "train"], times, times[1:])}
+        for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
+            metrics[f"time/{name}"] = end - begin
         metrics["eps"] = update * k * B / (times[-1] - start)
         metrics["tokens_per_second"] = int(mask.sum()) / (times[-1] - times[0])
         metrics["memory/peak_gb"] = (torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda"
@@ -1040,8 +1063,9 @@ def main(args: Args) -> dict[str, float]:
         metrics_file.flush()
         if args.track:
             wandb.log(metrics, step=update)
-        win = {"win": f"{after['sampled/win_rate']:.0%}"} if grades_of_references else {}
-        progress.set_postfix(reward=f"{metrics['objective/rlhf_reward']:.2f}", kl=f"{metrics['objective/kl']:.2f}", **win, refresh=False)
+        headline = {"reward": metrics["objective/rlhf_reward"], "kl": metrics["objective/kl"],
+                    "win": after.get("sampled/win_rate", math.nan)}
+        progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if not math.isnan(x)}, refresh=False)
         progress.update()
         scheduler.step()
     progress.close()
@@ -1053,12 +1077,12 @@ def main(args: Args) -> dict[str, float]:
         print(f"{'':24}{'before':>9}{'after':>9}{'gained':>9}")
         for name in after:
             print(f"{name:24}{before[name]:9.3f}{after[name]:9.3f}{after[name] - before[name]:+9.3f}")
-    print(f"\n{num_updates * k * B:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer are in {output}")
+    print(f"\n{num_updates * k * B:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer: {output}")
     if args.track:
         wandb.finish()
     metrics_file.close()
     completions_file.close()
-    return {f"{when}/{name}": value for when, found in (("before", before), ("after", after)) for name, value in found.items()}
+    return {"before": before, "after": after}
 
 
 def parse_args(argv: Optional[list[str]] = None) -> Args:

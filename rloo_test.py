@@ -313,12 +313,12 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     torch.manual_seed(0)
     n, T = 20_000, 1.7
     batch, rollout_logprobs = rloo.generate(model, [row], n, 2, T, stop_ids=[0], pad_id=1, forward_rows=n)
-    logprobs = torch.cat([rloo.completion_logprobs(model, part, T)[0].detach() for part in
-                          [Batch(batch.rows, batch.prompt_ids, batch.prompt_mask, batch.responses, batch.response_mask)]])
-    assert torch.allclose(rollout_logprobs, logprobs, atol=1e-5)
+    assert torch.allclose(rollout_logprobs, rloo.completion_logprobs(model, batch, T)[0], atol=1e-5)
     completions = enumerate_completions(6, 2)
-    exact_batch = [Batch([row], batch.prompt_ids, batch.prompt_mask, *(x[None] for x in rloo.pad([c], 1, width=2))) for c in completions]
-    exact = torch.tensor([rloo.completion_logprobs(model, b, T)[0].sum().exp().item() for b in exact_batch])
+    responses, mask = (x[None] for x in rloo.pad(completions, 1))
+    n_rows = len(completions)
+    all_of_them = Batch([row] * n_rows, batch.prompt_ids.repeat(n_rows, 1), batch.prompt_mask.repeat(n_rows, 1), responses, mask)
+    exact = rloo.completion_logprobs(model, all_of_them, T)[0][0].detach().sum(-1).exp()
     assert exact.sum().item() == pytest.approx(1, abs=1e-4)
     sampled = [tuple(c) for c in rloo.completion_tokens(batch)]
     counts = torch.tensor([sampled.count(tuple(c)) for c in completions]).float()
@@ -640,7 +640,7 @@ def test_rows_of_every_documented_form(tiny):
         prepared = rloo.prepare_row(row, tok, "row")
         assert prepared["prompt_text"] == text and prepared["reference"] == " d"
         assert prepared["prompt_ids"] == tokenizer(text)["input_ids"]
-    for row, message in (({"text": "b"}, "neither `prompt` nor `messages`; it has text"), ({"prompt": 3}, "must be text or a list"),
+    for row, message in (({"text": "b"}, "neither `prompt` nor `messages`, only text"), ({"prompt": 3}, "must be text or a list"),
                          ({"prompt": ""}, "empty"), ({"messages": [assistant]}, "no turn with role `user`"),
                          ({"prompt": [system, user]}, "no chat template")):
         with pytest.raises(InputError, match=message):
@@ -675,8 +675,8 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
 def test_too_long_prompts_are_left_out_and_counted(capsys):
     rows = rloo.prepare_rows([{"prompt": "a b c"}, {"prompt": "a"}], tiny_tokenizer(), 2, "x")
     assert [row["prompt_text"] for row in rows] == ["a"]
-    assert "1 of 2 prompts are longer than 2 tokens" in capsys.readouterr().out
-    with pytest.raises(InputError, match="longer than --max_prompt_length 2"):
+    assert "1 of 2 prompts left out, over 2 tokens" in capsys.readouterr().out
+    with pytest.raises(InputError, match="no prompt within --max_prompt_length 2"):
         rloo.prepare_rows([{"prompt": "a b c"}], tiny_tokenizer(), 2, "x")
 
 
@@ -702,7 +702,7 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
 
 @pytest.mark.parametrize("returned, message", [
     ([1.0], "returned 1 numbers for 12 completions"), (3.0, "returned float, not a list"), ([math.nan] * 12, "finite number"),
-    ([math.inf] * 12, "finite number"), (["x"] * 12, "returned 'x' for the prompt")])
+    ([math.inf] * 12, "finite number"), (["x"] * 12, "returned 'x', not a finite number or None, for the prompt")])
 def test_what_a_reward_function_may_not_return(returned, message):
     with pytest.raises(InputError, match=message):
         rloo.function_reward(lambda **kw: returned, "reward", lambda batch: [""] * 12, random_batch())
@@ -796,7 +796,7 @@ def test_without_a_dataset_the_embedded_task_is_meant():
 
 @pytest.mark.parametrize("flags, message", [
     (dict(rloo_k=1), "--rloo_k 1.*must be at least 2"),
-    (dict(per_device_train_batch_size=7), "--per_device_train_batch_size 7 is not a multiple of --rloo_k 2"),
+    (dict(per_device_train_batch_size=7), "--per_device_train_batch_size 7: must be a multiple of --rloo_k 2"),
     (dict(total_episodes=0), "--total_episodes 0"), (dict(learning_rate=-1.0), "--learning_rate -1.0"), (dict(kl_coef=math.nan), "--kl_coef nan"),
     (dict(temperature=0.0), "--temperature 0"), (dict(stop_token="eos", stop_token_id=3), "not both"),
     (dict(reward_weights=(1.0, 2.0)), "--reward_weights has 2 numbers for 1 rewards"),
@@ -805,7 +805,7 @@ def test_without_a_dataset_the_embedded_task_is_meant():
     (dict(sft_model_path="/nowhere"), "--sft_model_path /nowhere: no such folder"), (dict(reward_model_path="./no"), "--reward_model_path ./no"),
     (dict(reward_fns=("no.py:f",), reward_model_path=None), "no file no.py"), (dict(reward_fns=("f",), reward_model_path=None), "file.py:function"),
     (dict(reward_fns=(f"{__file__}:nothing",), reward_model_path=None), "has no attribute 'nothing'"),
-    (dict(response_length=125), "do not fit into the model's 128 positions"), (dict(max_prompt_length=1), "longer than --max_prompt_length"),
+    (dict(response_length=125), "exceed the 128 positions"), (dict(max_prompt_length=1), "no prompt within --max_prompt_length 1"),
     (dict(device="cuda:99"), "--device cuda:99 cannot be used"), (dict(output_dir=str(HERE)), "not empty")])
 def test_mistakes_end_in_one_line_before_training(train, flags, message):
     with pytest.raises(InputError, match=message) as error:
@@ -814,7 +814,7 @@ def test_mistakes_end_in_one_line_before_training(train, flags, message):
 
 
 @pytest.mark.parametrize("kind", ["no pad token", "labels", "no head", "too many tokens"])
-def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind):
+def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, capsys):
     shutil.copytree(tiny / "sft", tmp_path / "sft")
     flags, tokenizer = {}, tiny_tokenizer()
     if kind == "no pad token":
@@ -824,14 +824,16 @@ def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind):
     elif kind == "too many tokens":
         tokenizer.add_tokens(["more", "words"])
         tokenizer.save_pretrained(tmp_path / "sft")
-        flags, message = {"sft_model_path": str(tmp_path / "sft")}, "the tokenizer has 18 tokens, the model .* only 16"
+        flags, message = {"sft_model_path": str(tmp_path / "sft")}, "the tokenizer has 18 tokens, the model only 16"
     elif kind == "labels":
         config = tiny_model(classifier=True).config
         config.num_labels = 3
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
         flags, message = {"reward_model_path": str(tmp_path / "reward")}, "has 3 labels, a reward model has one"
     else:
-        flags, message = {"reward_model_path": str(tiny / "sft")}, "no trained reward head"
+        train(reward_model_path=str(tiny / "sft"))
+        assert "has no trained reward head" in capsys.readouterr().out
+        return
     with pytest.raises(InputError, match=message):
         train(**flags)
 
@@ -941,7 +943,7 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
              "--per_device_train_batch_size 8 --rloo_k 4 --kl_coef 0.03 --output_dir out --track").split()
     result = shell(["rloo.py", *flags], tmp_path, WANDB_MODE="offline", COLUMNS="100")
     assert result.returncode == 0, result.stderr
-    assert "The policy and its tokenizer are in out" in result.stdout and "before" in result.stdout
+    assert "The policy and its tokenizer: out" in result.stdout and "before" in result.stdout
     left = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"args.json", "metrics.jsonl", "completions.jsonl", "model.safetensors", "config.json", "tokenizer.json"} <= left
     assert json.loads((tmp_path / "out" / "args.json").read_text())["kl_coef"] == 0.03
