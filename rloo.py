@@ -11,7 +11,7 @@ divergence from the reference model; its baseline is the mean reward of the k - 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
-The file is read from top to bottom: flags, data, rewards, layout, log-probs, rollout, RLOO maths, evaluation, main.
+The file is read from top to bottom: flags, data, layout, log-probs, rewards, rollout, RLOO maths, evaluation, main.
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is row j·B + b.
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
@@ -48,8 +48,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    Cache,
     GenerationConfig,
 )
+from transformers.cache_utils import StaticLayer
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 
@@ -101,6 +103,8 @@ class Args:
     """text of the token that ends a completion; if not given, or "eos", all end-of-sequence tokens of the model"""
     stop_token_id: Optional[int] = None
     """the same by its id"""
+    rollout_engine: Literal["group", "hf"] = "group"
+    """sample in the group layout, or by `generate` of transformers on a row per completion"""
     local_rollout_forward_batch_size: int = 64
     """completions per forward where no gradient is needed"""
 
@@ -147,6 +151,8 @@ class Args:
     """completions per forward and backward, a multiple of rloo_k (TRL: 8)"""
     gradient_accumulation_steps: int = 2
     """forwards and backwards per optimizer step (TRL: 1)"""
+    layout: Literal["group", "plain"] = "group"
+    """one row per prompt with its k completions, so that every model reads each prompt once, or a row per completion"""
     total_episodes: int = 10_000
     """completions to sample in the whole run"""
 
@@ -391,23 +397,80 @@ class Batch(NamedTuple):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Layout: how prompts and completions become rows of a model
+#
+# group: a row is one prompt and its k completions, interleaved by time. Here P = 2 (one of them padding), k = 2, R = 2:
+#
+#     slot:      0    1     2     3     4     5        sees   . p a b a b
+#     holds:     pad  p     a0    b0    a1    b1       pad    x
+#     position:  0    0     1     1     2     2        p      . x
+#                                                      a0     . x x
+#     Every model reads the prompt once for all of     b0     . x . x
+#     its completions, and a completion sees its       a1     . x x . x
+#     prompt and itself, never its siblings.           b1     . x . x . x
+#
+# plain: every completion is a row of its own, its prompt before it. The same numbers, more work.
 
 
-def completion_hidden(model, batch: Batch) -> torch.Tensor:
+def group_mask(prompt_mask: torch.Tensor, k: int, slots: int, queries: torch.Tensor) -> torch.Tensor:
+    """Who sees whom in group rows, (B, 1, len(queries), slots) bool, for the slots `queries` as seen by slots 0 … slots-1.
+
+    A slot sees the real prompt up to itself, the steps up to its own of its own completion, and, if it is padding,
+    itself, since softmax needs something to see. prompt_mask (B, P); slot P + t·k + j is token t of completion j."""
+    P = prompt_mask.shape[1]
+    key, query = torch.arange(slots, device=prompt_mask.device), queries[:, None]
+    step, lane = (key - P).div(k, rounding_mode="floor"), (key - P) % k
+    own = (key >= P) & (lane == (query - P) % k) & (step <= (query - P).div(k, rounding_mode="floor"))
+    prompt = F.pad(prompt_mask, (0, slots - P))[:, None, None] & (key <= query)
+    return prompt | own | (key == query)
+
+
+def attend(model, mask: torch.Tensor) -> torch.Tensor:
+    """A boolean mask as the attention of `model` takes it: as it is, or as something to add to the scores."""
+    if model.config._attn_implementation != "eager":
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
     """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
     slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
 
-    Every completion is a row of its own here, its prompt before it. Everything else in this file is the same for any
-    other layout. Positions count real tokens, so padding shifts nothing.
-    """
+    The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
     k, B, _ = batch.responses.shape
     r = int(batch.response_mask.sum(-1).max())
     p = int(batch.prompt_mask.sum(-1).max())  # trim the batch to its longest prompt and completion
-    mask = torch.cat([batch.prompt_mask[:, -p:].repeat(k, 1), batch.response_mask[..., :r].flatten(0, 1)], dim=1)
-    ids = torch.cat([batch.prompt_ids[:, -p:].repeat(k, 1), batch.responses[..., :r].flatten(0, 1)], dim=1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)[0]
-    return hidden[:, p - 1 :].unflatten(0, (k, B))
+    prompt_ids, prompt_mask = batch.prompt_ids[:, -p:], batch.prompt_mask[:, -p:]
+    responses, response_mask = batch.responses[..., :r], batch.response_mask[..., :r]
+    if layout == "plain":
+        ids = torch.cat([prompt_ids.repeat(k, 1), responses.flatten(0, 1)], dim=1)
+        mask = torch.cat([prompt_mask.repeat(k, 1), response_mask.flatten(0, 1)], dim=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)[0]
+        return hidden[:, p - 1 :].unflatten(0, (k, B))
+    ids = torch.cat([prompt_ids, responses.permute(1, 2, 0).flatten(1)], dim=1)
+    steps = torch.arange(r, device=ids.device).repeat_interleave(k)
+    positions = torch.cat([(prompt_mask.cumsum(1) - 1).clamp(min=0), prompt_mask.sum(1, keepdim=True) + steps], dim=1)
+    mask = attend(model, group_mask(prompt_mask, k, p + k * r, torch.arange(p + k * r, device=ids.device)))
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+    last_of_prompt = hidden[:, p - 1].expand(k, 1, B, -1).transpose(1, 2)
+    return torch.cat([last_of_prompt, hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
+
+
+@torch.no_grad()
+def best_layout(model, slots: int) -> str:
+    """"group" where the model's attention is full over `slots` slots and obeys a mask, found by trying; else "plain"."""
+    config = model.config.get_text_config()
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if getattr(config, "use_sliding_window", True) and any(window and window < slots for window in windows):
+        return "plain"
+    ids = torch.arange(9, device=model.device) % config.vocab_size
+    mask = torch.tensor([[[1, 1, 1]], [[1, 1, 0]]], dtype=torch.bool, device=model.device)
+    probe = Batch([], ids[None, :3], ids[None, :3] > 0, ids[3:].view(2, 1, 3), mask)
+    try:
+        one, other = (completion_hidden(model, probe, layout)[:, :, :-1][mask] for layout in ("plain", "group"))
+    except Exception:  # an attention kernel that takes no mask says so in its own words
+        return "plain"
+    return "group" if torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05 * one.abs().max().item()) else "plain"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -433,9 +496,9 @@ def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature
     return [torch.cat(part) for part in zip(*parts)]
 
 
-def completion_logprobs(model, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked."""
-    hidden = completion_hidden(model, batch)[:, :, :-1]
+    hidden = completion_hidden(model, batch, layout)[:, :, :-1]
     r, R = hidden.shape[2], batch.responses.shape[2]
     mask = batch.response_mask[..., :r]
     parts = token_logprobs(model.get_output_embeddings(), hidden[mask], batch.responses[..., :r][mask], temperature)
@@ -466,9 +529,9 @@ def decode(batch: Batch, tokenizer, stop_ids: list[int]) -> list[str]:
     return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def model_reward(model, batch: Batch) -> torch.Tensor:
+def model_reward(model, batch: Batch, layout: str = "group") -> torch.Tensor:
     """Scores (k, B) of a sequence classifier that shares the policy's tokenizer: its head at the last real token."""
-    hidden = completion_hidden(model, batch)
+    hidden = completion_hidden(model, batch, layout)
     last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
     return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
 
@@ -591,42 +654,105 @@ def contains_stop(responses: torch.Tensor, response_mask: torch.Tensor, stop_ids
     return (torch.isin(responses, torch.tensor(stop_ids, device=responses.device)) & response_mask).any(-1)
 
 
-@torch.no_grad()
-def generate(policy, rows: list[dict], k: int, response_length: int, temperature: float, stop_ids: list[int],
-             pad_id: int, forward_rows: int) -> tuple[Batch, torch.Tensor]:
-    """Samples k completions of each row's prompt from the full softmax(logits / temperature); at temperature 0, greedy.
+def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token per distribution softmax(logits / temperature) and its log-prob, both (...), from logits (..., vocabulary).
 
-    Returns the batch and the log-probs (k, B, R) that the sampled tokens had in generation, 0 where masked. `generate`
-    of transformers runs on at most `forward_rows` completions at a time, with none of the model's own generation
-    settings (top-k, penalties): what is sampled is what is scored later.
-    """
-    prompt_ids, prompt_mask = (x.to(policy.device) for x in pad([row["prompt_ids"] for row in rows], pad_id, left=True))
+    At temperature 0 the likeliest. The Gumbel trick: no synchronisation with the device, unlike torch.multinomial."""
+    logprobs = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    noise = -torch.empty_like(logprobs).exponential_().log() if temperature else 0.0
+    tokens = (logprobs + noise).argmax(-1)
+    return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
+
+
+class GrowingLayer(StaticLayer):
+    """A layer of a preallocated key/value cache that shows only the slots filled so far."""
+
+    def lazy_initialization(self, keys: torch.Tensor, values: torch.Tensor):
+        super().lazy_initialization(keys, values)
+        self.values = self.values.to(values.dtype)  # in autocast keys may be float32, from the rotation, and values not
+
+    def update(self, *states, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(*states, **kwargs)
+        filled = int(self.cumulative_length)
+        return keys[:, :, :filled], values[:, :, :filled]
+
+
+def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
+                   temperature: float, stop_ids: list[int], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples k completions of each prompt in the group layout: the prompts are read once, into a cache that has one
+    row per prompt; then each step appends a slot per completion. Arguments and results as in `generate_hf`."""
+    B, P = prompt_ids.shape
+    cache = Cache(layers=[GrowingLayer(P + k * response_length) for _ in range(policy.config.num_hidden_layers)])
+    stop, lengths = torch.tensor(stop_ids, device=prompt_ids.device), prompt_mask.sum(1, keepdim=True)
+    head, tokens, logprobs = policy.get_output_embeddings(), [], []
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, begin: int) -> torch.Tensor:
+        """Hidden states (B, n, H) of n tokens in the slots from `begin` on."""
+        end = begin + ids.shape[1]
+        mask = attend(policy, group_mask(prompt_mask, k, end, torch.arange(begin, end, device=ids.device)))
+        return policy.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+                                 use_cache=True)[0]
+
+    hidden = forward(prompt_ids, (prompt_mask.cumsum(1) - 1).clamp(min=0), 0)[:, -1:].expand(-1, k, -1)
+    stopped = torch.zeros(B, k, dtype=torch.bool, device=prompt_ids.device)
+    for t in range(response_length):
+        token, logprob = sample(head(hidden), temperature)  # (B, k) each
+        tokens.append(token)
+        logprobs.append(logprob)
+        stopped |= torch.isin(token, stop)
+        if t + 1 == response_length or t % 4 == 3 and stopped.all():  # asking makes the device wait, so ask seldom
+            break
+        hidden = forward(token, (lengths + t).expand(B, k), P + t * k)
+    return torch.stack(tokens, -1).transpose(0, 1), torch.stack(logprobs, -1).transpose(0, 1)
+
+
+def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
+                temperature: float, stop_ids: list[int], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples k completions of each prompt (B, P) by `generate` of transformers, from the full softmax(logits /
+    temperature), at temperature 0 greedily: none of the model's own generation settings (top-k, penalties) apply.
+
+    Returns tokens and their log-probs (k, B, r), r ≤ response_length; what follows a stop token means nothing."""
     config = GenerationConfig(max_new_tokens=response_length, do_sample=temperature > 0, top_k=0, top_p=1.0,
                               temperature=1.0, eos_token_id=stop_ids, pad_token_id=pad_id)
+    distributions: list[torch.Tensor] = []  # at most one: that of the token being sampled
+    logprobs = []
+
+    def temper_and_record(input_ids, scores):
+        if distributions:
+            logprobs.append(distributions.pop().gather(1, input_ids[:, -1:]))
+        distributions.append(F.log_softmax(scores.float() / (temperature or 1.0), dim=-1))
+        return distributions[0]
+
     own_config, policy.generation_config = policy.generation_config, GenerationConfig()
-    responses, logprobs = [], []
     try:
-        for ids, mask in zip(prompt_ids.repeat(k, 1).split(forward_rows), prompt_mask.repeat(k, 1).split(forward_rows)):
-            distributions: list[torch.Tensor] = []  # at most one: that of the token being sampled
-            picked = []
-
-            def temper_and_record(input_ids, scores):
-                if distributions:
-                    picked.append(distributions.pop().gather(1, input_ids[:, -1:]))
-                distributions.append(F.log_softmax(scores.float() / (temperature or 1.0), dim=-1))
-                return distributions[0]
-
-            out = policy.generate(input_ids=ids, attention_mask=mask.long(), generation_config=config,
-                                  logits_processor=[temper_and_record])[:, ids.shape[1]:]
-            picked.append(distributions.pop().gather(1, out[:, -1:]))
-            responses.append(F.pad(out, (0, response_length - out.shape[1]), value=pad_id))
-            logprobs.append(F.pad(torch.cat(picked, dim=1), (0, response_length - out.shape[1])))
+        out = policy.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
+                              generation_config=config, logits_processor=[temper_and_record])
     finally:
         policy.generation_config = own_config  # saved later as it was loaded
-    responses = torch.cat(responses).unflatten(0, (k, len(rows)))
+    logprobs.append(distributions.pop().gather(1, out[:, -1:]))
+    rows = (k, len(prompt_ids))
+    return out[:, prompt_ids.shape[1] :].unflatten(0, rows), torch.cat(logprobs, dim=1).unflatten(0, rows)
+
+
+@torch.no_grad()
+def rollout(engine: Callable, policy, rows: list[dict], k: int, response_length: int, temperature: float,
+            stop_ids: list[int], pad_id: int, forward_rows: int) -> tuple[Batch, torch.Tensor]:
+    """k completions of each row's prompt by generate_group or generate_hf, at most `forward_rows` of them at a time.
+
+    Returns the batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked."""
+    prompt_ids, prompt_mask = (x.to(policy.device) for x in pad([row["prompt_ids"] for row in rows], pad_id, left=True))
+    responses, logprobs = [], []
+    size = max(1, forward_rows // k)
+    for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
+        longest = int(mask.sum(1).max())
+        parts = engine(policy, ids[:, -longest:], mask[:, -longest:], k, response_length, temperature, stop_ids, pad_id)
+        tokens, logprob = (F.pad(part, (0, response_length - part.shape[-1]), value=pad_id) for part in parts)
+        responses.append(tokens)
+        logprobs.append(logprob)
+    responses = torch.cat(responses, dim=1)
     mask = mask_after_stop(responses, stop_ids)
     batch = Batch(rows, prompt_ids, prompt_mask, responses.masked_fill(~mask, pad_id), mask)
-    return batch, torch.cat(logprobs).unflatten(0, (k, len(rows))) * mask
+    return batch, torch.cat(logprobs, dim=1) * mask
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -877,24 +1003,31 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     schedule = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     scheduler = transformers.get_scheduler(schedule, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
 
+    layout, slots, forward_rows = args.layout, longest + k * args.response_length, args.local_rollout_forward_batch_size
+    if layout == "group" and best_layout(policy, slots) == "plain":
+        print(f"{args.sft_model_path}: its attention is not full over {slots} slots or takes no mask: --layout plain")
+        layout = "plain"
+    engine = generate_group if args.rollout_engine == layout == "group" else generate_hf
+
     def texts(batch: Batch) -> list[str]:
         return decode(batch, tokenizer, stop_ids)
 
-    def rollout(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
-        return generate(policy, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
-                        args.local_rollout_forward_batch_size)
+    def complete(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
+        return rollout(engine, policy, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
+                       forward_rows)
 
-    def score_tokens(model, batch: Batch) -> torch.Tensor:
-        return in_chunks(lambda part: completion_logprobs(model, part, args.temperature)[0], batch,
-                         args.local_rollout_forward_batch_size)
+    def logprobs_under(model, batch: Batch) -> torch.Tensor:
+        return in_chunks(lambda part: completion_logprobs(model, part, args.temperature, layout)[0], batch, forward_rows)
 
     rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
     if args.reward_model_path:
         reward_model, reward_tokenizer = load_reward_model(args, tokenizer, device, dtype)
-        read = partial(model_reward, reward_model)
-        if reward_tokenizer is not None:
+        if reward_tokenizer is None:
+            reward_layout = layout if layout == "plain" else best_layout(reward_model, slots)
+            read = partial(model_reward, reward_model, layout=reward_layout)
+        else:
             read = partial(text_reward, reward_model, reward_tokenizer, texts, stop_ids)
-        rewards["reward_model"] = lambda batch: in_chunks(read, batch, args.local_rollout_forward_batch_size)
+        rewards["reward_model"] = lambda batch: in_chunks(read, batch, forward_rows)
     for spec, function in functions.items():
         name = spec.rpartition(":")[2]
         rewards[spec if name in rewards else name] = partial(function_reward, function, spec, texts)
@@ -934,7 +1067,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         for mode, temperature in modes.items():
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), autocast:
                 torch.manual_seed(args.seed)
-                batch, _ = rollout(test_rows, 1, temperature)
+                batch, _ = complete(test_rows, 1, temperature)
                 grades = {name: grader(batch) for name, grader in graders.items()}
             for name, grade in grades.items():
                 metrics[f"{mode}/{name}score"] = grade.nanmean().item()
@@ -976,13 +1109,12 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         means, times = Means(), [clock()]
         with autocast, torch.no_grad():
             # 1. Rollout: k completions of each of B prompts.
-            batch, rollout_logprobs = rollout([train_rows[i] for i in next(order)], k, args.temperature)
+            batch, rollout_logprobs = complete([train_rows[i] for i in next(order)], k, args.temperature)
             mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
             times.append(clock())
 
-            # 2. Log-probs of the completions under policy and reference; without a reference the KL is 0.
-            logprobs = score_tokens(policy, batch)
-            ref_logprobs = logprobs if reference is None else score_tokens(reference, batch)
+            # 2. Log-probs under the reference; without one the KL is 0.
+            ref_logprobs = rollout_logprobs if reference is None else logprobs_under(reference, batch)
             times.append(clock())
 
             # 3. Scores.
@@ -990,7 +1122,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
             times.append(clock())
 
         # 4. Rewards and their leave-one-out advantages: (k, B), or (k, B, R) with kl_level=token.
-        kl = kl_per_token(logprobs, ref_logprobs, mask)
+        kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
         scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward,
                               args.reward_clip_range)
         rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
@@ -1002,26 +1134,34 @@ def main(args: Args) -> dict[str, dict[str, float]]:
             advantages = standardize(advantages, real & ~scores.isnan().view(k, B, *[1] * (real.dim() - 2)))
         weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
         means.add("objective/kl", kl.sum(-1))
-        means.add("objective/entropy", -logprobs.sum(-1))
+        means.add("objective/entropy", -rollout_logprobs.sum(-1))
         means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
         means.add("objective/rlhf_reward", rlhf_reward)
-        means.add("val/rollout_logprob_gap", (rollout_logprobs - logprobs).abs(), mask)
 
         # 5. PPO epochs x mini-batches x micro-batches of prompts. With one of each this is REINFORCE.
+        # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look like
+        # a step of the policy. The first mini-batch meets the policy that sampled, so its own forward gives them.
+        old_logprobs = rollout_logprobs.clone()
+        if args.num_mini_batches > 1:
+            with autocast, torch.no_grad():
+                old_logprobs = logprobs_under(policy, batch)
         for epoch in range(args.num_ppo_epochs):
             for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
                 for micro in mini.split(micro_batch):
                     part = batch.prompts(micro)
                     with autocast:
-                        new, entropy = completion_logprobs(policy, part, args.temperature)
-                    if epoch == step == 0:  # the policy is still the one that sampled: the ratio is 1 in any precision
-                        logprobs[:, micro] = new.detach()
-                    losses, log_ratio, clipped = policy_loss(new, logprobs[:, micro], advantages[:, micro],
-                                                             part.response_mask, args.cliprange, args.cliprange_high)
+                        new, entropy = completion_logprobs(policy, part, args.temperature, layout)
+                    if epoch == step == 0:
+                        old_logprobs[:, micro] = new.detach()
+                        gap = (new.detach() - rollout_logprobs[:, micro]).abs()
+                        means.add("val/rollout_logprob_gap", gap, part.response_mask)
+                    old = old_logprobs[:, micro]
+                    losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
+                                                             args.cliprange, args.cliprange_high)
                     losses = losses * weight[:, micro]
                     (losses.sum() / (k * mini_batch)).backward()
 
-                    ratio = (new.detach() - logprobs[:, micro]).exp()
+                    ratio = (new.detach() - old).exp()
                     means.add("loss/policy_avg", losses.detach())
                     means.add("policy/approxkl_avg", 0.5 * log_ratio**2, real[:, micro])
                     means.add("policy/clipfrac_avg", clipped.float(), real[:, micro])

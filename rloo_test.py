@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPTNeoXConfig,
-                          LlamaConfig, PreTrainedTokenizerFast, Qwen3Config)
+                          LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen3Config)
 
 import rloo
 from rloo import Args, Batch, InputError
@@ -266,6 +266,100 @@ def test_means_do_not_depend_on_the_split():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The group layout against a row per completion
+
+
+def test_group_mask_is_the_documented_picture():
+    """P = 2 slots, one of them padding; k = 2 completions a and b; 2 steps."""
+    mask = rloo.group_mask(torch.tensor([[False, True]]), 2, 6, torch.arange(6))
+    picture = """x . . . . .
+                 . x . . . .
+                 . x x . . .
+                 . x . x . .
+                 . x x . x .
+                 . x . x . x"""
+    assert mask[0, 0].tolist() == [[cell == "x" for cell in line.split()] for line in picture.splitlines()]
+    assert torch.equal(mask[:, :, 4:6, :], rloo.group_mask(torch.tensor([[False, True]]), 2, 6, torch.tensor([4, 5])))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_group_layout_equals_plain_rows(family, attention):
+    """Log-probs, entropies, scores, and gradients of all parameters."""
+    policy, reward, batch = tiny_model(family), tiny_model(family, classifier=True, seed=1), random_batch()
+    policy.set_attn_implementation(attention)
+    results = []
+    for layout in ("plain", "group"):
+        logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7, layout)
+        gradient = flat_grad((logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum(), policy)
+        results.append((logprobs, entropy, rloo.model_reward(reward, batch, layout), gradient))
+    for plain, group in zip(*results):
+        assert (plain - group).abs().max() < 1e-5 * max(1, plain.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family):
+    """Another token in one completion, or in the padding, changes nothing at the others' slots in any layer's output."""
+    model, batch, k = tiny_model(family), random_batch(), 3
+    outputs = []
+    layers = [module for module in model.base_model.modules() if type(module).__name__.endswith(("Layer", "Block"))]
+    assert len(layers) == 2
+    for layer in layers:
+        layer.register_forward_hook(lambda module, inputs, output: outputs.append(output[0] if isinstance(output, tuple) else output))
+    changed = batch.responses.clone()
+    changed[1, :, 1] = (changed[1, :, 1] + 1) % 16
+    variants = {"as it is": batch, "lane 1": batch._replace(responses=changed),
+                "padding": batch._replace(prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(7)))}
+    with torch.no_grad():
+        for variant in variants.values():
+            rloo.completion_hidden(model, variant, "group")
+    base, lane, padding = outputs[0:2], outputs[2:4], outputs[4:6]
+    P = batch.prompt_ids.shape[1]
+    others = torch.tensor([slot < P or (slot - P) % k != 1 for slot in range(base[0].shape[1])])
+    for layer in range(2):
+        assert torch.equal(base[layer][:, others], lane[layer][:, others])
+        assert not torch.equal(base[layer][:, ~others], lane[layer][:, ~others])
+        real = F.pad(batch.prompt_mask, (0, base[0].shape[1] - P), value=True)
+        assert torch.equal(base[layer][real], padding[layer][real])
+
+
+@pytest.mark.parametrize("flags", [{}, {"kl_level": "token", "num_ppo_epochs": 2}, {"num_mini_batches": 2, "per_device_train_batch_size": 8}])
+def test_updates_in_group_and_plain_layout_end_in_the_same_weights(train, monkeypatch, flags):
+    """Three updates from the same completions: those of `generate`, so that the layouts share their random numbers."""
+    runs = [train(layout=layout, rollout_engine="hf", total_episodes=48, adam_eps=1e-3, **flags) for layout in ("group", "plain")]
+    for one, other in zip(*(without_times(metrics) for metrics, _ in runs)):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+    monkeypatch.setattr(rloo, "generate_group", None)  # which none of the two has used
+    weights = [torch.cat([p.flatten() for p in AutoModelForCausalLM.from_pretrained(output).parameters()]) for _, output in runs]
+    assert (weights[0] - weights[1]).abs().max() < 1e-5
+
+
+def test_a_sliding_window_falls_back_to_plain_rows(train, tmp_path, capsys):
+    """... with one line of warning, and the same results as --layout plain."""
+    config = MistralConfig(vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                           intermediate_size=64, max_position_embeddings=128, sliding_window=12, pad_token_id=1, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    runs = [train(sft_model_path=str(tmp_path), layout=layout) for layout in ("group", "plain")]
+    assert capsys.readouterr().out.count("--layout plain") == 1
+    assert without_times(runs[0][0]) == without_times(runs[1][0])
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert rloo.best_layout(wide, 12) == "group" and rloo.best_layout(wide, 13) == "plain"
+
+
+def test_attention_that_ignores_the_mask_falls_back_to_plain_rows():
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal_only", lambda module, q, k, v, mask, **kw: sdpa_attention_forward(module, q, k, v, None, **kw))
+    model = tiny_model()
+    assert rloo.best_layout(model, 100) == "group"
+    model.set_attn_implementation("causal_only")
+    assert rloo.best_layout(model, 100) == "plain"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # What others got wrong: one test each
 
 
@@ -288,9 +382,10 @@ def test_token_level_run_differs_from_sequence_level(train):
     assert (weights[0] - weights[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("engine", ["group", "hf"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype):
-    metrics, _ = train(dtype=dtype, total_episodes=32, response_length=32)
+def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, engine):
+    metrics, _ = train(dtype=dtype, rollout_engine=engine, total_episodes=32, response_length=32)
     for update in metrics:
         assert update["val/ratio"] == 1 and update["val/ratio_var"] == 0
         assert update["policy/clipfrac_avg"] == 0 and update["policy/approxkl_avg"] == 0
@@ -304,7 +399,8 @@ def test_log_probs_are_float32_in_bfloat16_runs():
     assert logprobs.dtype == entropy.dtype == torch.float32
 
 
-def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings():
+@pytest.mark.parametrize("engine", [rloo.generate_group, rloo.generate_hf])
+def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings(engine):
     """The model's own generation config asks for top-k, a repetition penalty and another temperature: all are ignored, and
     the frequencies of the sampled tokens are those of the softmax that scores them."""
     model = tiny_model(vocab_size=6)
@@ -312,12 +408,13 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     row = {"prompt_ids": [3, 4, 5], "prompt": "", "prompt_text": "", "reference": None, "columns": {}}
     torch.manual_seed(0)
     n, T = 20_000, 1.7
-    batch, rollout_logprobs = rloo.generate(model, [row], n, 2, T, stop_ids=[0], pad_id=1, forward_rows=n)
-    assert torch.allclose(rollout_logprobs, rloo.completion_logprobs(model, batch, T)[0], atol=1e-5)
+    batch, rollout_logprobs = rloo.rollout(engine, model, [row] * 10, n // 10, 2, T, stop_ids=[0], pad_id=1, forward_rows=n)
+    assert torch.allclose(rollout_logprobs, rloo.completion_logprobs(model, batch, T, "plain")[0], atol=1e-5)
     completions = enumerate_completions(6, 2)
     responses, mask = (x[None] for x in rloo.pad(completions, 1))
     n_rows = len(completions)
-    all_of_them = Batch([row] * n_rows, batch.prompt_ids.repeat(n_rows, 1), batch.prompt_mask.repeat(n_rows, 1), responses, mask)
+    prompt_ids = torch.tensor([row["prompt_ids"]] * n_rows)
+    all_of_them = Batch([row] * n_rows, prompt_ids, prompt_ids > 0, responses, mask)
     exact = rloo.completion_logprobs(model, all_of_them, T)[0][0].detach().sum(-1).exp()
     assert exact.sum().item() == pytest.approx(1, abs=1e-4)
     sampled = [tuple(c) for c in rloo.completion_tokens(batch)]
@@ -404,24 +501,26 @@ def test_padded_equals_unpadded(family):
             assert torch.allclose(scores[j, b], reward(ids).logits[0, 0], atol=1e-5)
 
 
+@pytest.mark.parametrize("engine", [rloo.generate_group, rloo.generate_hf])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rollout_is_greedy_generation_of_each_prompt_alone(family):
+def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(family, engine):
     model, rows = tiny_model(family), random_batch().rows
-    batch, _ = rloo.generate(model, rows, 1, 8, 0.0, stop_ids=[0], pad_id=1, forward_rows=3)
+    batch, _ = rloo.rollout(engine, model, rows, 2, 8, 0.0, stop_ids=[0], pad_id=1, forward_rows=6)
     for b, row in enumerate(rows):
         ids = row["prompt_ids"]
         for t in range(8):
             ids = ids + [model(torch.tensor([ids])).logits[0, -1].argmax().item()]
             if ids[-1] == 0:
                 break
-        assert batch.responses[0, b][batch.response_mask[0, b]].tolist() == ids[len(row["prompt_ids"]):]
+        for j in range(2):
+            assert batch.responses[j, b][batch.response_mask[j, b]].tolist() == ids[len(row["prompt_ids"]) :]
 
 
 def test_metrics_count_real_tokens_only_and_once(train, monkeypatch):
     """Entropies, ratio, lengths and stop tokens against loops over the real tokens of each completion."""
     seen = []
-    original = rloo.generate
-    monkeypatch.setattr(rloo, "generate", lambda *a: seen.append(original(*a)) or seen[-1])
+    original = rloo.rollout
+    monkeypatch.setattr(rloo, "rollout", lambda *a: seen.append(original(*a)) or seen[-1])
     (update,), output = train(learning_rate=0.0, kl_coef=0.0)
     policy, (batch, _) = AutoModelForCausalLM.from_pretrained(output).eval(), seen[0]
     surprise, entropies, stops, lengths = [], [], 0, []
