@@ -412,7 +412,7 @@ class Batch(NamedTuple):
 
 
 def group_mask(prompt_mask: torch.Tensor, k: int, slots: int, queries: torch.Tensor) -> torch.Tensor:
-    """Who sees whom in group rows, (B, 1, len(queries), slots) bool, for the slots `queries` as seen by slots 0 … slots-1.
+    """Who sees whom in group rows: for each slot of `queries` the slots 0 … slots-1, (B, 1, len(queries), slots) bool.
 
     A slot sees the real prompt up to itself, the steps up to its own of its own completion, and, if it is padding,
     itself, since softmax needs something to see. prompt_mask (B, P); slot P + t·k + j is token t of completion j."""
@@ -458,7 +458,7 @@ def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
 
 @torch.no_grad()
 def best_layout(model, slots: int) -> str:
-    """"group" where the model's attention is full over `slots` slots and obeys a mask, found by trying; else "plain"."""
+    """group if the model's attention is full over `slots` slots and obeys a mask, which it finds by trying; else plain."""
     config = model.config.get_text_config()
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     if getattr(config, "use_sliding_window", True) and any(window and window < slots for window in windows):
@@ -470,7 +470,7 @@ def best_layout(model, slots: int) -> str:
         one, other = (completion_hidden(model, probe, layout)[:, :, :-1][mask] for layout in ("plain", "group"))
     except Exception:  # an attention kernel that takes no mask says so in its own words
         return "plain"
-    return "group" if torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05 * one.abs().max().item()) else "plain"
+    return "group" if (one - other).abs().max() < 0.05 * one.abs().max() else "plain"  # bfloat16 rounds, too
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -496,7 +496,7 @@ def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature
     return [torch.cat(part) for part in zip(*parts)]
 
 
-def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, torch.Tensor]:
+def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
     """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked."""
     hidden = completion_hidden(model, batch, layout)[:, :, :-1]
     r, R = hidden.shape[2], batch.responses.shape[2]
@@ -655,11 +655,11 @@ def contains_stop(responses: torch.Tensor, response_mask: torch.Tensor, stop_ids
 
 
 def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token per distribution softmax(logits / temperature) and its log-prob, both (...), from logits (..., vocabulary).
+    """A token of each softmax(logits / temperature) and its log-prob, both (...), from logits (..., vocabulary).
 
     At temperature 0 the likeliest. The Gumbel trick: no synchronisation with the device, unlike torch.multinomial."""
     logprobs = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    noise = -torch.empty_like(logprobs).exponential_().log() if temperature else 0.0
+    noise = -torch.rand_like(logprobs).log().neg().log() if temperature else 0.0
     tokens = (logprobs + noise).argmax(-1)
     return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
 
@@ -991,8 +991,8 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
-        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed the "
-                         f"{positions} positions of the model: set --max_prompt_length {positions - args.response_length}")
+        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
+                         f"the model's {positions} positions; lower --max_prompt_length to {positions - args.response_length}")
 
     # Models. The policy's weights stay float32 and are cast where a forward computes in bfloat16.
     policy = load_policy(args, device, torch.float32)
@@ -1017,7 +1017,8 @@ def main(args: Args) -> dict[str, dict[str, float]]:
                        forward_rows)
 
     def logprobs_under(model, batch: Batch) -> torch.Tensor:
-        return in_chunks(lambda part: completion_logprobs(model, part, args.temperature, layout)[0], batch, forward_rows)
+        score = lambda part: completion_logprobs(model, part, args.temperature, layout)[0]
+        return in_chunks(score, batch, forward_rows)
 
     rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
     if args.reward_model_path:
