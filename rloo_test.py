@@ -904,7 +904,7 @@ def test_without_a_dataset_the_embedded_task_is_meant():
     (dict(sft_model_path="/nowhere"), "--sft_model_path /nowhere: no such folder"), (dict(reward_model_path="./no"), "--reward_model_path ./no"),
     (dict(reward_fns=("no.py:f",), reward_model_path=None), "no file no.py"), (dict(reward_fns=("f",), reward_model_path=None), "file.py:function"),
     (dict(reward_fns=(f"{__file__}:nothing",), reward_model_path=None), "has no attribute 'nothing'"),
-    (dict(response_length=125), "exceed the 128 positions"), (dict(max_prompt_length=1), "no prompt within --max_prompt_length 1"),
+    (dict(response_length=125), "exceed the model.s 128 positions"), (dict(max_prompt_length=1), "no prompt within --max_prompt_length 1"),
     (dict(device="cuda:99"), "--device cuda:99 cannot be used"), (dict(output_dir=str(HERE)), "not empty")])
 def test_mistakes_end_in_one_line_before_training(train, flags, message):
     with pytest.raises(InputError, match=message) as error:
