@@ -32,7 +32,7 @@ import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, Literal, NamedTuple, Optional
 
@@ -48,10 +48,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    Cache,
     GenerationConfig,
 )
-from transformers.cache_utils import StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 
@@ -431,6 +431,18 @@ def attend(model, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
+def folded_sdpa(module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask, **kwargs):
+    """The sdpa attention of transformers, but where g query heads share a key/value head they become g times as many
+    queries of that head. With a mask the stock one copies keys and values g times, in every step of decoding."""
+    (B, heads, n, D), kv_heads = query.shape, key.shape[1]
+    if heads == kv_heads or attention_mask is None or attention_mask.shape[1] != 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    groups = heads // kv_heads
+    out = F.scaled_dot_product_attention(query.reshape(B, kv_heads, groups * n, D), key, value, scale=kwargs["scaling"],
+                                         attn_mask=attention_mask.repeat(1, 1, groups, 1))
+    return out.reshape(B, heads, n, out.shape[-1]).transpose(1, 2).contiguous(), None
+
+
 def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
     """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
     slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
@@ -458,7 +470,7 @@ def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
 
 @torch.no_grad()
 def best_layout(model, slots: int) -> str:
-    """group if the model's attention is full over `slots` slots and obeys a mask, which it finds by trying; else plain."""
+    """group if the model's attention is full over `slots` slots and obeys a mask (it tries that out); else plain."""
     config = model.config.get_text_config()
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     if getattr(config, "use_sliding_window", True) and any(window and window < slots for window in windows):
@@ -664,46 +676,119 @@ def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torc
     return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
 
 
-class GrowingLayer(StaticLayer):
-    """A layer of a preallocated key/value cache that shows only the slots filled so far."""
+class GroupCache:
+    """Keys and values of group rows, (B, heads, slots, D) each, in tensors that stay where they are.
 
-    def lazy_initialization(self, keys: torch.Tensor, values: torch.Tensor):
-        super().lazy_initialization(keys, values)
-        self.values = self.values.to(values.dtype)  # in autocast keys may be float32, from the rotation, and values not
+    The caller says which slots the next forward fills, and how many of the slots it sees."""
 
-    def update(self, *states, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(*states, **kwargs)
-        filled = int(self.cumulative_length)
-        return keys[:, :, :filled], values[:, :, :filled]
+    def __init__(self, slots: int):
+        self.slots, self.filling, self.visible = slots, torch.empty(0, dtype=torch.long), 0
+        self.states: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args, **kwargs) -> list[torch.Tensor]:
+        if layer not in self.states:
+            self.states[layer] = tuple(x.new_zeros(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values))
+        for state, new in zip(self.states[layer], (keys, values)):
+            state.index_copy_(2, self.filling, new)
+        return [state[:, :, : self.visible] for state in self.states[layer]]
+
+    def get_seq_length(self, *args) -> int:
+        return 0  # some models ask, to make positions that they are given anyway
+
+
+class Decoding(NamedTuple):
+    """What a step of decoding reads and changes in place: B prompts of P slots, k completions of up to R tokens."""
+
+    cache: GroupCache
+    prompt_mask: torch.Tensor  # (B, P) bool
+    step: torch.Tensor  # (1,): t, the number of the tokens sampled last
+    token: torch.Tensor  # (B, k): those tokens
+    stopped: torch.Tensor  # (B, k) bool: a stop token has come
+    tokens: torch.Tensor  # (B, k, R): all tokens so far
+    logprobs: torch.Tensor  # (B, k, R) float32: their log-probs
+
+
+def new_decoding(B: int, P: int, k: int, R: int, device: torch.device) -> Decoding:
+    zeros = partial(torch.zeros, device=device)
+    return Decoding(GroupCache(P + k * R), zeros(B, P, dtype=torch.bool), zeros(1, dtype=torch.long),
+                    zeros(B, k, dtype=torch.long), zeros(B, k, dtype=torch.bool), zeros(B, k, R, dtype=torch.long),
+                    zeros(B, k, R))
+
+
+def read_slots(policy, state: Decoding, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+               visible: int) -> torch.Tensor:
+    """Hidden states (B, n, H) of the tokens `ids` (B, n), which go into the slots `slots` (n,) of the cache."""
+    state.cache.filling, state.cache.visible = slots, visible
+    mask = attend(policy, group_mask(state.prompt_mask, state.token.shape[1], visible, slots))
+    return policy.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=state.cache,
+                             use_cache=True)[0]
+
+
+def sample_into(policy, state: Decoding, hidden: torch.Tensor, temperature: float, stop: torch.Tensor):
+    """Samples the next token of every completion from `hidden` (B, k, H) and notes it as number `step`."""
+    token, logprob = sample(policy.get_output_embeddings()(hidden), temperature)
+    state.token.copy_(token)
+    state.tokens.index_copy_(2, state.step, token[..., None])
+    state.logprobs.index_copy_(2, state.step, logprob[..., None])
+    state.stopped.logical_or_((token[..., None] == stop).any(-1))
+
+
+def decode_step(policy, state: Decoding, temperature: float, stop: torch.Tensor, visible: int):
+    """Reads token t of every completion and samples token t + 1.
+
+    Tensors of static shapes and addresses, nothing that waits for the device: on CUDA it is captured once as a graph
+    and replayed, and stays valid while the optimizer changes the weights in place."""
+    (B, k), P = state.token.shape, state.prompt_mask.shape[1]
+    slots = P + state.step * k + torch.arange(k, device=state.token.device)
+    positions = (state.prompt_mask.sum(1, keepdim=True) + state.step).expand(B, k)
+    hidden = read_slots(policy, state, state.token, positions, slots, visible)
+    state.step.add_(1)
+    sample_into(policy, state, hidden, temperature, stop)
+
+
+@lru_cache(maxsize=4)  # shapes of a run: prompts of an update, the rest of a split, evaluation
+def captured_decoding(policy, B: int, P: int, k: int, R: int, temperature: float, stop_ids: tuple[int, ...]):
+    """State and replay() of decode_step on CUDA, for one shape."""
+    state, stop = new_decoding(B, P, k, R, policy.device), torch.tensor(stop_ids, device=policy.device)
+    step = partial(decode_step, policy, state, temperature, stop, P + k * R)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # once without a graph: libraries set themselves up, the cache gets its memory
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    state.step.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return state, graph.replay
 
 
 def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
                    temperature: float, stop_ids: list[int], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples k completions of each prompt in the group layout: the prompts are read once, into a cache that has one
     row per prompt; then each step appends a slot per completion. Arguments and results as in `generate_hf`."""
-    B, P = prompt_ids.shape
-    cache = Cache(layers=[GrowingLayer(P + k * response_length) for _ in range(policy.config.num_hidden_layers)])
-    stop, lengths = torch.tensor(stop_ids, device=prompt_ids.device), prompt_mask.sum(1, keepdim=True)
-    head, tokens, logprobs = policy.get_output_embeddings(), [], []
-
-    def forward(ids: torch.Tensor, positions: torch.Tensor, begin: int) -> torch.Tensor:
-        """Hidden states (B, n, H) of n tokens in the slots from `begin` on."""
-        end = begin + ids.shape[1]
-        mask = attend(policy, group_mask(prompt_mask, k, end, torch.arange(begin, end, device=ids.device)))
-        return policy.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                                 use_cache=True)[0]
-
-    hidden = forward(prompt_ids, (prompt_mask.cumsum(1) - 1).clamp(min=0), 0)[:, -1:].expand(-1, k, -1)
-    stopped = torch.zeros(B, k, dtype=torch.bool, device=prompt_ids.device)
-    for t in range(response_length):
-        token, logprob = sample(head(hidden), temperature)  # (B, k) each
-        tokens.append(token)
-        logprobs.append(logprob)
-        stopped |= torch.isin(token, stop)
-        if t + 1 == response_length or t % 4 == 3 and stopped.all():  # asking makes the device wait, so ask seldom
+    (B, P), device, R = prompt_ids.shape, prompt_ids.device, response_length
+    if device.type == "cuda":
+        state, replay = captured_decoding(policy, B, P, k, R, temperature, tuple(stop_ids))
+    else:
+        state, replay = new_decoding(B, P, k, R, device), None
+    stop = torch.tensor(stop_ids, device=device)
+    state.prompt_mask.copy_(prompt_mask)
+    state.step.zero_()
+    state.stopped.zero_()
+    first = int(prompt_mask.any(0).long().argmax())  # the first slot that any prompt uses
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)[:, first:]
+    hidden = read_slots(policy, state, prompt_ids[:, first:], positions, torch.arange(first, P, device=device), P)
+    sample_into(policy, state, hidden[:, -1:].expand(-1, k, -1), temperature, stop)
+    for t in range(R - 1):
+        if t % 4 == 3 and state.stopped.all():  # asking makes the device wait, so ask seldom
             break
-        hidden = forward(token, (lengths + t).expand(B, k), P + t * k)
-    return torch.stack(tokens, -1).transpose(0, 1), torch.stack(logprobs, -1).transpose(0, 1)
+        if replay:
+            replay()
+        else:
+            decode_step(policy, state, temperature, stop, visible=P + k * (t + 1))  # not yet filled slots cost time
+    r = int(state.step) + 1
+    return state.tokens[..., :r].transpose(0, 1).clone(), state.logprobs[..., :r].transpose(0, 1).clone()
 
 
 def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
@@ -736,16 +821,20 @@ def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: 
 
 @torch.no_grad()
 def rollout(engine: Callable, policy, rows: list[dict], k: int, response_length: int, temperature: float,
-            stop_ids: list[int], pad_id: int, forward_rows: int) -> tuple[Batch, torch.Tensor]:
+            stop_ids: list[int], pad_id: int, forward_rows: int, prompt_slots: int = 0) -> tuple[Batch, torch.Tensor]:
     """k completions of each row's prompt by generate_group or generate_hf, at most `forward_rows` of them at a time.
 
-    Returns the batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked."""
-    prompt_ids, prompt_mask = (x.to(policy.device) for x in pad([row["prompt_ids"] for row in rows], pad_id, left=True))
+    Returns the batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked.
+    On CUDA prompts are padded to `prompt_slots`, the most that any will need, so that one graph serves all."""
+    prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
+    if policy.device.type == "cuda":
+        missing = max(0, prompt_slots - prompt_ids.shape[1])
+        prompt_ids, prompt_mask = F.pad(prompt_ids, (missing, 0), value=pad_id), F.pad(prompt_mask, (missing, 0))
+    prompt_ids, prompt_mask = prompt_ids.to(policy.device), prompt_mask.to(policy.device)
     responses, logprobs = [], []
     size = max(1, forward_rows // k)
     for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
-        longest = int(mask.sum(1).max())
-        parts = engine(policy, ids[:, -longest:], mask[:, -longest:], k, response_length, temperature, stop_ids, pad_id)
+        parts = engine(policy, ids, mask, k, response_length, temperature, stop_ids, pad_id)
         tokens, logprob = (F.pad(part, (0, response_length - part.shape[-1]), value=pad_id) for part in parts)
         responses.append(tokens)
         logprobs.append(logprob)
@@ -883,6 +972,10 @@ def text_table(header: list[str], rows: list[list[str]], width: int) -> str:
 
 def load(auto_class, path: str, flag: str, **options):
     """`auto_class.from_pretrained(path, **options)`; what cannot be loaded is an InputError that names the flag."""
+    if options.get("attn_implementation") == "sdpa":
+        transformers.AttentionInterface.register("folded_sdpa", folded_sdpa)
+        transformers.AttentionMaskInterface.register("folded_sdpa", sdpa_mask)
+        options["attn_implementation"] = "folded_sdpa"
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"--{flag} {path}: no such folder")
     try:
@@ -992,10 +1085,11 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
         raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
-                         f"the model's {positions} positions; lower --max_prompt_length to {positions - args.response_length}")
+                         f"the model's {positions} positions: set --max_prompt_length {positions - args.response_length}")
 
-    # Models. The policy's weights stay float32 and are cast where a forward computes in bfloat16.
+    # Models. The policy's weights stay float32: training casts them where it computes in bfloat16, rollouts use a copy.
     policy = load_policy(args, device, torch.float32)
+    sampler = policy if dtype == torch.float32 else load_policy(args, device, dtype)
     reference = load_policy(args, device, dtype) if args.kl_coef else None
     stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
@@ -1013,8 +1107,11 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         return decode(batch, tokenizer, stop_ids)
 
     def complete(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
-        return rollout(engine, policy, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
-                       forward_rows)
+        if sampler is not policy:
+            with torch.no_grad():
+                torch._foreach_copy_(list(sampler.parameters()), list(policy.parameters()))
+        return rollout(engine, sampler, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
+                       forward_rows, longest)
 
     def logprobs_under(model, batch: Batch) -> torch.Tensor:
         score = lambda part: completion_logprobs(model, part, args.temperature, layout)[0]
@@ -1066,10 +1163,11 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         the random state is put back. Every evaluation draws the same random numbers."""
         metrics = {}
         for mode, temperature in modes.items():
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), autocast:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(args.seed)
                 batch, _ = complete(test_rows, 1, temperature)
-                grades = {name: grader(batch) for name, grader in graders.items()}
+                with autocast:
+                    grades = {name: grader(batch) for name, grader in graders.items()}
             for name, grade in grades.items():
                 metrics[f"{mode}/{name}score"] = grade.nanmean().item()
                 if name in grades_of_references:
@@ -1108,12 +1206,12 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     start = clock()
     for update in range(1, num_updates + 1):
         means, times = Means(), [clock()]
-        with autocast, torch.no_grad():
-            # 1. Rollout: k completions of each of B prompts.
-            batch, rollout_logprobs = complete([train_rows[i] for i in next(order)], k, args.temperature)
-            mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
-            times.append(clock())
 
+        # 1. Rollout: k completions of each of B prompts.
+        batch, rollout_logprobs = complete([train_rows[i] for i in next(order)], k, args.temperature)
+        mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
+        times.append(clock())
+        with autocast, torch.no_grad():
             # 2. Log-probs under the reference; without one the KL is 0.
             ref_logprobs = rollout_logprobs if reference is None else logprobs_under(reference, batch)
             times.append(clock())

@@ -348,6 +348,60 @@ def test_a_sliding_window_falls_back_to_plain_rows(train, tmp_path, capsys):
     assert rloo.best_layout(wide, 12) == "group" and rloo.best_layout(wide, 13) == "plain"
 
 
+def test_a_step_of_decoding_has_static_shapes_and_addresses(monkeypatch):
+    """What a CUDA graph needs: run as on CUDA, over all slots, a step changes its state in place, the cache stays where it
+    is, nothing is asked of the device, and it follows weights that change in place."""
+    model, batch = tiny_model("llama"), random_batch()
+    (B, P), k, R = batch.prompt_ids.shape, 3, 6
+    state, stop = rloo.new_decoding(B, P, k, R, model.device), torch.tensor([0])
+    state.prompt_mask.copy_(batch.prompt_mask)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)
+        hidden = rloo.read_slots(model, state, batch.prompt_ids, positions, torch.arange(P), P)
+        rloo.sample_into(model, state, hidden[:, -1:].expand(-1, k, -1), 1.0, stop)
+
+        def addresses():
+            tensors = [x for x in state if torch.is_tensor(x)] + [x for pair in state.cache.states.values() for x in pair]
+            return [(x.data_ptr(), x.shape, x.stride()) for x in tensors]
+
+        before = addresses()
+        for name in ("item", "__bool__", "__int__", "tolist", "nonzero"):  # each of them would wait for the device
+            monkeypatch.setattr(torch.Tensor, name, lambda self, *a, name=name: pytest.fail(f"a step calls {name}"))
+        for t in range(R - 1):
+            if t == 2:
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+            rloo.decode_step(model, state, 1.0, stop, P + k * R)
+        monkeypatch.undo()
+        assert addresses() == before and int(state.step) == R - 1
+        tokens = state.tokens.transpose(0, 1)
+        full = Batch(batch.rows, batch.prompt_ids, batch.prompt_mask, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        expected, _ = rloo.completion_logprobs(model, full, 1.0, "plain")
+        old = tiny_model("llama")
+        early, _ = rloo.completion_logprobs(old, full, 1.0, "plain")
+        got = state.logprobs.transpose(0, 1)
+        assert torch.allclose(got[..., :3], early[..., :3], atol=1e-5)  # tokens 0 to 2 came from the weights as they were
+        assert not torch.allclose(got[..., 3:], early[..., 3:], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_query_heads_that_share_keys_do_not_copy_them(family, monkeypatch, tmp_path):
+    """The folded attention equals the stock one, and hands the kernel as many key heads as the model has."""
+    tiny_model(family).save_pretrained(tmp_path)
+    stock = tiny_model(family)
+    folded = rloo.load(AutoModelForCausalLM, str(tmp_path), "sft_model_path", attn_implementation="sdpa").eval()
+    batch, heads, original = random_batch(), [], F.scaled_dot_product_attention
+    one = rloo.completion_logprobs(stock, batch, 0.7)[0]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **kw: heads.append(k.shape[1]) or original(q, k, v, **kw))
+    other = rloo.completion_logprobs(folded, batch, 0.7)[0]
+    assert torch.allclose(one, other, atol=1e-5) and set(heads) == {stock.config.num_key_value_heads}
+    monkeypatch.undo()
+    assert torch.allclose(flat_grad(one.sum(), stock), flat_grad(other.sum(), folded), atol=1e-4)
+    folded.save_pretrained(tmp_path / "saved")
+    assert "folded" not in (tmp_path / "saved" / "config.json").read_text()
+
+
 def test_attention_that_ignores_the_mask_falls_back_to_plain_rows():
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
