@@ -25,7 +25,6 @@ import json
 import logging
 import math
 import os
-import resource
 import shutil
 import sys
 import textwrap
@@ -116,7 +115,7 @@ class Args:
     kl_level: Literal["sequence", "token"] = "sequence"
     """one reward, ratio and advantage per completion, or reward-to-go, ratio and advantage per token"""
     token_level_kl: bool = False
-    """TRL's name for kl_level=token"""
+    """TRL's flag: the same as kl_level=token"""
     missing_eos_penalty: Optional[float] = None
     """subtracted from the score of a completion that did not end within response_length"""
     normalize_reward: bool = False
@@ -154,7 +153,7 @@ class Args:
     layout: Literal["group", "plain"] = "group"
     """one row per prompt with its k completions, so that every model reads each prompt once, or a row per completion"""
     total_episodes: int = 10_000
-    """completions to sample in the whole run"""
+    """completions to sample in the whole run, rounded up to whole updates"""
 
     # optimizer
     learning_rate: float = 5e-4
@@ -211,8 +210,8 @@ def resolve_args(args: Args) -> Args:
     num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
     args.reward_weights = (1.0,) * num_rewards if args.reward_weights is None else args.reward_weights
 
-    def require(true: bool, message: str):
-        if not true:
+    def require(condition: bool, message: str):
+        if not condition:
             raise InputError(message)
 
     for field in dataclasses.fields(args):
@@ -225,23 +224,29 @@ def resolve_args(args: Args) -> Args:
     require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
     require(len(args.reward_weights) == num_rewards, f"--reward_weights has {len(args.reward_weights)} numbers for "
             f"{num_rewards} rewards (the reward model first, then --reward_fns)")
+    require(all(map(math.isfinite, args.reward_weights)), f"--reward_weights {args.reward_weights}: must be finite")
+    require(len(set(args.reward_fns)) == len(args.reward_fns), "--reward_fns names a function twice")
+    require(args.seed < 2**32, f"--seed {args.seed}: must be below 2**32")
     require(args.rloo_k >= 2, f"--rloo_k {args.rloo_k}: must be at least 2: the baseline is the mean of the others")
     require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
             f"{args.per_device_train_batch_size}: must be a multiple of --rloo_k {args.rloo_k}, it holds whole groups")
     require(args.temperature > 0, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     output = Path(args.output_dir)
-    require(not output.exists() or output.is_dir() and not any(output.iterdir()),
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
+    require(existing != output or not any(output.iterdir()),
             f"--output_dir {output}: exists and is not empty; name a new folder, nothing is overwritten")
     try:
-        torch.zeros(1, device=args.device)
+        torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {args.device} cannot be used: {first_line(error)}") from error
+        raise InputError(f"--device {args.device}: cannot be used ({first_line(error)})") from error
     return args
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough to stand in a line of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -263,12 +268,12 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     elif path.is_file():
         if split != "train":
             return None
-    elif path.suffix in (".json", ".jsonl") or name.startswith((".", "/", "~")):
+    elif path.suffix in (".json", ".jsonl") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"--dataset_name {name}: no such file or folder")
     else:
         return load_hub_rows(name, split)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as UTF-8 text ({first_line(error)})") from error
     rows, first = [], 1
@@ -279,9 +284,9 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
             for first, line in enumerate(text.split("\n"), 1):
                 if line.strip():
                     rows.append(json.loads(line))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         line = first + getattr(error, "lineno", 1) - 1
-        raise InputError(f"{path}, line {line}: not JSON ({first_line(error)})") from error
+        raise InputError(f"{path}, line {line}: not JSON ({getattr(error, 'msg', first_line(error))})") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{path}: every row must be a JSON object like {{\"prompt\": \"...\"}}")
     return rows
@@ -289,7 +294,7 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
 
 def load_hub_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of a split of a dataset on the Hub, or None where it has no such split; needs the datasets package."""
-    name_flag = f"--dataset_name {name}: no such file or folder"
+    name_flag = f"--dataset_name {name[:200]}: no such file or folder"
     try:
         import datasets
     except ImportError as error:
@@ -316,38 +321,40 @@ def prepare_row(row: dict, tokenizer, where: str) -> dict:
     assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
     single message as it is. `where` names the row in errors.
     """
-    prompt, reference = row.get("prompt"), message_text(row.get("completion"))
-    if prompt is None and isinstance(row.get("messages"), list):
-        roles = [message.get("role") if isinstance(message, dict) else None for message in row["messages"]]
+    prompt, reference, messages = row.get("prompt"), row.get("completion"), row.get("messages")
+    if prompt is None and isinstance(messages, list):
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
         if "user" not in roles:
             raise InputError(f"{where}: `messages` has no turn with role `user`")
-        prompt = row["messages"][: roles.index("user") + 1]
-        if "assistant" in roles[len(prompt):]:
-            reference = message_text([row["messages"][roles.index("assistant", len(prompt))]])
+        prompt = messages[: roles.index("user") + 1]
+        if "assistant" in roles[len(prompt) :]:
+            reference = messages[roles.index("assistant", len(prompt))]["content"]
     if prompt is None:
-        raise InputError(f"{where}: has neither `prompt` nor `messages`, only {', '.join(sorted(row)) or 'nothing'}")
-    if isinstance(prompt, str):
-        text, ids = prompt, tokenizer(prompt)["input_ids"]
-    elif message_text(prompt) is None:
+        raise InputError(f"{where}: needs `prompt` or a list of `messages`, has {', '.join(sorted(row)) or 'nothing'}")
+    if message_text(prompt) is None:
         raise InputError(f"{where}: `prompt` must be text or a list of messages with role and content")
-    elif tokenizer.chat_template is None:
-        if len(prompt) > 1:
-            raise InputError(f"{where}: several messages, but the tokenizer has no chat template to join them by")
-        text = prompt[0]["content"]
-        ids = tokenizer(text)["input_ids"]
-    else:
-        try:
+    if reference is not None and message_text(reference) is None:
+        raise InputError(f"{where}: `completion` must be text or a list of messages with role and content")
+    templated = not isinstance(prompt, str) and tokenizer.chat_template is not None
+    if not templated and not isinstance(prompt, str) and len(prompt) > 1:
+        raise InputError(f"{where}: several messages, but the tokenizer has no chat template to join them by")
+    try:
+        text = message_text(prompt)
+        if templated:
             text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template may raise anything
-            raise InputError(f"{where}: the tokenizer's chat template refuses it ({first_line(error)})") from error
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+    except Exception as error:  # a template may raise anything, a tokenizer refuses what is no Unicode
+        raise InputError(f"{where}: the tokenizer refuses the prompt ({first_line(error)})") from error
     if not ids:
         raise InputError(f"{where}: the prompt is empty")
+    reference = message_text(reference)
     return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference, "columns": row}
 
 
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
+    if not rows:
+        raise InputError(f"{name}: there are no rows")
     prepared = [prepare_row(row, tokenizer, f"{name}, row {i}") for i, row in enumerate(rows, 1)]
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
     if len(kept) < len(rows):
@@ -469,20 +476,22 @@ def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def best_layout(model, slots: int) -> str:
-    """group if the model's attention is full over `slots` slots and obeys a mask (it tries that out); else plain."""
-    config = model.config.get_text_config()
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    if getattr(config, "use_sliding_window", True) and any(window and window < slots for window in windows):
-        return "plain"
-    ids = torch.arange(9, device=model.device) % config.vocab_size
-    mask = torch.tensor([[[1, 1, 1]], [[1, 1, 0]]], dtype=torch.bool, device=model.device)
-    probe = Batch([], ids[None, :3], ids[None, :3] > 0, ids[3:].view(2, 1, 3), mask)
+def best_layout(model, P: int, k: int, R: int) -> str:
+    """group if the model gives the same numbers in both layouts on a batch of this size, or else plain.
+
+    That is so if its attention is full over the row, obeys a mask and takes positions from `position_ids` alone. Not so
+    with linear attention, a sliding window shorter than prompt and completion, ALiBi, or kernels that take no mask."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (2, P + k * R), generator=generator).to(model.device)
+    prompt_mask = torch.arange(P, device=model.device) >= torch.tensor([[0], [P // 2]], device=model.device)
+    responses = ids[:, P:].unflatten(1, (k, R)).transpose(0, 1)
+    probe = Batch([{}, {}], ids[:, :P], prompt_mask, responses, torch.ones_like(responses, dtype=torch.bool))
     try:
-        one, other = (completion_hidden(model, probe, layout)[:, :, :-1][mask] for layout in ("plain", "group"))
-    except Exception:  # an attention kernel that takes no mask says so in its own words
+        plain, group = (completion_hidden(model, probe, layout).float() for layout in ("plain", "group"))
+    except (ValueError, TypeError, RuntimeError, NotImplementedError):  # a kernel that takes no such mask
         return "plain"
-    return "group" if (one - other).abs().max() < 0.05 * one.abs().max() else "plain"  # bfloat16 rounds, too
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    return "group" if (plain - group).norm() < tolerance * plain.norm() else "plain"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -504,8 +513,10 @@ def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature
         return logprobs.gather(1, tokens[:, None]).squeeze(1), entropy
 
     size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-    parts = [checkpoint(chunk, h, t, use_reentrant=False) for h, t in zip(hidden.split(size), tokens.split(size))]
-    return [torch.cat(part) for part in zip(*parts)]
+    if len(tokens) <= size:
+        return list(chunk(hidden, tokens))
+    again = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
+    return [torch.cat(part) for part in zip(*map(again, hidden.split(size), tokens.split(size)))]
 
 
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
@@ -519,7 +530,7 @@ def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "
 
 @torch.no_grad()
 def in_chunks(fn: Callable[[Batch], torch.Tensor], batch: Batch, rows: int) -> torch.Tensor:
-    """`fn`, which maps a batch to (k, B, ...), without gradient on at most `rows` completions at a time."""
+    """`fn`, which maps a batch to (k, B, ...), without gradient, on `rows` completions at a time."""
     k, B, _ = batch.responses.shape
     index = torch.arange(B, device=batch.responses.device)
     return torch.cat([fn(batch.prompts(part)) for part in index.split(max(1, rows // k))], dim=1)
@@ -558,6 +569,8 @@ def text_reward(model, model_tokenizer, decode_fn: Callable, stop_ids: list[int]
         eos = model_tokenizer.eos_token_id
         sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
     ids, mask = (x.to(batch.responses.device) for x in pad(sequences, model_tokenizer.pad_token_id or 0))
+    if ids.shape[1] > positions_of(model.config):
+        raise InputError(f"--reward_model_path: prompt and completion, {ids.shape[1]} tokens, exceed its positions")
     hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)[0]
     last = mask.sum(1) - 1
     hidden = hidden[torch.arange(len(last), device=last.device), last]
@@ -565,7 +578,7 @@ def text_reward(model, model_tokenizer, decode_fn: Callable, stop_ids: list[int]
 
 
 def load_function(spec: str, flag: str) -> Callable:
-    """The function named by `file.py:function` or `module:function`."""
+    """The function named by `file.py:function` or `module:function`; it may import what lies beside it."""
     source, _, name = spec.rpartition(":")
     if not source:
         raise InputError(f"--{flag} {spec}: must be file.py:function or module:function")
@@ -573,16 +586,18 @@ def load_function(spec: str, flag: str) -> Callable:
         if source.endswith(".py"):
             if not Path(source).is_file():
                 raise InputError(f"--{flag} {spec}: no file {source}")
+            sys.path.append(str(Path(source).resolve().parent))
             module_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
             module = importlib.util.module_from_spec(module_spec)
             sys.modules.setdefault(module_spec.name, module)  # dataclasses and pickle look modules up by name
             module_spec.loader.exec_module(module)
         else:
+            sys.path.append(os.getcwd())
             module = importlib.import_module(source)
         function = getattr(module, name)
     except InputError:
         raise
-    except Exception as error:  # user code: whatever it raises is theirs to read, in one line
+    except (Exception, SystemExit) as error:  # user code: whatever it raises is theirs to read, in one line
         raise InputError(f"--{flag} {spec}: cannot be loaded ({type(error).__name__}: {first_line(error)})") from error
     if not callable(function):
         raise InputError(f"--{flag} {spec}: is not a function")
@@ -597,30 +612,27 @@ def function_reward(function: Callable, name: str, decode_fn: Callable, batch: B
     """
     k, B, _ = batch.responses.shape
     rows = batch.rows * k
-    names = {name for row in batch.rows for name in row["columns"]}
-    names -= {"prompt", "prompts", "completions", "completion_ids"}
-    columns = {column: [row["columns"].get(column) for row in rows] for column in sorted(names)}
+    columns = {column for row in batch.rows for column in row["columns"]}
+    columns -= {"prompt", "prompts", "completions", "completion_ids"}
+    given = {column: [row["columns"].get(column) for row in rows] for column in sorted(columns)}
     try:
         scores = function(prompts=[row["prompt"] for row in rows], completions=decode_fn(batch),
-                          completion_ids=completion_tokens(batch), **columns)
+                          completion_ids=completion_tokens(batch), **given)
+        scores = list(scores)
     except Exception as error:
         raise InputError(f"reward function {name} raised {type(error).__name__}: {first_line(error)}") from error
-    try:
-        scores = list(scores)
-    except TypeError:
-        raise InputError(f"reward function {name} returned {type(scores).__name__}, not a list of numbers") from None
     if len(scores) != k * B:
         raise InputError(f"reward function {name} returned {len(scores)} numbers for {k * B} completions")
+    numbers = torch.full((k * B,), math.nan)
     for i, score in enumerate(scores):
         try:
-            scores[i] = math.nan if score is None else float(score)
-            valid = score is None or math.isfinite(scores[i])
-        except (TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise InputError(f"reward function {name} returned {score!r}, not a finite number or None, for the prompt "
-                             f"{rows[i]['prompt_text'][:60]!r}")
-    return torch.tensor(scores, dtype=torch.float32, device=batch.responses.device).view(k, B)
+            numbers[i] = math.nan if score is None else float(score)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+        if score is not None and not numbers[i].isfinite():
+            raise InputError(f"reward function {name} returned {score!r:.50}, not a finite number or None, for the "
+                             f"prompt {rows[i]['prompt_text'][:60]!r}")
+    return numbers.to(batch.responses.device).view(k, B)
 
 
 def weighted_sum(scores: list[torch.Tensor], weights: tuple[float, ...]) -> torch.Tensor:
@@ -644,8 +656,8 @@ def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: O
         return [stop_token_id]
     if stop_token not in (None, "eos"):
         ids = tokenizer(stop_token, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
-            raise InputError(f"--stop_token {stop_token!r} is {len(ids)} tokens: must be a single one, or eos")
+        if len(ids) != 1 or ids == [tokenizer.unk_token_id]:
+            raise InputError(f"--stop_token {stop_token!r} is not one token of the tokenizer, nor eos")
         return ids
     configured = model.generation_config.eos_token_id
     configured = configured if isinstance(configured, list) else [configured]
@@ -841,7 +853,7 @@ def rollout(engine: Callable, policy, rows: list[dict], k: int, response_length:
     responses = torch.cat(responses, dim=1)
     mask = mask_after_stop(responses, stop_ids)
     batch = Batch(rows, prompt_ids, prompt_mask, responses.masked_fill(~mask, pad_id), mask)
-    return batch, torch.cat(logprobs, dim=1) * mask
+    return batch, torch.cat(logprobs, dim=1).masked_fill(~mask, 0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -933,11 +945,12 @@ class Means(dict):
 # Evaluation
 
 
-def reference_batch(rows: list[dict], tokenizer, stop_id: int, positions: int, device: torch.device) -> Batch:
-    """The references of `rows` as completions (1, B, R') that end in the stop token.
+def reference_batch(rows: list[dict], tokenizer, stop_ids: list[int], positions: int, device: torch.device) -> Batch:
+    """The references of `rows` as completions (1, B, R') that end in eos, or in what else stops a completion.
 
     A reference that would not fit into the model's `positions` after the longest prompt is cut."""
     pad_id = tokenizer.pad_token_id
+    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
     prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
     ids = [tokenizer(row["reference"], add_special_tokens=False)["input_ids"] + [stop_id] for row in rows]
     responses, mask = pad([i[: positions - prompt_ids.shape[1]] for i in ids], pad_id)
@@ -990,6 +1003,8 @@ def load_tokenizer(args: Args, vocab_size: int):
     pad token is never attended to, trained on or looked for, but it needs an id)."""
     name, path = f"--model_name_or_path {args.model_name_or_path}", args.model_name_or_path
     tokenizer = load(AutoTokenizer, path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
+    if len(tokenizer) == 0:
+        raise InputError(f"{name}: there is no tokenizer in it")
     if tokenizer.pad_token_id is None:
         if len(tokenizer) >= vocab_size:
             raise InputError(f"{name}: the tokenizer has no pad token, and the model no row to spare for one; "
@@ -1007,7 +1022,9 @@ def load_data(args: Args) -> tuple[list[dict], list[dict]]:
     train, test = load_rows(name, train_split), load_rows(name, test_split)
     if train is None:
         raise InputError(f"--dataset_name {name}: has no split {train_split}; name one by --dataset_train_split")
-    if test is None:
+    if test is None and args.num_eval_prompts == 0:
+        test = []
+    elif test is None:
         n = min(100, len(train) // 10)
         print(f"{name} has no split {test_split}: its last {n} rows are held out to evaluate on")
         train, test = train[: len(train) - n], train[len(train) - n :]
@@ -1016,8 +1033,12 @@ def load_data(args: Args) -> tuple[list[dict], list[dict]]:
 
 def load_policy(args: Args, device: torch.device, dtype: torch.dtype):
     """A causal language model without dropout, checked to be output_embeddings(base_model(x))."""
-    model = load(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", dtype=dtype,
-                 trust_remote_code=args.trust_remote_code, attn_implementation=args.attn_implementation)
+    model, info = load(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", dtype=dtype,
+                       output_loading_info=True, trust_remote_code=args.trust_remote_code,
+                       attn_implementation=args.attn_implementation)
+    if info["missing_keys"]:
+        raise InputError(f"--sft_model_path {args.sft_model_path}: is no trained {type(model).__name__}, it has no "
+                         f"{sorted(info['missing_keys'])[0]}")
     model.to(device).eval()  # eval mode throughout: no dropout, in training either
     with torch.no_grad():
         ids = torch.tensor([[0, 1]], device=device)
@@ -1027,28 +1048,47 @@ def load_policy(args: Args, device: torch.device, dtype: torch.dtype):
     return model
 
 
-def load_reward_model(args: Args, tokenizer, device: torch.device, dtype: torch.dtype):
-    """The reward model and its own tokenizer, or None in its place where it shares the policy's."""
-    path, options = args.reward_model_path, {"trust_remote_code": args.trust_remote_code}
+def load_reward_model(args: Args, tokenizer, vocab_size: int, device: torch.device, dtype: torch.dtype):
+    """The reward model and its own tokenizer, or None in its place where it reads the policy's tokens.
+
+    It does if it has the policy's tokenizer or none, and embeddings for all `vocab_size` tokens of the policy."""
+    path, flag = args.reward_model_path, f"--reward_model_path {args.reward_model_path}"
+    options = {"trust_remote_code": args.trust_remote_code}
     config = load(AutoConfig, path, "reward_model_path", **options)
     if config.num_labels != 1 and any("SequenceClassification" in name for name in config.architectures or []):
-        raise InputError(f"--reward_model_path {path}: has {config.num_labels} labels, a reward model has one")
+        raise InputError(f"{flag}: has {config.num_labels} labels, a reward model has one")
     model, info = load(AutoModelForSequenceClassification, path, "reward_model_path", num_labels=1, dtype=dtype,
                        attn_implementation=args.attn_implementation, output_loading_info=True, **options)
-    flag = f"--reward_model_path {path}"
     if not hasattr(model, "score"):
         raise InputError(f"{flag}: {type(model).__name__} has no `score` head on its last token")
     if info["missing_keys"]:
         print(f"{flag}: has no trained reward head; a random one scores, which is good for a smoke test only")
-    try:
-        own = AutoTokenizer.from_pretrained(path, **options)
-    except Exception:  # saved without a tokenizer: then it reads the policy's tokens
-        own = tokenizer
-    own_vocab, vocab, rows = own.get_vocab(), tokenizer.get_vocab(), model.get_input_embeddings().num_embeddings
-    if len(own_vocab) > rows:
-        raise InputError(f"{flag}: the tokenizer has {len(own_vocab)} tokens, the model only {rows}")
-    shared = own_vocab.items() <= vocab.items() and len(own_vocab) >= len(vocab) - 1  # the policy's [PAD] may be new
+    rows = model.get_input_embeddings().num_embeddings
+    own = tokenizer
+    if not Path(path).is_dir() or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
+        own = load(AutoTokenizer, path, "reward_model_path", **options)
+    own_vocab, vocab = own.get_vocab(), tokenizer.get_vocab()
+    same = own_vocab.items() <= vocab.items() and len(own_vocab) >= len(vocab) - 1  # the policy's [PAD] may be new
+    shared = rows >= vocab_size and (same or not own_vocab)
+    if not shared and (own is tokenizer or len(own_vocab) > rows or not own_vocab):
+        raise InputError(f"{flag}: has {rows} tokens, which do not fit its tokenizer, or the policy's if it has none")
     return model.to(device).eval(), None if shared else own
+
+
+def positions_of(config) -> int:
+    """How many tokens a model has positions for."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """GiB: of this device's memory, or of the process on the CPU (NaN on Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:
+        return math.nan
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1076,16 +1116,15 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     judge_function = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
     train_rows, test_rows = load_data(args)
     config = load(AutoConfig, args.sft_model_path, "sft_model_path", trust_remote_code=args.trust_remote_code)
-    config = config.get_text_config()
-    tokenizer = load_tokenizer(args, config.vocab_size)
+    vocab_size, positions = config.get_text_config().vocab_size, positions_of(config)
+    tokenizer = load_tokenizer(args, vocab_size)
     train_rows = prepare_rows(train_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, training")
     if test_rows:
         test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, held out")
-    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
         raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
-                         f"the model's {positions} positions: set --max_prompt_length {positions - args.response_length}")
+                         f"the model's {positions} positions: --max_prompt_length {positions - args.response_length} fits")
 
     # Models. The policy's weights stay float32: training casts them where it computes in bfloat16, rollouts use a copy.
     policy = load_policy(args, device, torch.float32)
@@ -1097,11 +1136,16 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     schedule = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     scheduler = transformers.get_scheduler(schedule, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
 
-    layout, slots, forward_rows = args.layout, longest + k * args.response_length, args.local_rollout_forward_batch_size
-    if layout == "group" and best_layout(policy, slots) == "plain":
-        print(f"{args.sft_model_path}: its attention is not full over {slots} slots or takes no mask: --layout plain")
-        layout = "plain"
-    engine = generate_group if args.rollout_engine == layout == "group" else generate_hf
+    forward_rows = args.local_rollout_forward_batch_size
+
+    def layout_of(model, path: str) -> str:
+        if args.layout == "group" and best_layout(model, longest, k, args.response_length) == "plain":
+            print(f"{path}: its attention is not full over the row or takes no mask, so it runs with --layout plain")
+            return "plain"
+        return args.layout
+
+    layout = layout_of(policy, args.sft_model_path)
+    engine = generate_group if args.rollout_engine == "group" and layout == "group" else generate_hf
 
     def texts(batch: Batch) -> list[str]:
         return decode(batch, tokenizer, stop_ids)
@@ -1119,10 +1163,13 @@ def main(args: Args) -> dict[str, dict[str, float]]:
 
     rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
     if args.reward_model_path:
-        reward_model, reward_tokenizer = load_reward_model(args, tokenizer, device, dtype)
+        reward_model, reward_tokenizer = load_reward_model(args, tokenizer, vocab_size, device, dtype)
         if reward_tokenizer is None:
-            reward_layout = layout if layout == "plain" else best_layout(reward_model, slots)
-            read = partial(model_reward, reward_model, layout=reward_layout)
+            if longest + args.response_length > positions_of(reward_model.config):
+                raise InputError(f"--reward_model_path {args.reward_model_path}: the longest prompt and completion, "
+                                 f"{longest + args.response_length} tokens, exceed its positions")
+            positions = min(positions, positions_of(reward_model.config))
+            read = partial(model_reward, reward_model, layout=layout_of(reward_model, args.reward_model_path))
         else:
             read = partial(text_reward, reward_model, reward_tokenizer, texts, stop_ids)
         rewards["reward_model"] = lambda batch: in_chunks(read, batch, forward_rows)
@@ -1147,14 +1194,16 @@ def main(args: Args) -> dict[str, dict[str, float]]:
                    config=vars(args))
 
     # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge.
-    graders = {"": lambda batch: score(batch)[0]}
+    graders = {"": lambda batch: score(batch)[0]}  # by the prefix of its metrics
     if judge_function is not None:
         graders["judge_"] = partial(function_reward, judge_function, args.judge_fn, texts)
+    without = sum(row["reference"] is None for row in test_rows)
     grades_of_references = {}
-    if test_rows and all(row["reference"] is not None for row in test_rows):
-        references = reference_batch(test_rows, tokenizer, stop_ids[0], positions, device)
-        with autocast:
-            grades_of_references = {name: grader(references) for name, grader in graders.items()}
+    if test_rows and without == 0:
+        references = reference_batch(test_rows, tokenizer, stop_ids, positions, device)
+        grades_of_references = {name: grader(references) for name, grader in graders.items()}
+    elif without:
+        print(f"{without} of {len(test_rows)} held-out rows have no reference (`completion`): no win rates")
 
     def evaluate(update: int, modes: dict[str, float]) -> dict[str, float]:
         """Mean grades of completions sampled at each mode's temperature, and their win rates against the references.
@@ -1166,8 +1215,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(args.seed)
                 batch, _ = complete(test_rows, 1, temperature)
-                with autocast:
-                    grades = {name: grader(batch) for name, grader in graders.items()}
+                grades = {name: grader(batch) for name, grader in graders.items()}
             for name, grade in grades.items():
                 metrics[f"{mode}/{name}score"] = grade.nanmean().item()
                 if name in grades_of_references:
@@ -1203,7 +1251,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     evaluations = {round(num_updates * i / between) for i in range(1, between)}
     order = prompt_batches(len(train_rows), B, args.seed)
     progress = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
-    start = clock()
+    start, busy = clock(), 0.0
     for update in range(1, num_updates + 1):
         means, times = Means(), [clock()]
 
@@ -1211,14 +1259,14 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         batch, rollout_logprobs = complete([train_rows[i] for i in next(order)], k, args.temperature)
         mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
         times.append(clock())
-        with autocast, torch.no_grad():
-            # 2. Log-probs under the reference; without one the KL is 0.
-            ref_logprobs = rollout_logprobs if reference is None else logprobs_under(reference, batch)
-            times.append(clock())
 
-            # 3. Scores.
-            raw_scores, scores_by_name = score(batch)
-            times.append(clock())
+        # 2. Log-probs under the reference; without one the KL is 0.
+        ref_logprobs = rollout_logprobs if reference is None else logprobs_under(reference, batch)
+        times.append(clock())
+
+        # 3. Scores.
+        raw_scores, scores_by_name = score(batch)
+        times.append(clock())
 
         # 4. Rewards and their leave-one-out advantages: (k, B), or (k, B, R) with kl_level=token.
         kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
@@ -1226,11 +1274,13 @@ def main(args: Args) -> dict[str, dict[str, float]]:
                               args.reward_clip_range)
         rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
         if args.kl_level == "sequence":
-            advantages, real = leave_one_out_advantage(rlhf_reward), torch.ones_like(ended)
+            returns, entries = rlhf_reward, torch.ones_like(ended)
         else:
-            advantages, real = leave_one_out_advantage(reward_to_go(scores, kl, args.kl_coef)), mask
-        if args.normalize_advantage:
-            advantages = standardize(advantages, real & ~scores.isnan().view(k, B, *[1] * (real.dim() - 2)))
+            returns, entries = reward_to_go(scores, kl, args.kl_coef), mask
+        advantages = leave_one_out_advantage(returns)
+        if args.normalize_advantage:  # over those that have a baseline
+            scorable = ~returns.isnan()
+            advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
         weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
         means.add("objective/kl", kl.sum(-1))
         means.add("objective/entropy", -rollout_logprobs.sum(-1))
@@ -1242,7 +1292,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         # a step of the policy. The first mini-batch meets the policy that sampled, so its own forward gives them.
         old_logprobs = rollout_logprobs.clone()
         if args.num_mini_batches > 1:
-            with autocast, torch.no_grad():
+            with autocast:
                 old_logprobs = logprobs_under(policy, batch)
         for epoch in range(args.num_ppo_epochs):
             for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
@@ -1260,14 +1310,17 @@ def main(args: Args) -> dict[str, dict[str, float]]:
                     losses = losses * weight[:, micro]
                     (losses.sum() / (k * mini_batch)).backward()
 
-                    ratio = (new.detach() - old).exp()
+                    ratio = (new.detach() - old).double().exp()
                     means.add("loss/policy_avg", losses.detach())
-                    means.add("policy/approxkl_avg", 0.5 * log_ratio**2, real[:, micro])
-                    means.add("policy/clipfrac_avg", clipped.float(), real[:, micro])
+                    means.add("policy/approxkl_avg", 0.5 * log_ratio**2, entries[:, micro])
+                    means.add("policy/clipfrac_avg", clipped.float(), entries[:, micro])
                     means.add("policy/entropy_avg", entropy, part.response_mask)
                     means.add("val/ratio", ratio, part.response_mask)
                     means.add("val/ratio_squared", ratio**2, part.response_mask)
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+                if not norm.isfinite():
+                    raise InputError(f"update {update}: the gradient is not finite, the policy would be lost; lower "
+                                     "--learning_rate, or look for extreme rewards in the last lines of metrics.jsonl")
                 means.add("grad_norm", norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -1275,7 +1328,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
 
         # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
         best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
-        means.add("frac_reward_zero_std", (best == worst).float(), best >= worst)
+        means.add("frac_reward_zero_std", (best == worst).float(), (~raw_scores.isnan()).sum(0) > 1)
         means.add("objective/scores", raw_scores)
         means.add("completions/mean_length", mask.sum(-1))
         means.add("completions/clipped_ratio", (~ended).float())
@@ -1289,22 +1342,23 @@ def main(args: Args) -> dict[str, dict[str, float]]:
             metrics[f"rewards/{name}/std"] = part_scores[~part_scores.isnan()].std().item()
         for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
             metrics[f"time/{name}"] = end - begin
-        metrics["eps"] = update * k * B / (times[-1] - start)
+        busy += times[-1] - times[0]
+        metrics["eps"] = update * k * B / busy
         metrics["tokens_per_second"] = int(mask.sum()) / (times[-1] - times[0])
-        metrics["memory/peak_gb"] = (torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda"
-                                     else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        metrics["memory/peak_gb"] = peak_memory_gb(device)
         if update == 1:
             metrics |= {f"eval_before/{name}": value for name, value in before.items()}
         if test_rows and (update in evaluations or update == num_updates):
             after = evaluate(update, modes if update == num_updates else {"sampled": args.temperature})
             metrics |= {f"eval/{name}": value for name, value in after.items()}
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # no scores, no mean of them
         metrics_file.write(json.dumps(metrics) + "\n")
         metrics_file.flush()
         if args.track:
             wandb.log(metrics, step=update)
-        headline = {"reward": metrics["objective/rlhf_reward"], "kl": metrics["objective/kl"],
-                    "win": after.get("sampled/win_rate", math.nan)}
-        progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if not math.isnan(x)}, refresh=False)
+        headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
+                    "win": after.get("sampled/win_rate")}
+        progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
         progress.update()
         scheduler.step()
     progress.close()
@@ -1330,6 +1384,7 @@ def parse_args(argv: Optional[list[str]] = None) -> Args:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
         main(parse_args())
     except InputError as error:

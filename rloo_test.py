@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPTNeoXConfig,
-                          LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen3Config)
+                          GPTNeoConfig, LlamaConfig, MistralConfig, MptConfig, OPTConfig, PreTrainedTokenizerFast, Qwen3Config)
 
 import rloo
 from rloo import Args, Batch, InputError
@@ -343,9 +343,24 @@ def test_a_sliding_window_falls_back_to_plain_rows(train, tmp_path, capsys):
     tiny_tokenizer().save_pretrained(tmp_path)
     runs = [train(sft_model_path=str(tmp_path), layout=layout) for layout in ("group", "plain")]
     assert capsys.readouterr().out.count("--layout plain") == 1
-    assert without_times(runs[0][0]) == without_times(runs[1][0])
+    assert without_times(runs[0][0])[0] == pytest.approx(without_times(runs[1][0])[0], abs=1e-5)
     wide = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert rloo.best_layout(wide, 12) == "group" and rloo.best_layout(wide, 13) == "plain"
+    assert rloo.best_layout(wide, 6, 3, 6) == "group" and rloo.best_layout(wide, 9, 3, 6) == "plain"  # prompt + completion
+
+
+@pytest.mark.parametrize("config, layout", [
+    (MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=16, max_seq_len=128, initializer_range=0.3), "plain"),  # ALiBi
+    (GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8, vocab_size=16,
+                  max_position_embeddings=128, initializer_range=0.3), "plain"),  # local attention
+    (OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, vocab_size=16, max_position_embeddings=128,
+               word_embed_proj_dim=32, init_std=0.3), "group")], ids=["mpt", "gpt_neo", "opt"])
+def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(config, layout):
+    torch.manual_seed(0)
+    model, batch = AutoModelForCausalLM.from_config(config).eval(), random_batch(max_prompt=12, R=8)
+    with torch.no_grad():
+        plain, group = (rloo.completion_logprobs(model, batch, 1.0, which)[0] for which in ("plain", "group"))
+    assert ((plain - group).abs().max() < 1e-4) == (layout == "group")
+    assert rloo.best_layout(model, 12, 3, 8) == layout
 
 
 def test_a_step_of_decoding_has_static_shapes_and_addresses(monkeypatch):
@@ -366,7 +381,7 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses(monkeypatch):
             return [(x.data_ptr(), x.shape, x.stride()) for x in tensors]
 
         before = addresses()
-        for name in ("item", "__bool__", "__int__", "tolist", "nonzero"):  # each of them would wait for the device
+        for name in ("item", "__bool__", "__int__", "tolist", "nonzero", "cpu"):  # each of them would wait for the device
             monkeypatch.setattr(torch.Tensor, name, lambda self, *a, name=name: pytest.fail(f"a step calls {name}"))
         for t in range(R - 1):
             if t == 2:
@@ -408,9 +423,9 @@ def test_attention_that_ignores_the_mask_falls_back_to_plain_rows():
 
     AttentionInterface.register("causal_only", lambda module, q, k, v, mask, **kw: sdpa_attention_forward(module, q, k, v, None, **kw))
     model = tiny_model()
-    assert rloo.best_layout(model, 100) == "group"
+    assert rloo.best_layout(model, 9, 2, 4) == "group"
     model.set_attn_implementation("causal_only")
-    assert rloo.best_layout(model, 100) == "plain"
+    assert rloo.best_layout(model, 9, 2, 4) == "plain"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -523,14 +538,12 @@ def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored
 
 def test_missing_eos_penalty_looks_for_what_stops_the_rollout(train, tiny):
     """With another stop token than eos the penalty goes to the completions without that token, not to those without eos."""
-    stop = tiny_tokenizer()("c")["input_ids"][0]
     flags = dict(stop_token="c", reward_model_path=None, reward_fns=(f"{__file__}:constant_reward",), kl_coef=0.0, total_episodes=64)
     metrics, _ = train(missing_eos_penalty=3.0, **flags)
     assert 0 < metrics[-1]["completions/clipped_ratio"] < 1
     for update in metrics:
         assert update["objective/scores"] == 1  # raw
         assert update["objective/rlhf_reward"] == pytest.approx(1 - 3 * update["completions/clipped_ratio"])
-    assert stop != 0
 
 
 def constant_reward(prompts, completions, completion_ids, **columns):
@@ -592,6 +605,19 @@ def test_metrics_count_real_tokens_only_and_once(train, monkeypatch):
     assert update["completions/clipped_ratio"] == pytest.approx(1 - stops / 16)
     assert update["completions/mean_length"] == pytest.approx(sum(lengths) / 16)
     assert "val/clipfrac_avg" not in update and isinstance(update["eps"], float)
+
+
+def test_metrics_of_a_policy_that_moved_equal_the_formulas(train, monkeypatch):
+    """KL per completion against the reference, and ratio and approximate KL against the policy that sampled, in loops."""
+    seen, original = [], rloo.policy_loss
+    monkeypatch.setattr(rloo, "policy_loss", lambda new, old, a, mask, *clip: seen.append((new.detach(), old.clone(), mask)) or original(new, old, a, mask, *clip))
+    (_, second), _ = train(num_ppo_epochs=2, total_episodes=32, kl_coef=0.1, learning_rate=1e-3)
+    log_ratios = [[(new - old)[j, b][mask[j, b]].tolist() for j in range(2) for b in range(8)] for new, old, mask in seen[2:]]
+    tokens, sums = sum(sum(log_ratios, []), []), [sum(x) for epoch in log_ratios for x in epoch]
+    assert second["val/ratio"] == pytest.approx(sum(map(math.exp, tokens)) / len(tokens), abs=1e-6) != 1
+    assert second["policy/approxkl_avg"] == pytest.approx(sum(0.5 * x * x for x in sums) / len(sums), rel=1e-4)
+    assert second["objective/kl"] == pytest.approx(-second["objective/non_score_reward"] / 0.1) and second["objective/kl"] != 0
+    assert second["objective/rlhf_reward"] == pytest.approx(second["objective/scores"] + second["objective/non_score_reward"], abs=1e-5)
 
 
 TIMES = ("time/", "eps", "tokens_per_second", "memory/")
@@ -793,7 +819,7 @@ def test_rows_of_every_documented_form(tiny):
         prepared = rloo.prepare_row(row, tok, "row")
         assert prepared["prompt_text"] == text and prepared["reference"] == " d"
         assert prepared["prompt_ids"] == tokenizer(text)["input_ids"]
-    for row, message in (({"text": "b"}, "neither `prompt` nor `messages`, only text"), ({"prompt": 3}, "must be text or a list"),
+    for row, message in (({"text": "b"}, "needs `prompt` or a list of `messages`, has text"), ({"prompt": 3}, "must be text or a list"),
                          ({"prompt": ""}, "empty"), ({"messages": [assistant]}, "no turn with role `user`"),
                          ({"prompt": [system, user]}, "no chat template")):
         with pytest.raises(InputError, match=message):
@@ -854,8 +880,8 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
 
 
 @pytest.mark.parametrize("returned, message", [
-    ([1.0], "returned 1 numbers for 12 completions"), (3.0, "returned float, not a list"), ([math.nan] * 12, "finite number"),
-    ([math.inf] * 12, "finite number"), (["x"] * 12, "returned 'x', not a finite number or None, for the prompt")])
+    ([1.0], "returned 1 numbers for 12 completions"), (3.0, "raised TypeError"), ([math.nan] * 12, "finite number"),
+    ([math.inf] * 12, "finite number"), ([1e300] * 12, "finite number"), ([10**400] * 12, "finite number"), (["x"] * 12, "returned 'x', not a finite number or None, for the prompt")])
 def test_what_a_reward_function_may_not_return(returned, message):
     with pytest.raises(InputError, match=message):
         rloo.function_reward(lambda **kw: returned, "reward", lambda batch: [""] * 12, random_batch())
@@ -900,12 +926,23 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(train, tmp_path):
 
 def test_a_reward_model_shares_the_tokenizer_or_has_its_own(tiny, tmp_path):
     args, tokenizer = Args(reward_model_path=str(tiny / "reward")), tiny_tokenizer()
-    assert rloo.load_reward_model(args, tokenizer, torch.device("cpu"), torch.float32)[1] is None
+    def own_tokenizer(vocab_size=16):
+        return rloo.load_reward_model(args, tokenizer, vocab_size, torch.device("cpu"), torch.float32)[1]
+
+    assert own_tokenizer() is None
+    with pytest.raises(InputError, match="has 16 tokens, which do not fit"):  # the policy could sample a 17th
+        args.reward_model_path = str(tmp_path / "none")
+        shutil.copytree(tiny / "reward", tmp_path / "none", ignore=shutil.ignore_patterns("*token*"))
+        assert own_tokenizer() is None  # none of its own: the policy's
+        own_tokenizer(vocab_size=17)
     shutil.copytree(tiny / "reward", tmp_path / "reward")
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path / "reward")
     args.reward_model_path = str(tmp_path / "reward")
-    assert rloo.load_reward_model(args, tokenizer, torch.device("cpu"), torch.float32)[1].get_vocab()["a"] == 1
+    assert own_tokenizer().get_vocab()["a"] == 1
+    (tmp_path / "reward" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="--reward_model_path"):
+        own_tokenizer()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -952,14 +989,16 @@ def test_without_a_dataset_the_embedded_task_is_meant():
     (dict(per_device_train_batch_size=7), "--per_device_train_batch_size 7: must be a multiple of --rloo_k 2"),
     (dict(total_episodes=0), "--total_episodes 0"), (dict(learning_rate=-1.0), "--learning_rate -1.0"), (dict(kl_coef=math.nan), "--kl_coef nan"),
     (dict(temperature=0.0), "--temperature 0"), (dict(stop_token="eos", stop_token_id=3), "not both"),
-    (dict(reward_weights=(1.0, 2.0)), "--reward_weights has 2 numbers for 1 rewards"),
+    (dict(reward_weights=(1.0, 2.0)), "--reward_weights has 2 numbers for 1 rewards"), (dict(reward_weights=(math.nan,)), "must be finite"),
+    (dict(reward_fns=(f"{__file__}:count_a",) * 2), "names a function twice"), (dict(output_dir=f"{__file__}/x"), "--output_dir .*cannot write"),
+    (dict(device="meta"), "--device meta"), (dict(seed=2**32), "--seed 4294967296"), (dict(stop_token="zebra"), "--stop_token 'zebra'"),
     (dict(reward_model_path=None), "no reward"), (dict(sft_model_path=None), "--sft_model_path is needed"),
     (dict(dataset_name="/nowhere.jsonl"), "--dataset_name /nowhere.jsonl: no such file"), (dict(dataset_train_split="dev"), "no split dev"),
     (dict(sft_model_path="/nowhere"), "--sft_model_path /nowhere: no such folder"), (dict(reward_model_path="./no"), "--reward_model_path ./no"),
     (dict(reward_fns=("no.py:f",), reward_model_path=None), "no file no.py"), (dict(reward_fns=("f",), reward_model_path=None), "file.py:function"),
     (dict(reward_fns=(f"{__file__}:nothing",), reward_model_path=None), "has no attribute 'nothing'"),
     (dict(response_length=125), "exceed the model.s 128 positions"), (dict(max_prompt_length=1), "no prompt within --max_prompt_length 1"),
-    (dict(device="cuda:99"), "--device cuda:99 cannot be used"), (dict(output_dir=str(HERE)), "not empty")])
+    (dict(device="cuda:99"), "--device cuda:99: cannot be used"), (dict(output_dir=str(HERE)), "not empty")])
 def test_mistakes_end_in_one_line_before_training(train, flags, message):
     with pytest.raises(InputError, match=message) as error:
         train(**flags)
@@ -1041,6 +1080,87 @@ def test_kl_coef_keeps_the_policy_at_the_reference(train):
     runs = (train(kl_coef=beta, total_episodes=480, learning_rate=3e-3)[0] for beta in (1e-9, 1.0))
     free, held = (sum(update["objective/kl"] for update in metrics[-5:]) / 5 for metrics in runs)
     assert held < 0.5 * free
+
+
+def test_each_side_of_the_clip_range_clips_the_ratios_on_its_side(train, monkeypatch):
+    """ε_high decides only where the advantage is positive and the ratio above 1, ε_low only where both are below."""
+    seen, original = [], rloo.policy_loss
+
+    def spy(new, old, advantages, *rest):
+        seen.append((advantages, *original(new, old, advantages, *rest)[1:]))
+        return original(new, old, advantages, *rest)
+
+    monkeypatch.setattr(rloo, "policy_loss", spy)
+    for flags, side in ((dict(cliprange=1e-4, cliprange_high=1e6), -1), (dict(cliprange=0.9999, cliprange_high=1e-4), 1)):
+        seen.clear()
+        train(num_ppo_epochs=2, learning_rate=1e-3, **flags)
+        advantages, log_ratio, clipped = seen[-1]
+        assert clipped.any() and (advantages[clipped].sign() == side).all() and (log_ratio[clipped].sign() == side).all()
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_the_temperature_is_the_same_for_policy_and_reference(train, num_mini_batches):
+    """While policy and reference are the same model, the KL is 0 at any temperature, and the ratio is 1."""
+    (first,), _ = train(temperature=0.6, learning_rate=0.0, num_mini_batches=num_mini_batches, per_device_train_batch_size=16 // num_mini_batches)
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-4) and first["val/ratio"] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_mini_batch_s_gradient_is_the_mean_over_its_own_completions(train):
+    """Two mini-batches that each are the update of a run of their own size have gradients of the same size."""
+    flags = dict(learning_rate=0.0, reward_model_path=None, reward_fns=(f"{__file__}:count_tokens",), max_grad_norm=0.0)
+    (halves,), _ = train(num_mini_batches=2, per_device_train_batch_size=8, **flags)
+    (whole,), _ = train(num_mini_batches=1, per_device_train_batch_size=16, **flags)
+    losses = halves["loss/policy_avg"], whole["loss/policy_avg"]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert 0.7 * whole["grad_norm"] < halves["grad_norm"] < 3 * whole["grad_norm"]  # half the scale would fall below
+
+
+def test_an_update_without_any_score_is_survived(train):
+    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:never",), total_episodes=32)
+    assert len(metrics) == 2 and metrics[0]["grad_norm"] == 0 and "objective/scores" not in metrics[0]
+
+
+def never(prompts, completions, completion_ids, **columns):
+    return [None] * len(prompts)
+
+
+def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch):
+    """... with normalised advantages either, whose mean is not theirs."""
+    seen, original = [], rloo.policy_loss
+    monkeypatch.setattr(rloo, "policy_loss", lambda new, old, a, mask, *clip: seen.append((a, mask)) or original(new, old, a, mask, *clip))
+    for level in ("sequence", "token"):
+        train(reward_model_path=None, reward_fns=(f"{__file__}:one_of_even_rows",), normalize_advantage=True, kl_level=level, num_eval_prompts=0)
+        advantages, mask = seen[-1]
+        unscored = (advantages.flatten(2) == 0).all(-1).all(0) if advantages.dim() == 3 else (advantages == 0).all(0)
+        assert 0 < unscored.sum() < 8
+
+
+def one_of_even_rows(prompts, completions, completion_ids, n, **columns):
+    """Of an even row only the first completion has a score."""
+    return [None if row % 2 == 0 and i >= len(n) // 2 else len(ids) + i / 100 for i, (row, ids) in enumerate(zip(n, completion_ids))]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(train, monkeypatch):
+    original = rloo.policy_loss
+    monkeypatch.setattr(rloo, "policy_loss", lambda *a: (original(*a)[0] * math.nan, *original(*a)[1:]))
+    with pytest.raises(InputError, match="update 1: the gradient is not finite"):
+        train()
+
+
+def test_references_end_in_eos_and_evaluations_draw_the_same_random_numbers(train):
+    rows = [{"prompt_ids": [3], "reference": "a b"}, {"prompt_ids": [3, 4], "reference": "c"}]
+    batch = rloo.reference_batch(rows, tiny_tokenizer(), [0, 9], 128, torch.device("cpu"))
+    assert rloo.completion_tokens(batch) == [[3, 4, 0], [5, 0]]
+    assert rloo.completion_tokens(rloo.reference_batch(rows, tiny_tokenizer(), [9], 128, torch.device("cpu")))[1] == [5, 9]
+    _, output = train(num_eval_prompts=8, num_sample_generations=1, learning_rate=0.0, total_episodes=32)
+    lines = [json.loads(line) for line in open(output / "completions.jsonl")]
+    texts = {update: [line["completion"] for line in lines if line["update"] == update and line["mode"] == "sampled"] for update in (0, 1, 2)}
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_classifier_is_no_policy(train, tiny):
+    with pytest.raises(InputError, match="is no trained GPTNeoXForCausalLM, it has no"):
+        train(sft_model_path=str(tiny / "reward"))
 
 
 def test_num_eval_prompts_samples_and_held_out_rows(train, tiny, capsys):
