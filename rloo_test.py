@@ -1247,3 +1247,13 @@ def test_a_mistake_on_the_command_line_is_one_line_and_a_status(tmp_path):
 def test_importing_has_no_side_effect(tmp_path):
     result = shell(["-c", f"import sys; sys.path.insert(0, {str(HERE)!r}); import rloo"], tmp_path)
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
+
+
+def test_ci_runs_the_second_shell_line_of_the_readme():
+    """... which makes an environment, installs requirements.txt and runs these tests; the first one trains."""
+    block = (HERE / "README.md").read_text().split("```sh\n")[1].split("```")[0].splitlines()
+    assert len(block) == 2 and block[0].endswith("python rloo.py") and block[1].endswith("pytest -q rloo_test.py")
+    assert all("venv" in line and "-r requirements.txt" in line for line in block)
+    script = (HERE / ".ci" / "run").read_text().replace('eval "$command"', "").replace("rm -rf .venv", "")
+    shown = subprocess.run(["bash", "-c", script.replace('"$(dirname "$0")/.."', f"'{HERE}'")], capture_output=True, text=True)
+    assert shown.stdout.strip() == block[1]
