@@ -152,7 +152,7 @@ class Args:
     """forwards and backwards per optimizer step (TRL: 1)"""
     layout: Literal["group", "plain"] = "group"
     """one row per prompt with its k completions, so that every model reads each prompt once, or a row per completion"""
-    total_episodes: int = 10_000
+    total_episodes: int = 6_400
     """completions to sample in the whole run, rounded up to whole updates"""
 
     # optimizer
