@@ -1249,6 +1249,24 @@ def test_importing_has_no_side_effect(tmp_path):
     assert (result.returncode, result.stdout, result.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
 
 
+def test_the_embedded_task_can_be_rebuilt(tmp_path):
+    """`mini_tldr.py --quick` makes a small one of the same kind, and the judge grades it."""
+    result = shell([str(HERE / "benchmark" / "mini_tldr.py"), "--quick", "--output_dir", "mini"], tmp_path)
+    assert result.returncode == 0 and "reward model agreement" in result.stdout, result.stderr
+    rows = rloo.load_rows(str(tmp_path / "mini"), "test")
+    judge = rloo.load_function(f"{HERE}/benchmark/mini_tldr.py:gold_judge", "judge_fn")
+    facts = [row["facts"] for row in rows]
+    own = judge(prompts=None, completions=[row["completion"] for row in rows], completion_ids=None, facts=facts)
+    others = judge(prompts=None, completions=[row["completion"] for row in rows[1:] + rows[:1]], completion_ids=None, facts=facts)
+    assert sum(own) > sum(others) + len(rows)  # a summary of another post loses
+    assert judge(None, ["", " my " + facts[0]["who"], (" my " + facts[0]["who"]) * 2], None, facts=facts[:1] * 3) == [0.0, 1.0, 1.0]
+    splits = [{tuple(row["facts"].values()) for row in rloo.load_rows(str(tmp_path / "mini"), split)} for split in ("train", "validation", "test")]
+    assert not (splits[0] & splits[1] or splits[0] & splits[2] or splits[1] & splits[2])
+    for part, auto_class in (("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
+        model, tokenizer = auto_class.from_pretrained(tmp_path / "mini" / part), AutoTokenizer.from_pretrained(tmp_path / "mini" / part)
+        assert model.config.vocab_size == len(tokenizer) and tokenizer.pad_token == "[PAD]" != tokenizer.eos_token
+
+
 def test_ci_runs_the_second_shell_line_of_the_readme():
     """... which makes an environment, installs requirements.txt and runs these tests; the first one trains."""
     block = (HERE / "README.md").read_text().split("```sh\n")[1].split("```")[0].splitlines()

@@ -1,7 +1,7 @@
 """Mini TL;DR: OpenAI's TL;DR summarisation benchmark in miniature, made from a seed.
 
     python benchmark/mini_tldr.py                                # about 40 minutes, on one core
-    python benchmark/mini_tldr.py --quick --output_dir /tmp/mini # about 75 seconds, smaller
+    python benchmark/mini_tldr.py --quick --output_dir /tmp/mini # under a minute, smaller
 
 It writes posts with human-like reference summaries, a tokenizer, a policy fine-tuned on the
 references (sft/) and a reward model trained on noisy comparisons (reward/). The ground truth
@@ -265,7 +265,7 @@ class Sizes:
     stages: tuple = (8000, 9000, 3000)  # posts for the reward model, GROUP completions each
 
 
-QUICK = Sizes(400, 60, 24, 640, 480, 64, (160, 160, 160))
+QUICK = Sizes(300, 40, 16, 320, 240, 32, (80, 80, 80))
 VOCABULARY = 1024  # tokens
 BATCH = 16  # examples
 GROUP = 6  # completions of one post, all compared with each other
