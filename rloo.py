@@ -927,6 +927,12 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
     return per_completion, log_ratio.detach(), clipped.detach() > loss.detach()
 
 
+def std_of(scores: torch.Tensor) -> float:
+    """Standard deviation of the entries that are not NaN; NaN where there are fewer than two."""
+    kept = scores[~scores.isnan()]
+    return kept.std().item() if len(kept) > 1 else math.nan
+
+
 class Means(dict):
     """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split."""
 
@@ -1337,9 +1343,9 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         metrics = {"update": update, "episode": update * k * B, "lr": scheduler.get_last_lr()[0], **means.means()}
         metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
         metrics["val/num_eos_tokens"] = int(ended.sum())
-        metrics["objective/scores_std"] = raw_scores[~raw_scores.isnan()].std().item()
+        metrics["objective/scores_std"] = std_of(raw_scores)
         for name, part_scores in scores_by_name.items():
-            metrics[f"rewards/{name}/std"] = part_scores[~part_scores.isnan()].std().item()
+            metrics[f"rewards/{name}/std"] = std_of(part_scores)
         for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
             metrics[f"time/{name}"] = end - begin
         busy += times[-1] - times[0]
