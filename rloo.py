@@ -20,26 +20,48 @@ Masks are boolean, true on what is kept, and are made from positions, never by c
 import dataclasses
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
 import math
 import os
+import random
+import re
 import shutil
+import signal
 import sys
 import textwrap
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass
+import zlib
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field, make_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Callable, Literal, NamedTuple, Optional
+from typing import Callable, Iterable, Literal, NamedTuple, Optional, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 import tyro
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -60,139 +82,157 @@ class InputError(ValueError):
     """A mistake in what the user gave: main prints it as one line, without a stack trace."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough to stand in a line of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Flags
 
+FLAGS_HELP = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
+
 
 @dataclass
-class Args:
-    """RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."""
+class Models:
+    """save_pretrained folders or Hub ids. Where no dataset is given, they are those of the embedded mini TL;DR"""
 
-    # models
-    sft_model_path: Optional[str] = None
-    """policy to train, also the reference: a save_pretrained folder or a Hub id; if not given, model_name_or_path, or
-    mini TL;DR's"""
-    model_name_or_path: Optional[str] = None
-    """where the tokenizer comes from; if not given, sft_model_path"""
-    reward_model_path: Optional[str] = None
-    """a sequence classifier with one label that scores prompt + completion; if no reward is given, mini TL;DR's"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """what the forwards compute in; the trained weights, log-probs, ratios and losses stay float32"""
-    attn_implementation: str = "sdpa"
-    """attention kernel of transformers: sdpa, eager, flash_attention_2, ..."""
-    trust_remote_code: bool = False
-    """run code that comes with a Hub model or tokenizer"""
+    sft_model_path: Optional[str] = None  # policy to train, also the reference; if not given, model_name_or_path
+    model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
+    reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; weights, log-probs and losses stay float32
+    attn_implementation: str = "sdpa"  # attention kernel of transformers: sdpa, eager, flash_attention_2, ...
+    trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
-    # data
-    dataset_name: Optional[str] = None
-    """a .jsonl or .json file, a folder of <split>.jsonl files, or a Hub id if the datasets package is installed; if not
-    given, mini TL;DR. A row has `prompt` (text or chat messages) or `messages`; `completion` is a reference"""
-    dataset_train_split: str = "train"
-    """split to train on"""
-    dataset_test_split: str = "test"
-    """split to evaluate on; where there is none, the last tenth of the training rows (at most 100) is held out"""
-    max_prompt_length: int = 512
-    """tokens; longer prompts are left out"""
 
-    # rollout
-    response_length: int = 53
-    """R: tokens sampled per completion at most"""
-    temperature: float = 0.7
-    """of the softmax that completions are sampled from and scored by"""
-    stop_token: Optional[str] = None
-    """text of the token that ends a completion; if not given, or "eos", all end-of-sequence tokens of the model"""
-    stop_token_id: Optional[int] = None
-    """the same by its id"""
-    rollout_engine: Literal["group", "hf"] = "group"
-    """sample in the group layout, or by `generate` of transformers on a row per completion"""
-    local_rollout_forward_batch_size: int = 64
-    """completions per forward where no gradient is needed"""
+@dataclass
+class Data:
+    """rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with"""
 
-    # RLOO
-    rloo_k: int = 4
-    """k: completions per prompt, at least 2 (TRL: 2)"""
-    kl_coef: float = 0.05
-    """β: weight of the KL divergence from the reference; at 0 no reference is loaded"""
-    kl_level: Literal["sequence", "token"] = "sequence"
-    """one reward, ratio and advantage per completion, or reward-to-go, ratio and advantage per token"""
-    token_level_kl: bool = False
-    """TRL's flag: the same as kl_level=token"""
-    missing_eos_penalty: Optional[float] = None
-    """subtracted from the score of a completion that did not end within response_length"""
-    normalize_reward: bool = False
-    """scores to mean 0 and standard deviation 1 over the update"""
-    reward_clip_range: Optional[float] = 10.0
-    """clamp scores to ± this, after the two above; None: off"""
-    normalize_advantage: bool = False
-    """advantages to mean 0 and standard deviation 1 over the update"""
-    mask_truncated_completions: bool = False
-    """a completion that did not end has weight 0 in the loss; its reward still counts for its siblings' baseline"""
-    cliprange: float = 0.2
-    """ε: the ratio is clipped to [1 - ε, 1 + ε]"""
-    cliprange_high: Optional[float] = None
-    """another ε for the upper side; if not given, cliprange"""
-    num_ppo_epochs: int = 1
-    """passes over the completions of an update (TRL: 4)"""
-    num_mini_batches: int = 1
-    """optimizer steps per pass"""
+    dataset_name: Optional[str] = None  # .jsonl or .json file, folder of <split>.jsonl, or Hub id; else mini TL;DR
+    dataset_train_split: str = "train"  # split to train on
+    dataset_test_split: str = "test"  # split to evaluate on; if there is none, the last tenth (at most 100) of train
+    max_prompt_length: int = 512  # tokens; longer prompts are left out
 
-    # rewards
-    reward_fns: tuple[str, ...] = ()
-    """reward functions, each file.py:function or module:function, called as
+
+@dataclass
+class Rollout:
+    """how completions are sampled"""
+
+    response_length: int = 53  # R: tokens sampled per completion at most
+    temperature: float = 0.7  # of the softmax that completions are sampled from and scored by
+    stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
+    stop_token_id: Optional[int] = None  # the same by its id
+    rollout_engine: Literal["group", "hf"] = "group"  # the group layout, or `generate` with a row per completion
+    local_rollout_forward_batch_size: int = 64  # completions per forward where no gradient is needed
+
+
+@dataclass
+class RLOO:
+    """the algorithm"""
+
+    rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
+    kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
+    kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion, or reward-to-go per token
+    token_level_kl: bool = False  # TRL's flag: the same as kl_level=token
+    missing_eos_penalty: Optional[float] = None  # subtracted from the score of a completion that did not end in time
+    normalize_reward: bool = False  # scores to mean 0 and standard deviation 1 over the update
+    reward_clip_range: Optional[float] = 10.0  # clamp scores to ± this, after the two above; None: off
+    normalize_advantage: bool = False  # advantages to mean 0 and standard deviation 1 over the update
+    mask_truncated_completions: bool = False  # unfinished completions: weight 0 in the loss, kept in the baselines
+    cliprange: float = 0.2  # ε: the ratio is clipped to [1 - ε, 1 + ε]
+    cliprange_high: Optional[float] = None  # another ε for the upper side; if not given, cliprange
+    num_ppo_epochs: int = 1  # passes over the completions of an update (TRL: 4)
+    num_mini_batches: int = 1  # optimizer steps per pass
+
+
+@dataclass
+class Rewards:
+    """functions, each file.py:function or module:function, beside or instead of a reward model:
     function(prompts, completions, completion_ids, **columns) -> list of float or None"""
-    reward_weights: Optional[tuple[float, ...]] = None
-    """a weight for each reward, the reward model first if there is one; if not given, all 1"""
-    judge_fn: Optional[str] = None
-    """a function like a reward function that only evaluates: its win rate against the references is reported; on mini
-    TL;DR, if not given, its gold judge"""
 
-    # batch: an update is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches completions
-    per_device_train_batch_size: int = 64
-    """completions per forward and backward, a multiple of rloo_k (TRL: 8)"""
-    gradient_accumulation_steps: int = 2
-    """forwards and backwards per optimizer step (TRL: 1)"""
-    layout: Literal["group", "plain"] = "group"
-    """one row per prompt with its k completions, so that every model reads each prompt once, or a row per completion"""
-    total_episodes: int = 6_400
-    """completions to sample in the whole run, rounded up to whole updates"""
+    reward_fns: tuple[str, ...] = ()  # reward functions
+    reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
+    judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
 
-    # optimizer
-    learning_rate: float = 5e-4
-    """peak learning rate of AdamW, for the tiny model of mini TL;DR (TRL: 5e-5; 3e-6 for pythia-1b)"""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """course of the learning rate over the run"""
-    warmup_ratio: float = 0.0
-    """part of the updates over which the learning rate rises from 0"""
-    adam_eps: float = 1e-8
-    """AdamW's ε"""
-    weight_decay: float = 0.0
-    """AdamW's weight decay"""
-    max_grad_norm: float = 1.0
-    """the gradient is scaled down to this norm; 0: off"""
 
-    # run
-    exp_name: str = "rloo"
-    """name of the run"""
-    seed: int = 1
-    """of sampling and shuffling: the same seed on the same machine repeats a run exactly"""
-    output_dir: Optional[str] = None
-    """new folder for all that the run leaves; if not given, runs/<exp_name>__<seed>__<time>"""
-    num_sample_generations: int = 4
-    """times that held-out completions are shown and evaluated between the start and the end"""
-    num_eval_prompts: int = 500
-    """held-out prompts to evaluate on, at most"""
-    track: bool = False
-    """log to Weights & Biases"""
-    wandb_project_name: str = "rloo"
-    """its project"""
-    wandb_entity: Optional[str] = None
-    """its entity (team)"""
-    device: Optional[str] = None
-    """cpu, cuda, cuda:1, ...; if not given, cuda if there is one"""
+@dataclass
+class BatchSize:
+    """an update is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches completions"""
+
+    per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
+    gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
+    total_episodes: int = 6_400  # completions to sample in the whole run, rounded up to whole updates
+
+
+@dataclass
+class Optimizer:
+    """AdamW"""
+
+    learning_rate: float = 5e-4  # at its peak, for mini TL;DR's tiny model (TRL: 5e-5; 3e-6 for pythia-1b)
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # its course over the run
+    warmup_ratio: float = 0.0  # part of the run over which it rises from 0
+    adam_eps: float = 1e-8  # ε
+    weight_decay: float = 0.0  # weight decay
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; 0: off
+
+
+@dataclass
+class Run:
+    """what a run leaves and shows"""
+
+    exp_name: str = "rloo"  # name of the run
+    seed: int = 1  # of sampling and shuffling: the same seed on the same machine repeats a run exactly
+    output_dir: Optional[str] = None  # folder for all that the run leaves; else runs/<exp_name>__<seed>__<time>
+    save_steps: int = 100  # updates between checkpoints; 0: only at the end and when the run is told to stop
+    save_total_limit: int = 2  # newest checkpoints to keep
+    resume: bool = False  # continue from the newest whole checkpoint in output_dir, or begin where there is none
+    num_sample_generations: int = 4  # evaluations, with completions shown, between the first and the last
+    num_eval_prompts: int = 500  # held-out prompts to evaluate on, at most
+    track: bool = False  # log to Weights & Biases
+    wandb_project_name: str = "rloo"  # its project
+    wandb_entity: Optional[str] = None  # its entity (team)
+    device: Optional[str] = None  # cpu, cuda, cuda:1, ...; if not given, cuda if there is one
+
+
+@dataclass
+class Scale:
+    """memory and devices: torchrun --nproc_per_node N rloo.py ... runs N processes"""
+
+    layout: Literal["group", "plain"] = "group"  # a row per prompt with its k completions, or a row per completion
+    sharding: Literal["ddp", "fsdp"] = "ddp"  # each process holds all weights, or its part of them (FSDP2)
+    gradient_checkpointing: bool = False  # compute the layers' activations again in backward instead of keeping them
+    offload_reference: bool = False  # reference and reward model lie in the CPU's memory while they are not used
+
+
+@dataclass
+class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scale):
+    """All flags. Names and defaults are TRL's where no other is named."""
+
+
+def parse_args(argv: Optional[list[str]] = None) -> Args:
+    """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
+    groups = [(group.__name__, group, field(default_factory=group)) for group in Args.__bases__]
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            flags = tyro.cli(make_dataclass("Flags", groups), args=argv, description=FLAGS_HELP, use_underscores=True,
+                             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes))
+    except SystemExit as end:
+        if end.code in (0, None):  # --help
+            raise
+        text = " ".join(re.sub("[─-╿]", " ", said.getvalue()).split())  # tyro's boxes
+        raise InputError(re.split(" (Argument|For full) helptext", text)[0] + "; see --help") from None
+    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
 def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
+
+    def require(condition: bool, message: str):
+        if not condition:
+            raise InputError(message)
+
     args = dataclasses.replace(args)
     if args.dataset_name is None:
         if not MINI_TLDR.is_dir():
@@ -206,20 +246,19 @@ def resolve_args(args: Args) -> Args:
     args.model_name_or_path = args.model_name_or_path or args.sft_model_path
     args.kl_level = "token" if args.token_level_kl else args.kl_level
     args.cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    require(args.output_dir is not None or not args.resume, "--resume needs --output_dir: which run shall go on?")
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda":
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
     args.reward_weights = (1.0,) * num_rewards if args.reward_weights is None else args.reward_weights
-
-    def require(condition: bool, message: str):
-        if not condition:
-            raise InputError(message)
 
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
         if isinstance(value, (int, float)):
             require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be finite and not negative")
-            may_be_zero = field.type is not int or name in ("seed", "num_sample_generations", "num_eval_prompts")
+            may_be_zero = field.type is not int or name in ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")
             require(may_be_zero or value > 0, f"--{name} {value}: must be at least 1")
     require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: what shall be trained?")
     require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
@@ -231,23 +270,21 @@ def resolve_args(args: Args) -> Args:
     require(args.rloo_k >= 2, f"--rloo_k {args.rloo_k}: must be at least 2: the baseline is the mean of the others")
     require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
             f"{args.per_device_train_batch_size}: must be a multiple of --rloo_k {args.rloo_k}, it holds whole groups")
+    require(args.warmup_ratio <= 1, f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
     require(args.temperature > 0, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     output = Path(args.output_dir)
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    require(existing != output or not any(output.iterdir()),
-            f"--output_dir {output}: exists and is not empty; name a new folder, nothing is overwritten")
+    used = existing == output and any(output.iterdir())
+    require(not used or args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on with "
+            "that run by --resume: nothing is overwritten")
+    require(not used or (output / "args.json").is_file(), f"--output_dir {output}: holds something, but no run to resume")
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device {args.device}: cannot be used ({first_line(error)})") from error
     return args
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, short enough to stand in a line of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -261,16 +298,16 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     or a Hub id. Raises InputError with file and line number for what is not a JSON object.
     """
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that cannot be a path
         files = [path / f"{split}{suffix}" for suffix in (".jsonl", ".json") if (path / f"{split}{suffix}").is_file()]
         if not files:
             return None
         path = files[0]
-    elif path.is_file():
+    elif os.path.isfile(path):
         if split != "train":
             return None
     elif path.suffix in (".json", ".jsonl") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"--dataset_name {name}: no such file or folder")
+        raise InputError(f"--dataset_name {name[:200]}: no such file or folder")
     else:
         return load_hub_rows(name, split)
     try:
@@ -329,13 +366,13 @@ def prepare_row(row: dict, tokenizer, where: str) -> dict:
             raise InputError(f"{where}: `messages` has no turn with role `user`")
         prompt = messages[: roles.index("user") + 1]
         if "assistant" in roles[len(prompt) :]:
-            reference = messages[roles.index("assistant", len(prompt))]["content"]
+            reference = [messages[roles.index("assistant", len(prompt))]]
     if prompt is None:
         raise InputError(f"{where}: needs `prompt` or a list of `messages`, has {', '.join(sorted(row)) or 'nothing'}")
     if message_text(prompt) is None:
         raise InputError(f"{where}: `prompt` must be text or a list of messages with role and content")
     if reference is not None and message_text(reference) is None:
-        raise InputError(f"{where}: `completion` must be text or a list of messages with role and content")
+        raise InputError(f"{where}: the reference must be text or a list of messages with role and content")
     templated = not isinstance(prompt, str) and tokenizer.chat_template is not None
     if not templated and not isinstance(prompt, str) and len(prompt) > 1:
         raise InputError(f"{where}: several messages, but the tokenizer has no chat template to join them by")
@@ -365,15 +402,10 @@ def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str)
     return kept
 
 
-def prompt_batches(num_rows: int, batch: int, seed: int):
-    """Yields lists of `batch` row indices for ever. Every epoch is each row once, in an order of its own that depends
-    on (seed, epoch) alone; a batch may span epochs, so that no row is lost and small datasets cycle."""
-    order: list[int] = []
+def prompt_order(num_rows: int, seed: int):
+    """Yields row indices for ever. Every epoch is each row once, in an order that depends on (seed, epoch) alone."""
     for epoch in itertools.count():
-        order += np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
-        while len(order) >= batch:
-            yield order[:batch]
-            order = order[batch:]
+        yield from np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
 
 
 def pad(sequences: list[list[int]], pad_id: int, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -498,27 +530,54 @@ def best_layout(model, P: int, k: int, R: int) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Log-probs
 
-LOGITS_AT_ONCE = 2**26  # entries of the largest (tokens, vocabulary) block in float32: 256 MB
+LOGITS_AT_ONCE = {"cpu": 6 * 2**20, "cuda": 2**26}  # entries of the largest (tokens, vocabulary) block, in float32
 
 
-def token_logprobs(head, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> list[torch.Tensor]:
-    """log_softmax(head(hidden) / temperature) of `tokens`, and the entropy (nats) of that softmax, both (N,) float32.
+def vocabulary_logprobs(hidden, weight, bias, temperature: float) -> torch.Tensor:
+    """log_softmax(logits / temperature), (N, vocabulary) float32, of logits = hidden · weightᵀ + bias."""
+    return F.log_softmax(F.linear(hidden, weight, bias).float().div_(temperature), dim=-1)
 
-    hidden (N, H), tokens (N,). The (N, vocabulary) logits never exist at once: they are made chunk by chunk and, for
-    the gradient, once more in backward.
-    """
 
-    def chunk(hidden, tokens):
-        logprobs = F.log_softmax(head(hidden).float().div_(temperature), dim=-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)  # 0 · log 0 = 0
-        return logprobs.gather(1, tokens[:, None]).squeeze(1), entropy
+class TokenLogprobs(torch.autograd.Function):
+    """log_softmax(logits / temperature) of some tokens, and the entropy (nats, no gradient) of that softmax, where logits =
+    hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias or None, tokens (N,).
 
-    size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-    if len(tokens) <= size:
-        return list(chunk(hidden, tokens))
-    again = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
-    return [torch.cat(part) for part in zip(*map(again, hidden.split(size), tokens.split(size)))]
+    The (N, vocabulary) logits never exist at once: they are made chunk by chunk and once more in backward, where
+    ∂ log p(y) / ∂ logits = (onehot(y) - p) / temperature."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, tokens, temperature):
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.chunk, ctx.temperature, ctx.dtype = max(1, LOGITS_AT_ONCE[device] // len(weight)), temperature, dtype
+        ctx.save_for_backward(hidden, weight, bias, tokens)
+        found, entropy = (torch.empty(len(tokens), device=hidden.device) for _ in range(2))
+        head = [None if x is None else x.to(dtype) for x in (weight, bias)]
+        for part in torch.arange(len(tokens)).split(ctx.chunk):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            logprobs = vocabulary_logprobs(hidden[rows].to(dtype), *head, temperature)
+            found[rows] = logprobs.gather(1, tokens[rows, None]).squeeze(1)
+            entropy[rows] = -logprobs.exp().mul_(logprobs).nan_to_num_(0.0).sum(-1)  # 0 · log 0 = 0
+        ctx.mark_non_differentiable(entropy)
+        return found, entropy
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        hidden, weight, bias, tokens = ctx.saved_tensors
+        head = [None if x is None else x.to(ctx.dtype) for x in (weight, bias)]
+        to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        to_bias = None if bias is None else torch.zeros_like(bias)
+        for part in torch.arange(len(tokens)).split(ctx.chunk):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            x = hidden[rows].to(ctx.dtype)
+            to_logits = vocabulary_logprobs(x, *head, ctx.temperature).exp_().neg_()
+            to_logits.scatter_add_(1, tokens[rows, None], to_logits.new_ones(len(x), 1))
+            to_logits = to_logits.mul_(gradient[rows, None] / ctx.temperature).to(ctx.dtype)
+            to_hidden[rows] = (to_logits @ head[0]).to(hidden.dtype)
+            to_weight.addmm_(to_logits.t(), x) if ctx.dtype == weight.dtype else to_weight.add_(to_logits.t() @ x)
+            if bias is not None:
+                to_bias += to_logits.sum(0)
+        return to_hidden, to_weight, to_bias, None, None
 
 
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
@@ -526,7 +585,8 @@ def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "
     hidden = completion_hidden(model, batch, layout)[:, :, :-1]
     r, R = hidden.shape[2], batch.responses.shape[2]
     mask = batch.response_mask[..., :r]
-    parts = token_logprobs(model.get_output_embeddings(), hidden[mask], batch.responses[..., :r][mask], temperature)
+    head, tokens = model.get_output_embeddings(), batch.responses[..., :r][mask]
+    parts = TokenLogprobs.apply(hidden[mask], head.weight, getattr(head, "bias", None), tokens, temperature)
     return tuple(F.pad(part.new_zeros(mask.shape).masked_scatter(mask, part), (0, R - r)) for part in parts)
 
 
@@ -561,16 +621,16 @@ def model_reward(model, batch: Batch, layout: str = "group") -> torch.Tensor:
     return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
 
 
-def text_reward(model, model_tokenizer, decode_fn: Callable, stop_ids: list[int], batch: Batch) -> torch.Tensor:
+def text_reward(model, batch: Batch, tokenizer, decode_fn: Callable, stop_ids: list[int]) -> torch.Tensor:
     """Scores (k, B) of a sequence classifier with a tokenizer of its own: the text is tokenized again, and a
     completion that ended ends in the end-of-sequence token of the classifier."""
     ended = contains_stop(batch.responses, batch.response_mask, stop_ids).flatten().tolist()
     rows, sequences = batch.rows * batch.responses.shape[0], []
     for row, text, end in zip(rows, decode_fn(batch), ended):
-        ids = model_tokenizer(row["prompt_text"] + text)["input_ids"]
-        eos = model_tokenizer.eos_token_id
+        ids = tokenizer(row["prompt_text"] + text)["input_ids"]
+        eos = tokenizer.eos_token_id
         sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
-    ids, mask = (x.to(batch.responses.device) for x in pad(sequences, model_tokenizer.pad_token_id or 0))
+    ids, mask = (x.to(batch.responses.device) for x in pad(sequences, tokenizer.pad_token_id or 0))
     if ids.shape[1] > positions_of(model.config):
         raise InputError(f"--reward_model_path: prompt and completion, {ids.shape[1]} tokens, exceed its positions")
     hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)[0]
@@ -798,7 +858,7 @@ def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, 
     """Samples k completions of each prompt in the group layout: the prompts are read once, into a cache that has one
     row per prompt; then each step appends a slot per completion. Arguments and results as in `generate_hf`."""
     (B, P), device, R = prompt_ids.shape, prompt_ids.device, response_length
-    if device.type == "cuda":
+    if device.type == "cuda" and not isinstance(policy, FSDPModule):  # whose weights do not stay where they are
         state, replay = captured_decoding(policy, B, P, k, R, temperature, tuple(stop_ids))
     else:
         state, replay = new_decoding(B, P, k, R, device), None
@@ -851,7 +911,7 @@ def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: 
 
 
 @torch.no_grad()
-def rollout(engine: Callable, policy, rows: list[dict], k: int, response_length: int, temperature: float,
+def rollout(policy, engine: Callable, rows: list[dict], k: int, response_length: int, temperature: float,
             stop_ids: list[int], pad_id: int, forward_rows: int, prompt_slots: int = 0) -> tuple[Batch, torch.Tensor]:
     """k completions of each row's prompt by generate_group or generate_hf, at most `forward_rows` of them at a time.
 
@@ -876,6 +936,105 @@ def rollout(engine: Callable, policy, rows: list[dict], k: int, response_length:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Processes: one, or as many as torchrun starts, each with prompts of its own
+
+
+def start_processes(device: torch.device) -> tuple[int, int]:
+    """Rank of this process and how many there are, by torchrun's environment variables."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return (dist.get_rank(), world) if world > 1 else (0, 1)
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    """Σ of x over the processes, in place and on each of them."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def gather(items: list) -> list:
+    """The lists of all processes, which are of one length, as one on each of them: first items, second items, ..."""
+    if not dist.is_initialized():
+        return items
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return [item for group in zip(*parts) for item in group]
+
+
+def average_gradients(parameters: Iterable[torch.Tensor]):
+    """Makes the gradients of replicas their mean. FSDP has done so in backward."""
+    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+    if not dist.is_initialized() or not gradients:
+        return
+    for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        work.wait()
+    torch._foreach_div_(gradients, dist.get_world_size())
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The layers of a transformer: its outermost list of modules."""
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+
+
+def shard(model, device: torch.device, dtype: torch.dtype, offload: bool):
+    """FSDP2: every process keeps its part of each layer's weights, gradients and optimizer state, and gathers a layer
+    in `dtype` when it is needed. offload: the parts lie in the CPU's memory."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+               "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()}
+    for layer in decoder_layers(model):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def place(model, args: Args, device: torch.device, dtype: torch.dtype, frozen: bool = False):
+    """Arranges a model that is to be trained, or a frozen one, as the flags of Scale ask."""
+    model.requires_grad_(not frozen)
+    if args.gradient_checkpointing and not frozen:
+        for layer in decoder_layers(model):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if args.sharding == "fsdp" and dist.is_initialized():
+        shard(model, device, dtype, args.offload_reference and frozen)
+    elif args.offload_reference and frozen:
+        model.to("cpu")
+
+
+@contextmanager
+def lent(model, args: Args, device: torch.device):
+    """Within it a model that --offload_reference keeps in the CPU's memory is on the device."""
+    moves = args.offload_reference and not isinstance(model, FSDPModule)
+    if moves:
+        model.to(device)
+    yield
+    if moves:
+        model.to("cpu")
+
+
+def with_weights(model, function: Callable) -> Callable:
+    """`function(model, ...)` as a function of the rest. FSDP takes it for the model's forward, and so gathers the
+    weights that are in no layer; any other model has its weights anyway."""
+    setattr(model, function.__name__, partial(function, model))
+    register_fsdp_forward_method(model, function.__name__)
+    return getattr(model, function.__name__)
+
+
+@contextmanager
+def gathered(model):
+    """Within it the layers of an FSDP model stay gathered, once they are: for a rollout, which uses them R times."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+    yield
+    for module in sharded:
+        module.set_reshard_after_forward(module is not model, recurse=False)
+        module.reshard()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # RLOO maths: tensors in, tensors out
 
 
@@ -884,12 +1043,19 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch
     return (logprobs - ref_logprobs) * mask
 
 
+def mean_and_std(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the entries of all ranks that `keep` (same shape) names, in float64; NaN where they are too few."""
+    kept = x[keep].double()
+    count = sum_over_ranks(torch.tensor(len(kept), dtype=torch.float64, device=x.device))
+    mean = sum_over_ranks(kept.sum()) / count
+    variance = sum_over_ranks((kept - mean).square().sum()) / (count - 1)
+    return mean, variance.sqrt()
+
+
 def standardize(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / (std + 1e-8), both over the entries that `keep` names; the others stay as they are."""
-    kept = x[keep]
-    if len(kept) < 2:
-        return x
-    return torch.where(keep, (x - kept.mean()) / (kept.std() + 1e-8), x)
+    """(x - mean) / (std + 1e-8), both over the entries of all ranks that `keep` names; the others stay as they are."""
+    mean, std = mean_and_std(x, keep)
+    return torch.where(keep & std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
 
 
 def shape_scores(scores: torch.Tensor, ended: torch.Tensor, missing_eos_penalty: Optional[float], normalize: bool,
@@ -946,14 +1112,8 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
     return per_completion, log_ratio.detach(), clipped.detach() > loss.detach()
 
 
-def std_of(scores: torch.Tensor) -> float:
-    """Standard deviation of the entries that are not NaN; NaN where there are fewer than two."""
-    kept = scores[~scores.isnan()]
-    return kept.std().item() if len(kept) > 1 else math.nan
-
-
 class Means(dict):
-    """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split."""
+    """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split, over ranks as well."""
 
     def add(self, name: str, values: torch.Tensor, mask: Optional[torch.Tensor] = None):
         """Counts the entries of `values` where `mask` (same shape) is true; NaN is no value."""
@@ -962,8 +1122,9 @@ class Means(dict):
         self[name] = self[name] + pair if name in self else pair
 
     def means(self) -> dict[str, float]:
-        """name -> mean; a name without entries is left out, since it has none."""
-        return {name: (total / count).item() for name, (total, count) in self.items() if count > 0}
+        """name -> mean over all ranks; a name without entries is left out, since it has none."""
+        sums = sum_over_ranks(torch.stack(list(self.values()))).tolist()
+        return {name: total / count for name, (total, count) in zip(self, sums) if count > 0}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -982,11 +1143,10 @@ def reference_batch(rows: list[dict], tokenizer, stop_ids: list[int], positions:
     return Batch(rows, prompt_ids.to(device), prompt_mask.to(device), responses[None].to(device), mask[None].to(device))
 
 
-def win_rate(scores: torch.Tensor, reference_scores: torch.Tensor) -> float:
-    """Part of completions that score above their reference, ties counting half, over those where both have a score."""
-    both = ~(scores.isnan() | reference_scores.isnan())
-    wins = (scores > reference_scores).float() + 0.5 * (scores == reference_scores).float()
-    return wins[both].mean().item()
+def wins(scores: torch.Tensor, reference_scores: torch.Tensor) -> torch.Tensor:
+    """1 where a completion scores above its reference, 0.5 where equal, 0 below, NaN where one has no score."""
+    won = (scores > reference_scores).float() + 0.5 * (scores == reference_scores).float()
+    return won.masked_fill(scores.isnan() | reference_scores.isnan(), math.nan)
 
 
 def text_table(header: list[str], rows: list[list[str]], width: int) -> str:
@@ -1014,12 +1174,12 @@ def load(auto_class, path: str, flag: str, **options):
         transformers.AttentionInterface.register("folded_sdpa", folded_sdpa)
         transformers.AttentionMaskInterface.register("folded_sdpa", sdpa_mask)
         options["attn_implementation"] = "folded_sdpa"
-    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+    if not os.path.isdir(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"--{flag} {path}: no such folder")
     try:
         return auto_class.from_pretrained(path, **options)
     except Exception as error:  # transformers, safetensors and the Hub client each raise their own
-        kind = "cannot be loaded" if Path(path).is_dir() else "no such folder, nor a model that the Hub gives"
+        kind = "cannot be loaded" if os.path.isdir(path) else "no such folder, nor a model that the Hub gives"
         raise InputError(f"--{flag} {path}: {kind} ({auto_class.__name__}: {first_line(error)})") from error
 
 
@@ -1056,19 +1216,19 @@ def load_data(args: Args) -> tuple[list[dict], list[dict]]:
     return train, test[: args.num_eval_prompts]
 
 
-def load_policy(args: Args, device: torch.device, dtype: torch.dtype):
+def load_policy(args: Args, path: str, device: torch.device, dtype: torch.dtype):
     """A causal language model without dropout, checked to be output_embeddings(base_model(x))."""
-    model, info = load(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", dtype=dtype,
+    model, info = load(AutoModelForCausalLM, path, "sft_model_path", dtype=dtype,
                        output_loading_info=True, trust_remote_code=args.trust_remote_code,
                        attn_implementation=args.attn_implementation)
     if info["missing_keys"]:
-        raise InputError(f"--sft_model_path {args.sft_model_path}: is no trained {type(model).__name__}, it has no "
+        raise InputError(f"--sft_model_path {path}: is no trained {type(model).__name__}, it has no "
                          f"{sorted(info['missing_keys'])[0]}")
     model.to(device).eval()  # eval mode throughout: no dropout, in training either
     with torch.no_grad():
         ids = torch.tensor([[0, 1]], device=device)
         if not torch.allclose(model(ids).logits, model.get_output_embeddings()(model.base_model(ids)[0]), atol=1e-3):
-            raise InputError(f"--sft_model_path {args.sft_model_path}: {type(model).__name__} does more to its logits "
+            raise InputError(f"--sft_model_path {path}: {type(model).__name__} does more to its logits "
                              "than its output embedding, which is not supported")
     return model
 
@@ -1090,7 +1250,7 @@ def load_reward_model(args: Args, tokenizer, vocab_size: int, device: torch.devi
         print(f"{flag}: has no trained reward head; a random one scores, which is good for a smoke test only")
     rows = model.get_input_embeddings().num_embeddings
     own = tokenizer
-    if not Path(path).is_dir() or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
+    if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
         own = load(AutoTokenizer, path, "reward_model_path", **options)
     own_vocab, vocab = own.get_vocab(), tokenizer.get_vocab()
     same = own_vocab.items() <= vocab.items() and len(own_vocab) >= len(vocab) - 1  # the policy's [PAD] may be new
@@ -1117,24 +1277,182 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints: checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt, state.json
+# (counters, and how long the run's files were) and checksums.json
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def checkpoints(output: Path) -> list[tuple[int, Path]]:
+    """(update, folder) of the checkpoints in `output`, the newest first."""
+    numbered = ((path.name.removeprefix("checkpoint-"), path) for path in output.glob("checkpoint-*"))
+    return sorted(((int(number), path) for number, path in numbered if number.isdecimal()), reverse=True)
+
+
+def newest_checkpoint(output: Path) -> Optional[Path]:
+    """The newest whole checkpoint, or None. Damaged ones are named, skipped and left in place."""
+    for _, folder in checkpoints(output):
+        try:
+            sums = json.loads((folder / "checksums.json").read_text())
+            damaged = [name for name, crc in sums.items() if checksum(folder / name) != crc]
+        except (OSError, ValueError, AttributeError) as error:
+            damaged = [first_line(error)]
+        if not damaged:
+            return folder
+        print(f"{folder} is damaged ({damaged[0]}) and skipped")
+    return None
+
+
+def random_state(device: torch.device) -> dict:
+    """The state of every random number generator that a run or a reward function may draw from."""
+    kind, keys, *rest = np.random.get_state()
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(state: dict, device: torch.device):
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def sync(path: Path):
+    """Waits until a file or the entries of a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of all ranks, on the first one
+
+
+def save_checkpoint(output: Path, state: dict, policy, optimizer, limit: int, rank: int):
+    """Writes checkpoint-<state["update"]> under another name, flushes it and renames it, so that a checkpoint that
+    exists is whole. Then removes all but the newest `limit`. Every rank must call it."""
+    weights = get_model_state_dict(policy, options=FULL)
+    moments = get_optimizer_state_dict(policy, optimizer, options=FULL)
+    target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
+    try:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+        gather([None])  # the folder is there
+        torch.save(random_state(policy.device), unfinished / f"rng-{rank}.pt")
+        gather([None])  # all have written
+        if rank > 0:
+            return
+        policy.save_pretrained(unfinished, state_dict=weights)
+        torch.save(moments, unfinished / "optimizer.pt")
+        (unfinished / "state.json").write_text(json.dumps(state))
+        sums = {path.name: checksum(path) for path in unfinished.iterdir()}
+        (unfinished / "checksums.json").write_text(json.dumps(sums))
+        for path in [*unfinished.iterdir(), unfinished, *map(output.joinpath, state["bytes"])]:
+            sync(path)
+        if target.exists():  # it was damaged, or --resume would have begun after it
+            target.rename(output / f"damaged-{target.name}-{time.time_ns()}")
+        unfinished.rename(target)
+        sync(output)
+        for _, folder in [found for found in checkpoints(output) if found[0] <= state["update"]][limit:]:
+            folder.rename(unfinished)  # a folder of that name is never half removed
+            shutil.rmtree(unfinished)
+    except Exception as error:  # OSError from Python, others from torch and safetensors
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise InputError(f"{target} cannot be saved ({first_line(error)}); make room and go on by --resume") from error
+
+
+def load_optimizer(folder: Path, policy, optimizer):
+    """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    set_optimizer_state_dict(policy, optimizer, saved, options=StateDictOptions(full_state_dict=True))
+    for group, own in zip(optimizer.param_groups, settings):
+        group.update(own)
+
+
+def open_at(path: Path, length: int, rank: int):
+    """The file, open for writing after its first `length` bytes; the rest of it is cut off."""
+    if rank > 0:
+        return open(os.devnull, "w")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        file.truncate(min(length, file.tell()))
+    return open(path, "a", encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Main
 
 
-def main(args: Args) -> dict[str, dict[str, float]]:
-    """Trains; returns the evaluations before and after. Leaves the files that the README names in output_dir."""
+def learning_rate(args: Args, progress: float) -> float:
+    """The learning rate at `progress` of the run, 0 … 1: it warms up linearly, then falls to 0 or stays."""
+    if progress < args.warmup_ratio:
+        return args.learning_rate * progress / args.warmup_ratio
+    left = (1 - progress) / (1 - args.warmup_ratio)
+    course = {"linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left), "constant": 1.0}
+    return args.learning_rate * course[args.lr_scheduler_type]
+
+
+def tracker(args: Args, run_id: str) -> Callable[..., None]:
+    """A function log(step, metrics, samples=()) to Weights & Biases. If the service fails, it says so once, and the run
+    goes on without."""
+    if not args.track:
+        return lambda step, metrics, samples=(): None
+    alive = True
+
+    def attempt(function: Callable):
+        nonlocal alive
+        try:
+            if alive:
+                function()
+        except Exception as error:
+            alive = False
+            tqdm.write(f"--track: the run goes on without Weights & Biases ({first_line(error)})")
+
+    def start():
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
+                   dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
+
+    def log(step: int, metrics: dict, samples: Sequence[dict] = ()):
+        import wandb
+
+        if samples:
+            table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
+            metrics = metrics | {"completions": table}
+        wandb.log(metrics, step=step)
+
+    attempt(start)
+    return lambda *args, **kwargs: attempt(partial(log, *args, **kwargs))
+
+
+def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
+    """Trains; returns the evaluations before and after. Leaves the files that the README names in output_dir.
+
+    `signals` grows by a number when the program is told to stop: it saves after the update in progress and ends."""
     args = resolve_args(args)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a name that is not on the Hub is said once, by load
     transformers.set_seed(args.seed)
     device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
-    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+    rank, world = start_processes(device)
+    half = dtype != torch.float32 and not (args.sharding == "fsdp" and world > 1)  # FSDP gathers weights in dtype
+    autocast = torch.autocast(device.type, dtype) if half else nullcontext()
 
-    # An update is B prompts with k completions each: mini-batches of prompts, then micro-batches of prompts.
+    # An update is B prompts with k completions each, on every rank: mini-batches, then micro-batches of prompts.
     micro_batch = args.per_device_train_batch_size // k
     mini_batch = micro_batch * args.gradient_accumulation_steps
     B = mini_batch * args.num_mini_batches
-    num_updates = math.ceil(args.total_episodes / (k * B))
 
     # Functions and data first: they are quick to load and the likeliest to be wrong.
     functions = {spec: load_function(spec, "reward_fns") for spec in args.reward_fns}
@@ -1151,17 +1469,20 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
                          f"the model's {positions} positions: --max_prompt_length {positions - args.response_length} fits")
 
-    # Models. The policy's weights stay float32: training casts them where it computes in bfloat16, rollouts use a copy.
-    policy = load_policy(args, device, torch.float32)
-    sampler = policy if dtype == torch.float32 else load_policy(args, device, dtype)
-    reference = load_policy(args, device, dtype) if args.kl_coef else None
-    stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
-                                  weight_decay=args.weight_decay, fused=True)
-    schedule = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
-    scheduler = transformers.get_scheduler(schedule, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
+    # Where the run begins: at a checkpoint, or at update 0.
+    output = Path(args.output_dir)
+    resumed = gather([newest_checkpoint(output) if args.resume and rank == 0 else None])[0]
+    state = {"update": 0, "episode": 0, "prompts": 0, "busy": 0.0, "bytes": {"metrics.jsonl": 0, "completions.jsonl": 0},
+             "run_id": f"{output.name}-{time.time_ns()}"}
+    if resumed:
+        state = json.loads((resumed / "state.json").read_text())
+        print(f"resumed from {resumed}")
 
-    forward_rows = args.local_rollout_forward_batch_size
+    # Models. The policy's weights stay float32: training casts them where it computes in bfloat16, rollouts use a copy.
+    policy = load_policy(args, str(resumed or args.sft_model_path), device, torch.float32)
+    sampler = load_policy(args, args.sft_model_path, device, dtype) if half else policy
+    reference = load_policy(args, args.sft_model_path, device, dtype) if args.kl_coef else None
+    stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
 
     def layout_of(model, path: str) -> str:
         if args.layout == "group" and best_layout(model, longest, k, args.response_length) == "plain":
@@ -1171,6 +1492,13 @@ def main(args: Args) -> dict[str, dict[str, float]]:
 
     layout = layout_of(policy, args.sft_model_path)
     engine = generate_group if args.rollout_engine == "group" and layout == "group" else generate_hf
+    pad_id, forward_rows = tokenizer.pad_token_id, args.local_rollout_forward_batch_size
+    place(policy, args, device, dtype)
+    sample_from, read_policy = with_weights(sampler, rollout), with_weights(policy, completion_logprobs)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
+                                  weight_decay=args.weight_decay, fused=True)
+    if resumed:
+        load_optimizer(resumed, policy, optimizer)
 
     def texts(batch: Batch) -> list[str]:
         return decode(batch, tokenizer, stop_ids)
@@ -1179,13 +1507,15 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         if sampler is not policy:
             with torch.no_grad():
                 torch._foreach_copy_(list(sampler.parameters()), list(policy.parameters()))
-        return rollout(engine, sampler, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
-                       forward_rows, longest)
+        with gathered(sampler):
+            return sample_from(engine, rows, k, args.response_length, temperature, stop_ids, pad_id, forward_rows, longest)
 
-    def logprobs_under(model, batch: Batch) -> torch.Tensor:
-        score = lambda part: completion_logprobs(model, part, args.temperature, layout)[0]
-        return in_chunks(score, batch, forward_rows)
+    def logprobs_under(read: Callable, batch: Batch) -> torch.Tensor:
+        return in_chunks(lambda part: read(part, args.temperature, layout)[0], batch, forward_rows)
 
+    if reference is not None:
+        place(reference, args, device, dtype, frozen=True)
+        read_reference = with_weights(reference, completion_logprobs)
     rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
     if args.reward_model_path:
         reward_model, reward_tokenizer = load_reward_model(args, tokenizer, vocab_size, device, dtype)
@@ -1194,10 +1524,17 @@ def main(args: Args) -> dict[str, dict[str, float]]:
                 raise InputError(f"--reward_model_path {args.reward_model_path}: the longest prompt and completion, "
                                  f"{longest + args.response_length} tokens, exceed its positions")
             positions = min(positions, positions_of(reward_model.config))
-            read = partial(model_reward, reward_model, layout=layout_of(reward_model, args.reward_model_path))
+            read, options = model_reward, {"layout": layout_of(reward_model, args.reward_model_path)}
         else:
-            read = partial(text_reward, reward_model, reward_tokenizer, texts, stop_ids)
-        rewards["reward_model"] = lambda batch: in_chunks(read, batch, forward_rows)
+            read, options = text_reward, {"tokenizer": reward_tokenizer, "decode_fn": texts, "stop_ids": stop_ids}
+        place(reward_model, args, device, dtype, frozen=True)
+        read_reward = partial(with_weights(reward_model, read), **options)
+
+        def reward_of_model(batch: Batch) -> torch.Tensor:
+            with lent(reward_model, args, device):
+                return in_chunks(read_reward, batch, forward_rows)
+
+        rewards["reward_model"] = reward_of_model
     for spec, function in functions.items():
         name = spec.rpartition(":")[2]
         rewards[spec if name in rewards else name] = partial(function_reward, function, spec, texts)
@@ -1207,25 +1544,21 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         parts = {name: reward(batch) for name, reward in rewards.items()}
         return weighted_sum(list(parts.values()), args.reward_weights), parts
 
-    # What the run leaves.
-    output = Path(args.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
-    metrics_file, completions_file = open(output / "metrics.jsonl", "w"), open(output / "completions.jsonl", "w")
-    if args.track:
-        import wandb
+    # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
+    metrics_file, completions_file = (open_at(output / name, length, rank) for name, length in state["bytes"].items())
+    if rank == 0:
+        (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    log = tracker(args if rank == 0 else dataclasses.replace(args, track=False), state["run_id"])
 
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
-                   config=vars(args))
-
-    # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge.
+    # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge. Each rank does its part.
     graders = {"": lambda batch: score(batch)[0]}  # by the prefix of its metrics
     if judge_function is not None:
         graders["judge_"] = partial(function_reward, judge_function, args.judge_fn, texts)
+    own_rows = (test_rows + test_rows[:1] * (-len(test_rows) % world))[rank::world]
     without = sum(row["reference"] is None for row in test_rows)
     grades_of_references = {}
     if test_rows and without == 0:
-        references = reference_batch(test_rows, tokenizer, stop_ids, positions, device)
+        references = reference_batch(own_rows, tokenizer, stop_ids, positions, device)
         grades_of_references = {name: grader(references) for name, grader in graders.items()}
     elif without:
         print(f"{without} of {len(test_rows)} held-out rows have no reference (`completion`): no win rates")
@@ -1239,54 +1572,83 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         for mode, temperature in modes.items():
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(args.seed)
-                batch, _ = complete(test_rows, 1, temperature)
-                grades = {name: grader(batch) for name, grader in graders.items()}
-            for name, grade in grades.items():
-                metrics[f"{mode}/{name}score"] = grade.nanmean().item()
-                if name in grades_of_references:
-                    metrics[f"{mode}/{name}win_rate"] = win_rate(grade, grades_of_references[name])
-            metrics[f"{mode}/length"] = batch.response_mask.sum(-1).double().mean().item()
+                batch, _ = complete(own_rows, 1, temperature)
+                grades = {f"{name}score": grader(batch) for name, grader in graders.items()}
+            for name, references_grade in grades_of_references.items():
+                grades[f"{name}win_rate"] = wins(grades[f"{name}score"], references_grade)
+            grades["length"] = batch.response_mask.sum(-1).double()
+            found = gather(list(zip(texts(batch), *(grade[0].tolist() for grade in grades.values()))))
+            completions, *columns = zip(*found[: len(test_rows)])
+            for name, column in zip(grades, columns):
+                metrics[f"{mode}/{name}"] = torch.tensor(column).double().nanmean().item()
             samples = [{"update": update, "mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
                         "reference": (row["reference"] or "").strip(), "score": None if math.isnan(grade) else grade}
-                       for row, text, grade in zip(test_rows, texts(batch), grades[""][0].tolist())]
+                       for row, text, grade in zip(test_rows, completions, columns[0])]
             completions_file.writelines(json.dumps(sample) + "\n" for sample in samples)
             completions_file.flush()
             if mode == next(iter(modes)):
                 cells = [["…" + sample["prompt"][-160:], sample["completion"], sample["reference"], f"{grade:.2f}"]
-                         for sample, grade in zip(samples[:3], grades[""][0])]
-                tqdm.write(f"\nHeld-out completions after {update} of {num_updates} updates ({mode}):\n")
-                tqdm.write(text_table(["prompt", "completion", "reference", "score"], cells,
-                                      shutil.get_terminal_size().columns - 1) + "\n")
-                if args.track:
-                    table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
-                    wandb.log({"completions": table}, step=update)
+                         for sample, grade in zip(samples[:3], columns[0])]
+                if rank == 0:
+                    width = shutil.get_terminal_size().columns - 1
+                    tqdm.write(f"\nHeld-out completions after {update} of {num_updates} updates ({mode}):\n")
+                    tqdm.write(text_table(["prompt", "completion", "reference", "score"], cells, width) + "\n")
+                log(update, {}, samples)
         return metrics
+
+    def require_finite(what: str, values: torch.Tensor):
+        if not values.isfinite().all():
+            newest = next((folder for _, folder in checkpoints(output)), "none")
+            raise InputError(f"update {update}: {what} is not finite, the run stops before that is saved; last checkpoint: "
+                             f"{newest}. Lower --learning_rate, or look for extreme rewards in metrics.jsonl")
 
     def clock() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
+    update, episode, prompts, busy = (state[name] for name in ("update", "episode", "prompts", "busy"))
+    num_updates = update + math.ceil(max(0, args.total_episodes - episode) / (k * B * world))
     size = sum(parameter.numel() for parameter in policy.parameters())
-    print(f"{size:,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B} prompts x {k} completions, "
-          f"on {device}, into {output}")
+    print(f"{size:,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} prompts x {k} "
+          f"completions, on {f'{world} x ' * (world > 1)}{device}, into {output}")
     modes = {"sampled": args.temperature, "greedy": 0.0}
-    before = after = evaluate(0, modes) if test_rows else {}
+    if update == 0:
+        before = after = evaluate(0, modes) if test_rows else {}
+    else:
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()] or [{}]
+        before, after = ({name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
+                         for prefix, line in (("eval_before/", lines[0]), ("eval/", lines[-1])))
     between = args.num_sample_generations + 1
     evaluations = {round(num_updates * i / between) for i in range(1, between)}
-    order = prompt_batches(len(train_rows), B, args.seed)
-    progress = tqdm(total=num_updates, unit="update", dynamic_ncols=True)
-    start, busy = clock(), 0.0
-    for update in range(1, num_updates + 1):
+    order = itertools.islice(prompt_order(len(train_rows), args.seed), prompts, None)
+    if rank > 0:  # the first rank goes on with the seed as it is
+        transformers.set_seed((args.seed + 2654435761 * rank) % 2**32)
+    if resumed and (resumed / f"rng-{rank}.pt").is_file():
+        set_random_state(torch.load(resumed / f"rng-{rank}.pt", weights_only=True), device)
+    elif resumed:
+        transformers.set_seed((args.seed + 2654435761 * rank + update) % 2**32)
+    progress = tqdm(total=num_updates, initial=update, unit="update", dynamic_ncols=True, disable=rank > 0)
+    start, stopping = clock(), False
+    while episode < args.total_episodes and not stopping:
+        update += 1
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, episode / args.total_episodes)
         means, times = Means(), [clock()]
 
         # 1. Rollout: k completions of each of B prompts.
-        batch, rollout_logprobs = complete([train_rows[i] for i in next(order)], k, args.temperature)
+        indices = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
+        batch, rollout_logprobs = complete([train_rows[i] for i in indices], k, args.temperature)
+        require_finite("a log-prob of the rollout", rollout_logprobs)
         mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
         times.append(clock())
 
         # 2. Log-probs under the reference; without one the KL is 0.
-        ref_logprobs = rollout_logprobs if reference is None else logprobs_under(reference, batch)
+        ref_logprobs = rollout_logprobs
+        if reference is not None:
+            with lent(reference, args, device):
+                ref_logprobs = logprobs_under(read_reference, batch)
+            require_finite("a log-prob under the reference", ref_logprobs)
         times.append(clock())
 
         # 3. Scores.
@@ -1318,13 +1680,13 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         old_logprobs = rollout_logprobs.clone()
         if args.num_mini_batches > 1:
             with autocast:
-                old_logprobs = logprobs_under(policy, batch)
+                old_logprobs = logprobs_under(read_policy, batch)
         for epoch in range(args.num_ppo_epochs):
             for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
                 for micro in mini.split(micro_batch):
                     part = batch.prompts(micro)
                     with autocast:
-                        new, entropy = completion_logprobs(policy, part, args.temperature, layout)
+                        new, entropy = read_policy(part, args.temperature, layout)
                     if epoch == step == 0:
                         old_logprobs[:, micro] = new.detach()
                         gap = (new.detach() - rollout_logprobs[:, micro]).abs()
@@ -1333,6 +1695,8 @@ def main(args: Args) -> dict[str, dict[str, float]]:
                     losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
                                                              args.cliprange, args.cliprange_high)
                     losses = losses * weight[:, micro]
+                    require_finite("a log-prob in training", new)
+                    require_finite("the loss", losses)
                     (losses.sum() / (k * mini_batch)).backward()
 
                     ratio = (new.detach() - old).double().exp()
@@ -1342,10 +1706,10 @@ def main(args: Args) -> dict[str, dict[str, float]]:
                     means.add("policy/entropy_avg", entropy, part.response_mask)
                     means.add("val/ratio", ratio, part.response_mask)
                     means.add("val/ratio_squared", ratio**2, part.response_mask)
+                average_gradients(policy.parameters())
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-                if not norm.isfinite():
-                    raise InputError(f"update {update}: the gradient is not finite, the policy would be lost; lower "
-                                     "--learning_rate, or look for extreme rewards in the last lines of metrics.jsonl")
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                require_finite("the gradient", norm)
                 means.add("grad_norm", norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -1359,17 +1723,18 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         means.add("completions/clipped_ratio", (~ended).float())
         for name, part_scores in scores_by_name.items():
             means.add(f"rewards/{name}/mean", part_scores)
-        metrics = {"update": update, "episode": update * k * B, "lr": scheduler.get_last_lr()[0], **means.means()}
+        episode, prompts = episode + k * B * world, prompts + B * world
+        busy += times[-1] - times[0]
+        metrics = {"update": update, "episode": episode, "lr": optimizer.param_groups[0]["lr"], **means.means()}
         metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
-        metrics["val/num_eos_tokens"] = int(ended.sum())
-        metrics["objective/scores_std"] = std_of(raw_scores)
+        metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
+        metrics["objective/scores_std"] = mean_and_std(raw_scores, ~raw_scores.isnan())[1].item()
         for name, part_scores in scores_by_name.items():
-            metrics[f"rewards/{name}/std"] = std_of(part_scores)
+            metrics[f"rewards/{name}/std"] = mean_and_std(part_scores, ~part_scores.isnan())[1].item()
         for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
             metrics[f"time/{name}"] = end - begin
-        busy += times[-1] - times[0]
-        metrics["eps"] = update * k * B / busy
-        metrics["tokens_per_second"] = int(mask.sum()) / (times[-1] - times[0])
+        metrics["eps"] = episode / busy
+        metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
         metrics["memory/peak_gb"] = peak_memory_gb(device)
         if update == 1:
             metrics |= {f"eval_before/{name}": value for name, value in before.items()}
@@ -1379,38 +1744,64 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # no scores, no mean of them
         metrics_file.write(json.dumps(metrics) + "\n")
         metrics_file.flush()
-        if args.track:
-            wandb.log(metrics, step=update)
+        log(update, metrics)
         headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
-                    "win": after.get("sampled/win_rate")}
+                    "win": after.get("sampled/win_rate"), "eps": metrics["eps"]}
         progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
         progress.update()
-        scheduler.step()
+
+        # 7. Checkpoint: now and then, at the end, and where the run is told to stop.
+        stopping = bool(sum_over_ranks(torch.tensor(len(signals), device=device)))
+        if stopping or update == num_updates or args.save_steps and update % args.save_steps == 0:
+            lengths = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
+            state |= {"update": update, "episode": episode, "prompts": prompts, "busy": busy, "bytes": lengths}
+            save_checkpoint(output, state, policy, optimizer, args.save_total_limit, rank)
     progress.close()
 
-    policy.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    if stopping and episode < args.total_episodes:
+        print(f"told to stop after update {update} of {num_updates}; go on by the same command with --resume and "
+              f"--output_dir {output}")
+        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
+    weights = get_model_state_dict(policy, options=FULL)
+    if rank == 0:
+        policy.save_pretrained(output, state_dict=weights)
+        tokenizer.save_pretrained(output)
     if test_rows:
         print(f"\nOn {len(test_rows)} held-out prompts (win rates are against the references):\n")
         print(f"{'':24}{'before':>9}{'after':>9}{'gained':>9}")
         for name in after:
             print(f"{name:24}{before[name]:9.3f}{after[name]:9.3f}{after[name] - before[name]:+9.3f}")
-    print(f"\n{num_updates * k * B:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer: {output}")
-    if args.track:
-        wandb.finish()
+    print(f"\n{episode:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer: {output}")
     metrics_file.close()
     completions_file.close()
     return {"before": before, "after": after}
 
 
-def parse_args(argv: Optional[list[str]] = None) -> Args:
-    """The command line (default: sys.argv) as Args."""
-    return tyro.cli(Args, args=argv, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True)
+def command_line(argv: Optional[list[str]] = None):
+    """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after the next update."""
+    if int(os.environ.get("RANK", 0)) > 0:  # one process speaks for all
+        sys.stdout = open(os.devnull, "w")
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    signals: list[int] = []
+
+    def note(number: int, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # whoever asks twice does not want to wait
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    try:
+        main(parse_args(argv), signals)
+    except InputError as error:
+        sys.exit(f"rloo.py: {error}")
+    except OSError as error:
+        sys.exit(f"rloo.py: {error}; checkpoints stay whole: mend that and go on by --resume")
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)):
+            raise
+        sys.exit(f"rloo.py: out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
+                 f"raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
-    try:
-        main(parse_args())
-    except InputError as error:
-        sys.exit(f"rloo.py: {error}")
+    command_line()

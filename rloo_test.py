@@ -7,11 +7,14 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,12 +99,12 @@ def train(tiny, tmp_path):
     """train(flag=value, ...) -> metrics of each update and the output folder, of a short run on the tiny folder."""
     count = itertools.count()
 
-    def run(**flags):
-        output = tmp_path / f"run{next(count)}"
+    def run(signals=(), **flags):
+        output = Path(flags.get("output_dir", tmp_path / f"run{next(count)}"))
         defaults = dict(dataset_name=str(tiny / "data"), sft_model_path=str(tiny / "sft"), reward_model_path=str(tiny / "reward"),
                         response_length=6, per_device_train_batch_size=16, gradient_accumulation_steps=1, rloo_k=2, total_episodes=16,
                         temperature=1.0, learning_rate=1e-2, num_sample_generations=0, num_eval_prompts=0, output_dir=str(output))
-        rloo.main(Args(**{**defaults, **flags}))
+        rloo.main(Args(**{**defaults, **flags}), signals)
         return [json.loads(line) for line in open(output / "metrics.jsonl")], output
 
     return run
@@ -166,21 +169,42 @@ def test_policy_loss_equals_the_formula_in_loops(level):
         assert clipped[j, b].flatten()[: len(was_clipped)].tolist() == was_clipped
 
 
-def test_token_logprobs_are_log_softmax_in_chunks_with_the_same_gradient(monkeypatch):
+@pytest.fixture
+def blocks(monkeypatch) -> list[torch.Size]:
+    """Shapes of the (tokens, vocabulary) blocks that rloo.py makes."""
+    made, original = [], rloo.vocabulary_logprobs
+    monkeypatch.setattr(rloo, "vocabulary_logprobs", lambda hidden, weight, *a: made.append((len(hidden), len(weight))) or original(hidden, weight, *a))
+    return made
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_token_logprobs_are_log_softmax_in_chunks_with_the_same_gradient(monkeypatch, blocks, bias):
     torch.manual_seed(0)
-    head, hidden, tokens = torch.nn.Linear(8, 50, bias=False), torch.randn(23, 8, requires_grad=True), torch.randint(50, (23,))
+    head, hidden, tokens = torch.nn.Linear(8, 50, bias=bias), torch.randn(23, 8, requires_grad=True), torch.randint(50, (23,))
+    inputs = [hidden, *head.parameters()]
     full = F.log_softmax(head(hidden) / 0.7, dim=-1)
     expected = full.gather(1, tokens[:, None]).squeeze(1)
-    grads = torch.autograd.grad((expected * torch.arange(23)).sum(), [hidden, head.weight])
-    blocks = []
-    head.register_forward_hook(lambda module, inputs, output: blocks.append(output.shape))
-    monkeypatch.setattr(rloo, "LOGITS_AT_ONCE", 4 * 50)
-    logprobs, entropy = rloo.token_logprobs(head, hidden, tokens, 0.7)
-    assert torch.allclose(logprobs, expected, atol=1e-6)
+    grads = torch.autograd.grad((expected * torch.arange(23)).sum(), inputs)
+    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 4 * 50)
+    logprobs, entropy = rloo.TokenLogprobs.apply(hidden, head.weight, head.bias, tokens, 0.7)
+    assert torch.allclose(logprobs, expected, atol=1e-6) and not entropy.requires_grad
     assert torch.allclose(entropy, -(full.exp() * full).sum(-1), atol=1e-5)
-    for grad, other in zip(grads, torch.autograd.grad((logprobs * torch.arange(23)).sum(), [hidden, head.weight])):
-        assert torch.allclose(grad, other, atol=1e-5)
-    assert max(rows for rows, _ in blocks) == 4 and len(blocks) == 2 * 6  # six chunks, forward and again in backward
+    for grad, other in zip(grads, torch.autograd.grad((logprobs * torch.arange(23)).sum(), inputs), strict=True):
+        assert torch.allclose(grad, other, atol=1e-4)
+    assert max(blocks) == (4, 50) and len(blocks) == 2 * 6  # six chunks, forward and again in backward
+
+
+def test_token_logprobs_in_autocast_keep_float32_sums_and_gradients(monkeypatch):
+    torch.manual_seed(0)
+    head, hidden, tokens = torch.nn.Linear(8, 50), torch.randn(23, 8, requires_grad=True), torch.randint(50, (23,))
+    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 4 * 50)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logprobs, _ = rloo.TokenLogprobs.apply(hidden, head.weight, head.bias, tokens, 0.7)
+        found.append([logprobs, *torch.autograd.grad(logprobs.sum(), [hidden, *head.parameters()])])
+    for exact, half in zip(*found):
+        assert half.dtype == torch.float32 and 0 < (exact - half).norm() < 0.02 * exact.norm()
 
 
 def enumerate_completions(vocab: int, R: int, stop: int = 0) -> list[list[int]]:
@@ -477,7 +501,7 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     row = {"prompt_ids": [3, 4, 5], "prompt": "", "prompt_text": "", "reference": None, "columns": {}}
     torch.manual_seed(0)
     n, T = 20_000, 1.7
-    batch, rollout_logprobs = rloo.rollout(engine, model, [row] * 10, n // 10, 2, T, stop_ids=[0], pad_id=1, forward_rows=n)
+    batch, rollout_logprobs = rloo.rollout(model, engine, [row] * 10, n // 10, 2, T, stop_ids=[0], pad_id=1, forward_rows=n)
     assert torch.allclose(rollout_logprobs, rloo.completion_logprobs(model, batch, T, "plain")[0], atol=1e-5)
     completions = enumerate_completions(6, 2)
     responses, mask = (x[None] for x in rloo.pad(completions, 1))
@@ -572,7 +596,7 @@ def test_padded_equals_unpadded(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(family, engine):
     model, rows = tiny_model(family), random_batch().rows
-    batch, _ = rloo.rollout(engine, model, rows, 2, 8, 0.0, stop_ids=[0], pad_id=1, forward_rows=6)
+    batch, _ = rloo.rollout(model, engine, rows, 2, 8, 0.0, stop_ids=[0], pad_id=1, forward_rows=6)
     for b, row in enumerate(rows):
         ids = row["prompt_ids"]
         for t in range(8):
@@ -641,13 +665,12 @@ def test_gradients_and_metrics_do_not_depend_on_the_split_into_micro_batches(tra
 
 
 def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
-    epochs = list(itertools.islice(rloo.prompt_batches(10, 4, seed=1), 5))
-    flat = sum(epochs, [])
+    flat = list(itertools.islice(rloo.prompt_order(10, seed=1), 20))
     assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10)) and flat[:10] != flat[10:]
-    assert flat == sum(itertools.islice(rloo.prompt_batches(10, 4, seed=1), 5), [])
-    assert flat != sum(itertools.islice(rloo.prompt_batches(10, 4, seed=2), 5), [])
-    small = next(rloo.prompt_batches(3, 8, seed=1))
-    assert len(small) == 8 and all(2 <= small.count(i) <= 3 for i in range(3))
+    assert flat == list(itertools.islice(rloo.prompt_order(10, seed=1), 20))
+    assert flat != list(itertools.islice(rloo.prompt_order(10, seed=2), 20))
+    small = list(itertools.islice(rloo.prompt_order(3, seed=1), 8))
+    assert all(2 <= small.count(i) <= 3 for i in range(3))
 
 
 def test_a_dataset_smaller_than_a_batch_trains(train, tmp_path):
@@ -791,15 +814,14 @@ def test_the_saved_model_keeps_its_generation_config(train, tiny, tmp_path):
     assert {name: saved[name] for name in config} == config
 
 
-def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
+def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch, blocks):
     """The head sees the real completion tokens only, at most LOGITS_AT_ONCE entries at a time."""
-    model, batch, blocks = tiny_model(), random_batch(), []
+    model, batch = tiny_model(), random_batch()
     vocab = model.config.vocab_size
-    monkeypatch.setattr(rloo, "LOGITS_AT_ONCE", 5 * vocab)
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: blocks.append(output.numel()))
+    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 5 * vocab)
     with torch.no_grad():
         rloo.completion_logprobs(model, batch, 1.0)
-    assert max(blocks) == 5 * vocab and sum(blocks) == batch.response_mask.sum() * vocab
+    assert max(blocks) == (5, vocab) and sum(rows for rows, _ in blocks) == batch.response_mask.sum()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -916,7 +938,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(train, tmp_path):
     for row in batch.rows:
         row["prompt_text"] = tokenizer.decode(row["prompt_ids"]) + " "
     with torch.no_grad():
-        scores = rloo.text_reward(permuted, other, lambda b: rloo.decode(b, tokenizer, [0]), [0], batch)
+        scores = rloo.text_reward(permuted, batch, other, lambda b: rloo.decode(b, tokenizer, [0]), [0])
         assert torch.allclose(scores, rloo.model_reward(model, batch), atol=1e-5)
     permuted.save_pretrained(tmp_path)
     other.save_pretrained(tmp_path)
@@ -984,25 +1006,127 @@ def test_without_a_dataset_the_embedded_task_is_meant():
     assert rloo.resolve_args(Args(reward_fns=("x.py:f",))).reward_model_path is None
 
 
-@pytest.mark.parametrize("flags, message", [
-    (dict(rloo_k=1), "--rloo_k 1.*must be at least 2"),
-    (dict(per_device_train_batch_size=7), "--per_device_train_batch_size 7: must be a multiple of --rloo_k 2"),
-    (dict(total_episodes=0), "--total_episodes 0"), (dict(learning_rate=-1.0), "--learning_rate -1.0"), (dict(kl_coef=math.nan), "--kl_coef nan"),
-    (dict(temperature=0.0), "--temperature 0"), (dict(stop_token="eos", stop_token_id=3), "not both"),
-    (dict(reward_weights=(1.0, 2.0)), "--reward_weights has 2 numbers for 1 rewards"), (dict(reward_weights=(math.nan,)), "must be finite"),
-    (dict(reward_fns=(f"{__file__}:count_a",) * 2), "names a function twice"), (dict(output_dir=f"{__file__}/x"), "--output_dir .*cannot write"),
-    (dict(device="meta"), "--device meta"), (dict(seed=2**32), "--seed 4294967296"), (dict(stop_token="zebra"), "--stop_token 'zebra'"),
-    (dict(reward_model_path=None), "no reward"), (dict(sft_model_path=None), "--sft_model_path is needed"),
-    (dict(dataset_name="/nowhere.jsonl"), "--dataset_name /nowhere.jsonl: no such file"), (dict(dataset_train_split="dev"), "no split dev"),
-    (dict(sft_model_path="/nowhere"), "--sft_model_path /nowhere: no such folder"), (dict(reward_model_path="./no"), "--reward_model_path ./no"),
-    (dict(reward_fns=("no.py:f",), reward_model_path=None), "no file no.py"), (dict(reward_fns=("f",), reward_model_path=None), "file.py:function"),
-    (dict(reward_fns=(f"{__file__}:nothing",), reward_model_path=None), "has no attribute 'nothing'"),
-    (dict(response_length=125), "exceed the model.s 128 positions"), (dict(max_prompt_length=1), "no prompt within --max_prompt_length 1"),
-    (dict(device="cuda:99"), "--device cuda:99: cannot be used"), (dict(output_dir=str(HERE)), "not empty")])
-def test_mistakes_end_in_one_line_before_training(train, flags, message):
-    with pytest.raises(InputError, match=message) as error:
-        train(**flags)
-    assert "\n" not in str(error.value)
+def snapshot(*folders: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for folder in folders for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in str(path)}
+
+
+BROKEN = {  # what the next test finds in the folder {x}
+    "empty.jsonl": "", "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n', "list.jsonl": "[1]\n", "noprompt.jsonl": '{"text": "a"}\n',
+    "number.jsonl": '{"prompt": 3}\n', "blank.jsonl": '{"prompt": ""}\n', "nouser.jsonl": '{"messages": [{"role": "system", "content": "a"}]}\n',
+    "completion.jsonl": '{"prompt": "a", "completion": 7}\n', "deep.json": "[" * 100_000, "object.json": '{"prompt": "a"}',
+    "latin.jsonl": b'{"prompt": "\xe4\xff"}\n', "chat.jsonl": '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}\n',
+    "fns.py": "import math\ndef boom(**kw): 1 / 0\ndef short(**kw): return [1.0]\ndef nan(completions, **kw): return [math.nan] * len(completions)\n"
+              "def inf(completions, **kw): return [math.inf] * len(completions)\ndef text(completions, **kw): return ['x'] * len(completions)\n"
+              "def number(**kw): return 3\nthing = 5\n",
+    "bad.py": "import nowhere_to_be_found\n", "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n",
+}
+MISTAKES = [  # what is added to a command line that works, and what the line must say
+    ("--rloo_k 1", "--rloo_k 1: must be at least 2"), ("--rloo_k 0", "--rloo_k 0"), ("--rloo_k three", "--rloo_k: invalid literal"),
+    ("--per_device_train_batch_size 7", "--per_device_train_batch_size 7: must be a multiple of --rloo_k 2"),
+    ("--per_device_train_batch_size 0", "--per_device_train_batch_size 0: must be at least 1"),
+    ("--gradient_accumulation_steps -1", "--gradient_accumulation_steps -1"), ("--num_mini_batches 0", "--num_mini_batches 0"),
+    ("--num_ppo_epochs 0", "--num_ppo_epochs 0"), ("--total_episodes 0", "--total_episodes 0"), ("--response_length 0", "--response_length 0"),
+    ("--local_rollout_forward_batch_size 0", "--local_rollout_forward_batch_size 0"), ("--max_prompt_length -5", "--max_prompt_length -5"),
+    ("--learning_rate -1", "--learning_rate -1.0: must be finite and not negative"), ("--learning_rate inf", "--learning_rate inf"),
+    ("--kl_coef nan", "--kl_coef nan"), ("--cliprange -0.1", "--cliprange -0.1"), ("--warmup_ratio 2", "--warmup_ratio 2.0: must be at most 1"),
+    ("--missing_eos_penalty nan", "--missing_eos_penalty nan"), ("--temperature 0", "--temperature 0: must be above 0"),
+    ("--seed 4294967296", "--seed 4294967296"), ("--save_steps -1", "--save_steps -1"), ("--save_total_limit 0", "--save_total_limit 0: must be at least 1"),
+    ("--stop_token eos --stop_token_id 3", "not both"), ("--stop_token zebra", "--stop_token 'zebra'"), ("--stop_token_id 99", "--stop_token_id 99"),
+    ("--reward_weights 1 2", "--reward_weights has 2 numbers for 1 rewards"), ("--reward_weights nan", "must be finite"),
+    ("--reward_fns {x}/fns.py:number {x}/fns.py:number", "names a function twice"), ("--reward_fns {x}/no.py:f", "no file"),
+    ("--reward_fns fns", "must be file.py:function"), ("--reward_fns {x}/fns.py:nothing", "has no attribute 'nothing'"),
+    ("--reward_fns {x}/fns.py:thing", "is not a function"), ("--reward_fns {x}/bad.py:f", "ModuleNotFoundError"),
+    ("--reward_fns {x}/syntax.py:f", "SyntaxError"), ("--reward_fns {x}/quits.py:f", "SystemExit"),
+    ("--judge_fn {x}/fns.py:nothing --num_eval_prompts 2", "--judge_fn"),
+    ("--output_dir {x}/fns.py/x", "cannot write"), ("--output_dir {x}", "exists and is not empty"), ("--output_dir {x} --resume", "no run to resume"),
+    ("--device meta", "--device meta"), ("--device cuda:99", "--device cuda:99: cannot be used"), ("--device gpu", "--device gpu"),
+    ("--dataset_name {x}/nowhere.jsonl", "no such file"), ("--dataset_name nobody/nothing", "--dataset_name nobody/nothing"),
+    ("--dataset_name " + "n" * 5000, "--dataset_name nnn"), ("--dataset_train_split dev", "no split dev"), ("--dataset_name {x}/empty.jsonl", "there are no rows"),
+    ("--dataset_name {x}/broken.jsonl", "broken.jsonl, line 2: not JSON"), ("--dataset_name {x}/list.jsonl", "must be a JSON object"),
+    ("--dataset_name {x}/noprompt.jsonl", "row 1: needs `prompt` or a list of `messages`, has text"), ("--dataset_name {x}/deep.json", "line 1: not JSON"),
+    ("--dataset_name {x}/number.jsonl", "row 1: `prompt` must be text"), ("--dataset_name {x}/blank.jsonl", "row 1: the prompt is empty"),
+    ("--dataset_name {x}/nouser.jsonl", "no turn with role `user`"), ("--dataset_name {x}/completion.jsonl", "the reference must be text"),
+    ("--dataset_name {x}/object.json", "must be a JSON object"), ("--dataset_name {x}/latin.jsonl", "cannot be read as UTF-8"),
+    ("--dataset_name {x}/chat.jsonl", "no chat template"), ("--max_prompt_length 1", "no prompt within --max_prompt_length 1"),
+    ("--response_length 125", "exceed the model's 128 positions"), ("--sft_model_path /nowhere", "--sft_model_path /nowhere: no such folder"),
+    ("--sft_model_path {x}", "--sft_model_path {x}: cannot be loaded"), ("--sft_model_path {reward}", "is no trained GPTNeoXForCausalLM"),
+    ("--reward_model_path ./no", "--reward_model_path ./no"), ("--model_name_or_path {x}", "--model_name_or_path"),
+    ("--attn_implementation nonsense", "--sft_model_path"), ("--nonsense 3", "--nonsense"), ("--dtype float16", "float16"), ("--kl_level word", "word"),
+    ("--learning_rate fast", "Error parsing --learning_rate"), ("stray", "stray"), ("--resume", "--resume needs --output_dir"),
+    ("--reward_fns {x}/fns.py:boom", "reward function {x}/fns.py:boom raised ZeroDivisionError"),
+    ("--reward_fns {x}/fns.py:short", "returned 1 numbers for 16 completions"), ("--reward_fns {x}/fns.py:nan", "returned nan, not a finite number or None, for the prompt"),
+    ("--reward_fns {x}/fns.py:inf", "returned inf"), ("--reward_fns {x}/fns.py:text", "returned 'x'"), ("--reward_fns {x}/fns.py:number", "raised TypeError"),
+]
+
+
+@pytest.mark.parametrize("flags, message", MISTAKES, ids=[flags[:60] for flags, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, flags, message, monkeypatch, capfd):
+    for name, content in BROKEN.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.chdir(tmp_path)  # where runs/ would be
+    before = snapshot(tiny, tmp_path)
+    line = (f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_model_path {tiny}/reward --response_length 6 --rloo_k 2 --num_eval_prompts 0 "
+            f"--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --total_episodes 16 {'' if '--output_dir' in flags or flags == '--resume' else '--output_dir out'} ")
+    fill = lambda text: text.format(x=tmp_path, reward=tiny / "reward")
+    with pytest.raises(SystemExit) as end:
+        rloo.command_line((line + fill(flags)).split())
+    said = end.value.code
+    assert isinstance(said, str) and said.startswith("rloo.py: ") and "\n" not in said and fill(message) in said and len(said) < 600
+    assert "Traceback" not in "".join(capfd.readouterr())
+    after = snapshot(tiny, tmp_path)
+    left = {"args.json", "metrics.jsonl", "completions.jsonl"} if "raised" in message or "returned" in message else set()
+    assert {path.name for path in after.keys() - before.keys()} == left and {path: after[path] for path in before} == before
+
+
+def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(tiny, tmp_path, monkeypatch):
+    """Truncated, cut, repeated, with NULs, other encodings, other types, huge lines: every file is rows or an InputError."""
+    rng, tokenizer, outcomes = random.Random(0), tiny_tokenizer(), {"rows": 0, "line": 0}
+    good = "".join(json.dumps(row) + "\n" for row in (
+        {"prompt": "a b", "completion": "c"}, {"prompt": "ä €", "n": 1}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": [{"role": "user", "content": "d"}]}))
+    values = [None, 0, -1.5, 1e999, True, "", "\x00", "\ud800", [], {}, [[]], [None], [{"role": "user"}], [{"content": 3}], "a" * 100_000, {"role": "user"}]
+    kept = []
+    for i in range(2400):
+        text = good
+        for _ in range(rng.randint(1, 3)):
+            kind, at = rng.randrange(9), rng.randrange(len(text) + 1)
+            if kind == 0:
+                text = text[:at]
+            elif kind == 1:
+                text = text[:at] + rng.choice("{}[]\",:\n\r\x00\ufeff\u2028é0-") + text[at:]
+            elif kind == 2:
+                text = text[:at] + text[at + rng.randint(1, 9):]
+            elif kind == 3:
+                text = text[:at] + text[rng.randrange(len(text) + 1):]
+            elif kind == 4:
+                text = json.dumps({rng.choice(["prompt", "messages", "completion", "x"]): rng.choice(values) for _ in range(rng.randint(0, 3))}) + "\n" + text
+            elif kind == 5:
+                text = json.dumps(rng.choice(values)) + "\n" + text
+            elif kind == 6:
+                text = text.replace("\n", rng.choice(["\r\n", "\n\n", "\r", " "]))
+            elif kind == 7:
+                text = "[" * rng.choice([1, 30, 5000]) + text
+            else:
+                text = text.replace(*rng.choice([("user", "User"), ("prompt", "messages"), ("messages", "prompt"), (":", ""), ("a", "\\u0000")]))
+        data = text.encode(rng.choice(["utf-8"] * 6 + ["utf-16", "utf-32", "utf-8-sig", "latin-1"]), errors="replace")
+        if rng.random() < 0.1:
+            data = data[:rng.randrange(len(data) + 1)] + rng.randbytes(rng.randint(0, 20))
+        path = tmp_path / f"train{rng.choice(['.jsonl', '.jsonl', '.json'])}"
+        path.write_bytes(data)
+        try:
+            rows, _ = rloo.load_data(Args(dataset_name=str(path), num_eval_prompts=0))
+            rloo.prepare_rows(rows, tokenizer, 512, str(path))
+            outcomes["rows"] += 1
+            if len(kept) < 12 and rng.random() < 0.2:
+                shutil.copy(path, tmp_path / f"kept{len(kept)}{path.suffix}")
+                kept.append(tmp_path / f"kept{len(kept)}{path.suffix}")
+        except InputError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+            outcomes["line"] += 1
+    assert outcomes["rows"] > 50 and outcomes["line"] > 500
+    for i, path in enumerate(kept):  # what is accepted trains
+        rloo.main(Args(dataset_name=str(path), sft_model_path=str(tiny / "sft"), reward_model_path=str(tiny / "reward"), rloo_k=2, response_length=4, num_eval_prompts=4,
+                       per_device_train_batch_size=4, gradient_accumulation_steps=1, total_episodes=4, num_sample_generations=0, output_dir=str(tmp_path / f"out{i}")))
 
 
 @pytest.mark.parametrize("kind", ["no pad token", "labels", "no head", "too many tokens"])
@@ -1143,7 +1267,7 @@ def one_of_even_rows(prompts, completions, completion_ids, n, **columns):
 def test_a_gradient_that_is_not_finite_stops_the_run(train, monkeypatch):
     original = rloo.policy_loss
     monkeypatch.setattr(rloo, "policy_loss", lambda *a: (original(*a)[0] * math.nan, *original(*a)[1:]))
-    with pytest.raises(InputError, match="update 1: the gradient is not finite"):
+    with pytest.raises(InputError, match="update 1: the loss is not finite.*last checkpoint: none"):
         train()
 
 
@@ -1183,8 +1307,8 @@ def count_tokens(prompts, completions, completion_ids, **columns):
 
 
 def test_win_rate_counts_ties_half_and_skips_what_has_no_score():
-    assert rloo.win_rate(torch.tensor([[1.0, 2.0, 3.0, math.nan]]), torch.tensor([[0.0, 2.0, 4.0, 0.0]])) == 0.5
-    assert rloo.win_rate(torch.tensor([[1.0, 2.0, 2.0, 5.0]]), torch.tensor([[0.0, 2.0, 2.0, math.nan]])) == pytest.approx(2 / 3)
+    won = rloo.wins(torch.tensor([1.0, 2.0, 3.0, math.nan, 5.0]), torch.tensor([0.0, 2.0, 4.0, 0.0, math.nan]))
+    assert won[:3].tolist() == [1, 0.5, 0] and won[3:].isnan().all()
 
 
 def test_tables_fit_the_terminal():
@@ -1238,9 +1362,8 @@ def test_main_command_runs_on_the_embedded_task(tmp_path):
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_a_status(tmp_path):
-    for flags in (["--rloo_k", "1"], ["--per_device_train_batch_size", "6", "--rloo_k", "4"], ["--sft_model_path", "/nowhere"]):
-        result = shell([str(HERE / "rloo.py"), *flags], tmp_path)
-        assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("rloo.py: --")
+    result = shell([str(HERE / "rloo.py"), "--rloo_k", "1"], tmp_path)
+    assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("rloo.py: --")
     assert not list(tmp_path.iterdir())
 
 
@@ -1275,3 +1398,224 @@ def test_ci_runs_the_second_shell_line_of_the_readme():
     script = (HERE / ".ci" / "run").read_text().replace('eval "$command"', "").replace("rm -rf .venv", "")
     shown = subprocess.run(["bash", "-c", script.replace('"$(dirname "$0")/.."', f"'{HERE}'")], capture_output=True, text=True)
     assert shown.stdout.strip() == block[1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def end_of(output: Path) -> tuple:
+    """Weights, metrics without times, completions of a finished run."""
+    metrics = [json.loads(line) for line in open(output / "metrics.jsonl")]
+    completions = output / "completions.jsonl"
+    return (output / "model.safetensors").read_bytes(), without_times(metrics), completions.read_bytes()
+
+
+def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
+    """SIGKILL, also during a save; benchmark/kill_test.py does the same more often."""
+    monkeypatch.syspath_prepend(HERE / "benchmark")
+    import kill_test
+
+    counts = kill_test.run(tmp_path / "kill", kills=8, seed=1, models=tiny, data=tiny / "data")
+    assert counts["kills"] == 8 and counts["runs"] >= 1 and counts["differences"] == 0
+
+
+LONG = dict(total_episodes=64, save_steps=1, save_total_limit=9, num_eval_prompts=4, num_sample_generations=2, num_mini_batches=2,
+            gradient_accumulation_steps=1, per_device_train_batch_size=8, lr_scheduler_type="cosine", warmup_ratio=0.3)
+
+
+def test_a_damaged_checkpoint_is_named_skipped_and_left_in_place(train, capsys):
+    _, whole = train(**LONG)
+    expected = end_of(whole)
+    (whole / "model.safetensors").unlink()
+    for update, name in ((4, "model.safetensors"), (3, "optimizer.pt")):
+        file = whole / f"checkpoint-{update}" / name
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    (whole / "checkpoint-2" / "checksums.json").unlink()
+    train(**LONG, output_dir=str(whole), resume=True)
+    screen = capsys.readouterr().out
+    assert [f"checkpoint-{update} is damaged" in screen for update in (4, 3, 2, 1)] == [True, True, True, False]
+    assert f"resumed from {whole / 'checkpoint-1'}" in screen and end_of(whole) == expected
+    moved = sorted(path.name.rpartition("-")[0] for path in whole.glob("damaged-*"))
+    assert moved == ["damaged-checkpoint-2", "damaged-checkpoint-3", "damaged-checkpoint-4"]
+
+
+def test_resume_begins_a_new_run_and_repeats_nothing_of_a_finished_one(train, capsys):
+    _, first = train(**LONG, resume=True)  # there is nothing yet
+    expected = end_of(first)
+    metrics, again = train(**LONG, output_dir=str(first), resume=True)
+    assert end_of(again) == expected and len(metrics) == 4
+    with pytest.raises(InputError, match="go on with that run by --resume"):
+        train(**LONG, output_dir=str(first))
+
+
+def test_the_newest_checkpoints_are_kept_and_the_state_of_all_generators_goes_on(train, tmp_path):
+    (tmp_path / "noisy.py").write_text("import random, numpy, torch\n\ndef noise(completions, **columns):\n"
+                                       "    return [random.random() + numpy.random.rand() + torch.rand(1).item() for _ in completions]\n")
+    flags = {**LONG, "reward_model_path": None, "reward_fns": (f"{tmp_path}/noisy.py:noise",), "save_total_limit": 2}
+    _, whole = train(**flags)
+    assert sorted(path.name for path in whole.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    shutil.rmtree(whole / "checkpoint-4")
+    expected = end_of(whole)
+    train(**flags, output_dir=str(whole), resume=True)
+    assert end_of(whole) == expected
+
+
+def test_told_to_stop_a_run_saves_after_the_update_in_progress(train, tmp_path, capsys):
+    expected = end_of(train(**{**LONG, "save_steps": 0})[1])
+    stop = []
+    (tmp_path / "stop.py").write_text("def stop(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    run, scored = {**LONG, "save_steps": 0, "output_dir": str(tmp_path / "stopped")}, []
+    original = rloo.leave_one_out_advantage
+
+    def second_update(rewards):
+        scored.append(1)
+        if len(scored) == 2:
+            stop.append(15)
+        return original(rewards)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(rloo, "leave_one_out_advantage", second_update)
+        train(**run, signals=stop)
+    assert end.value.code == 143 and [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert "told to stop after update 2 of 4" in capsys.readouterr().out
+    train(**run, resume=True)
+    assert end_of(tmp_path / "stopped") == expected
+
+
+def test_sigterm_ends_a_process_with_a_checkpoint(tiny, tmp_path):
+    command = [sys.executable, "rloo.py", "--dataset_name", tiny / "data", "--sft_model_path", tiny / "sft", "--reward_model_path",
+               tiny / "reward", "--response_length", "6", "--per_device_train_batch_size", "8", "--total_episodes", "1000000",
+               "--output_dir", tmp_path / "out", "--num_eval_prompts", "0"]
+    process = subprocess.Popen([str(part) for part in command], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.is_file() and metrics.read_text()):
+        time.sleep(0.05)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    (folder,) = (tmp_path / "out").glob("checkpoint-*")
+    updates = len(metrics.read_text().splitlines())
+    assert process.returncode == 143 and folder.name == f"checkpoint-{updates}" and f"told to stop after update {updates} of" in said
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
+def test_a_full_disk_leaves_the_last_checkpoint_whole(train, monkeypatch, tmp_path, error):
+    original, saves = torch.save, []
+
+    def save(what, path):
+        saves.append(path)
+        if Path(path).name == "optimizer.pt" and len(saves) > 4:  # in the third checkpoint
+            original(what, path)
+            os.truncate(path, 100)
+            raise error
+        original(what, path)
+
+    run = {**LONG, "output_dir": str(tmp_path / "full")}
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="checkpoint-3 cannot be saved .*make room and go on by --resume"):
+        patch.setattr(torch, "save", save)
+        train(**run)
+    left = sorted(path.name for path in (tmp_path / "full").iterdir())
+    assert left == ["args.json", "checkpoint-1", "checkpoint-2", "completions.jsonl", "metrics.jsonl"]
+    train(**run, resume=True)
+    assert end_of(tmp_path / "full") == end_of(train(**LONG)[1])
+
+
+def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
+    """The operating system itself refuses to write, in a process of its own."""
+    code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); import rloo; "
+            "rloo.command_line(sys.argv[1:])")
+    flags = ["--dataset_name", tiny / "data", "--sft_model_path", tiny / "sft", "--reward_model_path", tiny / "reward", "--response_length", "6",
+             "--per_device_train_batch_size", "8", "--total_episodes", "16", "--output_dir", tmp_path / "out", "--num_eval_prompts", "0"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, flags)], cwd=HERE, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert last.startswith(f"rloo.py: {tmp_path}/out/checkpoint-1 cannot be saved (") and not list((tmp_path / "out").glob("*checkpoint*"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# More than one process
+
+
+def fixed_completions(policy, prompt_ids, prompt_mask, k, response_length, temperature, stop_ids, pad_id):
+    """An engine without chance: completions are made from the prompt's tokens, their log-probs are the policy's."""
+    lane, step = torch.arange(k)[:, None, None], torch.arange(response_length)
+    tokens = (prompt_ids * prompt_mask).sum(-1)[None, :, None] * (lane + 1) + step * (lane + 2)
+    tokens = tokens % 13 * (tokens % 5 > 0)  # 0 is eos
+    mask = rloo.mask_after_stop(tokens, stop_ids)
+    batch = Batch([{}] * len(prompt_ids), prompt_ids, prompt_mask, tokens, mask)
+    return tokens, rloo.completion_logprobs(policy, batch, temperature, "plain")[0]
+
+
+def worker(rank: int, world: int, port: int, runs: list[dict]):
+    """One rank of several: does the runs one after the other."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    torch.set_num_threads(1)
+    rloo.generate_group = fixed_completions
+    for flags in runs:
+        rloo.main(Args(**flags))
+
+
+def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
+    """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of processes."""
+    base = dict(dataset_name=str(tiny / "data"), sft_model_path=str(tiny / "sft"), reward_model_path=str(tiny / "reward"), rloo_k=2,
+                response_length=6, gradient_accumulation_steps=2, num_sample_generations=1, num_eval_prompts=5, learning_rate=1e-3,
+                lr_scheduler_type="constant", adam_eps=1e-4, normalize_reward=True, normalize_advantage=True, device="cpu", missing_eos_penalty=1.0,
+                save_steps=1, save_total_limit=9, total_episodes=96, judge_fn=f"{__file__}:count_tokens")
+
+    def copy_without_end(name: str, source: str):
+        shutil.copytree(tmp_path / source, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoint-3")
+
+    def flags(name: str, size: int, **more) -> dict:
+        return {**base, "output_dir": str(tmp_path / name), "per_device_train_batch_size": size, **more}
+
+    def two(*runs: dict):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rloo"])
+        processes = [context.Process(target=worker, args=(rank, 2, port, runs)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0, 0]
+
+    monkeypatch.setattr(rloo, "generate_group", fixed_completions)
+    rloo.main(Args(**flags("one", 16)))
+    copy_without_end("one to fsdp", "one")
+    small = {"gradient_checkpointing": True, "offload_reference": True}
+    two(flags("ddp", 8), flags("fsdp", 8, sharding="fsdp"), flags("fsdp, small", 8, sharding="fsdp", **small),
+        flags("one to fsdp", 8, sharding="fsdp", resume=True), flags("ddp, small", 8, **small))
+    copy_without_end("fsdp to one", "fsdp")
+    rloo.main(Args(**flags("fsdp to one", 16, resume=True)))
+
+    weights, metrics, completions = end_of(tmp_path / "one")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(tiny / "sft").state_dict()
+    assert max((expected[name] - initial[name]).abs().max() for name in expected) > 1e-3
+    for name in ("ddp", "ddp, small", "fsdp", "fsdp, small", "one to fsdp", "fsdp to one"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        assert max((expected[key] - found[key]).abs().max() for key in expected) < 1e-5, name
+        for one, other in zip(metrics, end_of(tmp_path / name)[1], strict=True):
+            assert one == pytest.approx(other, rel=1e-3, abs=1e-4), name
+        samples = [json.loads(line) for line in open(tmp_path / name / "completions.jsonl")]
+        assert [sample["completion"] for sample in samples] == [json.loads(line)["completion"] for line in completions.splitlines()]
+
+
+def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_path):
+    (tmp_path / "seen.py").write_text("import os\n\ndef seen(prompts, **columns):\n    with open(f'{os.environ[\"SEEN\"]}/{os.environ[\"RANK\"]}', 'a') as file:\n"
+                                      "        file.write('\\n'.join(prompts[:4]) + '\\n')\n    return [float(len(p)) for p in prompts]\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", "--dataset_name", tiny / "data", "--sft_model_path", tiny / "sft",
+               "--reward_fns", tmp_path / "seen.py:seen", "--response_length", "6", "--per_device_train_batch_size", "8", "--rloo_k", "2",
+               "--gradient_accumulation_steps", "1", "--total_episodes", "32", "--output_dir", tmp_path / "out", "--num_eval_prompts", "0", "--device", "cpu"]
+    environment = {**os.environ, "SEEN": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(part) for part in command], cwd=HERE, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The policy and its tokenizer:") == 1 and done.stderr.count(" 0/2 ") == 1
+    seen = [prompt for rank in (0, 1) for prompt in (tmp_path / str(rank)).read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in open(tiny / "data" / "train.jsonl")]
+    assert sorted(seen) == sorted(prompts)  # 2 updates x 2 processes x 4 prompts are all 16, once
+    assert [json.loads(line)["episode"] for line in open(tmp_path / "out" / "metrics.jsonl")] == [16, 32]

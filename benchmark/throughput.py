@@ -235,7 +235,7 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
 
     def rloo_engine(engine: Callable, length: int):
         with autocast():
-            return rloo.rollout(engine, policy, rows, k, length, TEMPERATURE, [never], pad_id, args.micro_batch)[0]
+            return rloo.rollout(policy, engine, rows, k, length, TEMPERATURE, [never], pad_id, args.micro_batch)[0]
 
     def static_engine(length: int):
         for ids, mask in ([x[group].repeat(k, 1) for x in padded] for group in groups):
