@@ -221,7 +221,7 @@ def parse_args(argv: Optional[list[str]] = None) -> Args:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        text = " ".join(re.sub("[─-╿]", " ", said.getvalue()).split())  # tyro's boxes
+        text = " ".join(re.sub("╭.*╮|[─-╿]", " ", said.getvalue()).split())  # without tyro's boxes and their titles
         raise InputError(re.split(" (Argument|For full) helptext", text)[0] + "; see --help") from None
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
@@ -1792,6 +1792,8 @@ def command_line(argv: Optional[list[str]] = None):
         signal.signal(number, note)
     try:
         main(parse_args(argv), signals)
+    except BrokenPipeError:  # `python rloo.py --help | head`
+        sys.exit(1)
     except InputError as error:
         sys.exit(f"rloo.py: {error}")
     except OSError as error:
