@@ -1446,6 +1446,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     transformers.set_seed(args.seed)
     device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
     rank, world = start_processes(device)
+    args.output_dir = gather([args.output_dir])[0]  # with a time in it ranks may differ
     half = dtype != torch.float32 and not (args.sharding == "fsdp" and world > 1)  # FSDP gathers weights in dtype
     autocast = torch.autocast(device.type, dtype) if half else nullcontext()
 

@@ -118,6 +118,7 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=100, help="how many (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default: 1)")
     args = parser.parse_args()
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"  # the killed leave semaphores
     folder = Path(tempfile.mkdtemp(prefix="kill-test-"))
     begin, counts = time.perf_counter(), run(folder, args.kills, args.seed)
     print(", ".join(f"{name}: {count}" for name, count in counts.items()), f"({time.perf_counter() - begin:.0f} s)")
