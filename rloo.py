@@ -1227,7 +1227,8 @@ def load_policy(args: Args, path: str, device: torch.device, dtype: torch.dtype)
     model.to(device).eval()  # eval mode throughout: no dropout, in training either
     with torch.no_grad():
         ids = torch.tensor([[0, 1]], device=device)
-        if not torch.allclose(model(ids).logits, model.get_output_embeddings()(model.base_model(ids)[0]), atol=1e-3):
+        if not torch.allclose(model(ids).logits, model.get_output_embeddings()(model.base_model(ids)[0]), atol=1e-3,
+                              equal_nan=True):
             raise InputError(f"--sft_model_path {path}: {type(model).__name__} does more to its logits "
                              "than its output embedding, which is not supported")
     return model

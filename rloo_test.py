@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -1264,11 +1265,70 @@ def one_of_even_rows(prompts, completions, completion_ids, n, **columns):
     return [None if row % 2 == 0 and i >= len(n) // 2 else len(ids) + i / 100 for i, (row, ids) in enumerate(zip(n, completion_ids))]
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(train, monkeypatch):
-    original = rloo.policy_loss
-    monkeypatch.setattr(rloo, "policy_loss", lambda *a: (original(*a)[0] * math.nan, *original(*a)[1:]))
-    with pytest.raises(InputError, match="update 1: the loss is not finite.*last checkpoint: none"):
-        train()
+@pytest.mark.parametrize("what, name, spoil", [
+    ("a log-prob of the rollout", "rollout", lambda out: (out[0], out[1] * math.nan)),
+    ("a log-prob under the reference", "kl_per_token", None),
+    ("the loss", "policy_loss", lambda out: (out[0] * math.inf, *out[1:])),
+    ("the gradient", "average_gradients", None)])
+def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, tmp_path, monkeypatch, what, name, spoil):
+    """In the second update; the line names the update, the number and the checkpoint of the first."""
+    calls, original = [], getattr(rloo, name)
+
+    def second(*inputs, **kwargs):
+        calls.append(1)
+        if len(calls) == 2 and name == "average_gradients":
+            inputs = list(inputs[0])
+            inputs[0].grad.fill_(math.inf)
+            return original(inputs)
+        out = original(*inputs, **kwargs)
+        return spoil(out) if len(calls) == 2 and spoil else out
+
+    if name == "kl_per_token":  # the reference's forward is the second of each update that gives log-probs
+        name, original = "in_chunks", rloo.in_chunks
+        spoil = lambda out: out / 0
+        monkeypatch.setattr(rloo, "in_chunks", second)
+        flags = dict(reward_model_path=None, reward_fns=(f"{__file__}:constant_reward",))
+    else:
+        second.__name__ = name
+        monkeypatch.setattr(rloo, name, second)
+        flags = {}
+    output = tmp_path / "out"
+    with pytest.raises(InputError, match=f"update 2: {what} is not finite.*last checkpoint: {output}/checkpoint-1") as error:
+        train(**flags, output_dir=str(output), total_episodes=48, save_steps=1)
+    assert "\n" not in str(error.value) and len((output / "metrics.jsonl").read_text().splitlines()) == 1
+    weights = AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").state_dict()
+    assert all(tensor.isfinite().all() for tensor in weights.values()) and not (output / "checkpoint-2").exists()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError(),
+                                   RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
+def test_out_of_memory_names_the_batch_flags(monkeypatch, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(rloo, "main", fail)
+    with pytest.raises(SystemExit) as end:
+        rloo.command_line([])
+    for flag in ("--per_device_train_batch_size", "--gradient_accumulation_steps", "--local_rollout_forward_batch_size"):
+        assert flag in end.value.code
+    assert end.value.code.startswith("rloo.py: out of memory") and "\n" not in end.value.code
+
+
+@pytest.mark.parametrize("where", ["init", "log"])
+def test_a_logging_service_that_fails_does_not_end_the_run(train, monkeypatch, capsys, where):
+    logged = []
+
+    def answer(name):
+        def call(*args, **kwargs):
+            logged.append(name)
+            if name == where:
+                raise ConnectionError("the service is down")
+        return call
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=answer("init"), log=answer("log"), Table=answer("Table")))
+    metrics, _ = train(track=True, total_episodes=48)
+    assert len(metrics) == 3 and logged == ["init"] + ["log"] * (where == "log")
+    assert capsys.readouterr().out.count("the run goes on without Weights & Biases (the service is down)") == 1
 
 
 def test_references_end_in_eos_and_evaluations_draw_the_same_random_numbers(train):
