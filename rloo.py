@@ -1403,37 +1403,30 @@ def learning_rate(args: Args, progress: float) -> float:
 
 
 def tracker(args: Args, run_id: str) -> Callable[..., None]:
-    """A function log(step, metrics, samples=()) to Weights & Biases. If the service fails, it says so once, and the run
-    goes on without."""
-    if not args.track:
-        return lambda step, metrics, samples=(): None
-    alive = True
+    """A function log(step, metrics, samples=()) to Weights & Biases, if --track asks for it. If the service fails, that is
+    said once, and the run goes on without."""
+    alive, started = args.track, False
 
-    def attempt(function: Callable):
-        nonlocal alive
+    def log(step: int, metrics: dict, samples: Sequence[dict] = ()):
+        nonlocal alive, started
+        if not alive:
+            return
         try:
-            if alive:
-                function()
-        except Exception as error:
+            import wandb
+
+            if not started:
+                wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
+                           dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
+                started = True
+            if samples:
+                table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
+                metrics = metrics | {"completions": table}
+            wandb.log(metrics, step=step)
+        except Exception as error:  # whatever the service or its client raises
             alive = False
             tqdm.write(f"--track: the run goes on without Weights & Biases ({first_line(error)})")
 
-    def start():
-        import wandb
-
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
-                   dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
-
-    def log(step: int, metrics: dict, samples: Sequence[dict] = ()):
-        import wandb
-
-        if samples:
-            table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
-            metrics = metrics | {"completions": table}
-        wandb.log(metrics, step=step)
-
-    attempt(start)
-    return lambda *args, **kwargs: attempt(partial(log, *args, **kwargs))
+    return log
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
