@@ -11,7 +11,8 @@ divergence from the reference model; its baseline is the mean reward of the k - 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
-The file is read from top to bottom: flags, data, layout, log-probs, rewards, rollout, RLOO maths, evaluation, main.
+The file is read from top to bottom: flags, data, layout, log-probs, rewards, rollout, processes, RLOO maths, evaluation,
+loading, checkpoints, main. One process needs nothing of `processes` but that its sums over ranks are sums.
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is row j·B + b.
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
@@ -226,6 +227,9 @@ def parse_args(argv: Optional[list[str]] = None) -> Args:
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
+UNFINISHED_ARGS = "args.json.new"  # what a run writes first
+
+
 def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
 
@@ -254,11 +258,11 @@ def resolve_args(args: Args) -> Args:
     num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
     args.reward_weights = (1.0,) * num_rewards if args.reward_weights is None else args.reward_weights
 
-    for field in dataclasses.fields(args):
-        name, value = field.name, getattr(args, field.name)
+    for flag in dataclasses.fields(args):
+        name, value = flag.name, getattr(args, flag.name)
         if isinstance(value, (int, float)):
             require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be finite and not negative")
-            may_be_zero = field.type is not int or name in ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")
+            may_be_zero = flag.type is not int or name in ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")
             require(may_be_zero or value > 0, f"--{name} {value}: must be at least 1")
     require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: what shall be trained?")
     require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
@@ -271,12 +275,13 @@ def resolve_args(args: Args) -> Args:
     require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
             f"{args.per_device_train_batch_size}: must be a multiple of --rloo_k {args.rloo_k}, it holds whole groups")
     require(args.warmup_ratio <= 1, f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+    require(args.attn_implementation != "flex_attention", "--attn_implementation flex_attention: takes no mask of ours")
     require(args.temperature > 0, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     output = Path(args.output_dir)
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    used = existing == output and any(output.iterdir())
+    used = existing == output and any(path.name != UNFINISHED_ARGS for path in output.iterdir())
     require(not used or args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on with "
             "that run by --resume: nothing is overwritten")
     require(not used or (output / "args.json").is_file(), f"--output_dir {output}: holds something, but no run to resume")
@@ -565,8 +570,8 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, gradient, _):
         hidden, weight, bias, tokens = ctx.saved_tensors
         head = [None if x is None else x.to(ctx.dtype) for x in (weight, bias)]
-        to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        to_bias = None if bias is None else torch.zeros_like(bias)
+        to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        to_bias = torch.zeros(len(weight), device=weight.device)
         for part in torch.arange(len(tokens)).split(ctx.chunk):
             rows = slice(int(part[0]), int(part[-1]) + 1)
             x = hidden[rows].to(ctx.dtype)
@@ -574,10 +579,9 @@ class TokenLogprobs(torch.autograd.Function):
             to_logits.scatter_add_(1, tokens[rows, None], to_logits.new_ones(len(x), 1))
             to_logits = to_logits.mul_(gradient[rows, None] / ctx.temperature).to(ctx.dtype)
             to_hidden[rows] = (to_logits @ head[0]).to(hidden.dtype)
-            to_weight.addmm_(to_logits.t(), x) if ctx.dtype == weight.dtype else to_weight.add_(to_logits.t() @ x)
-            if bias is not None:
-                to_bias += to_logits.sum(0)
-        return to_hidden, to_weight, to_bias, None, None
+            to_weight.addmm_(to_logits.t(), x) if ctx.dtype == torch.float32 else to_weight.add_(to_logits.t() @ x)
+            to_bias += to_logits.sum(0)
+        return to_hidden, to_weight.to(weight.dtype), None if bias is None else to_bias.to(bias.dtype), None, None
 
 
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
@@ -779,10 +783,11 @@ class TransposedLinear(TorchFunctionMode):
     """Within it x Wᵀ is computed as (W xᵀ)ᵀ: in float32 on a CPU two to three times faster where x has few rows."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not F.linear:
-            return function(*args, **(kwargs or {}))
-        x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-        out = (weight @ x.flatten(0, -2).t()).t().contiguous().unflatten(0, x.shape[:-1])
+        return (self.linear if function is F.linear else function)(*args, **(kwargs or {}))
+
+    @staticmethod
+    def linear(input, weight, bias=None):
+        out = (weight @ input.flatten(0, -2).t()).t().contiguous().unflatten(0, input.shape[:-1])
         return out if bias is None else out.add_(bias)
 
 
@@ -945,7 +950,10 @@ def start_processes(device: torch.device) -> tuple[int, int]:
     if world > 1 and not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        except (ValueError, RuntimeError) as error:
+            raise InputError(f"WORLD_SIZE is {world}, but torchrun's processes do not meet ({first_line(error)})") from error
     return (dist.get_rank(), world) if world > 1 else (0, 1)
 
 
@@ -980,7 +988,7 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
-def shard(model, device: torch.device, dtype: torch.dtype, offload: bool):
+def shard(model, device: torch.device, dtype: torch.dtype, frozen: bool, offload: bool):
     """FSDP2: every process keeps its part of each layer's weights, gradients and optimizer state, and gathers a layer
     in `dtype` when it is needed. offload: the parts lie in the CPU's memory."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -988,7 +996,7 @@ def shard(model, device: torch.device, dtype: torch.dtype, offload: bool):
                "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()}
     for layer in decoder_layers(model):
         fully_shard(layer, **options)
-    fully_shard(model, **options)
+    fully_shard(model, reshard_after_forward=frozen, **options)  # the rest is needed again at once, in backward
 
 
 def place(model, args: Args, device: torch.device, dtype: torch.dtype, frozen: bool = False):
@@ -998,7 +1006,7 @@ def place(model, args: Args, device: torch.device, dtype: torch.dtype, frozen: b
         for layer in decoder_layers(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     if args.sharding == "fsdp" and dist.is_initialized():
-        shard(model, device, dtype, args.offload_reference and frozen)
+        shard(model, device, dtype, frozen, args.offload_reference and frozen)
     elif args.offload_reference and frozen:
         model.to("cpu")
 
@@ -1380,10 +1388,9 @@ def load_optimizer(folder: Path, policy, optimizer):
 
 
 def open_at(path: Path, length: int, rank: int):
-    """The file, open for writing after its first `length` bytes; the rest of it is cut off."""
+    """The file, open for writing after its first `length` bytes; the rest of it is cut off. Only rank 0 has one."""
     if rank > 0:
         return open(os.devnull, "w")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         file.truncate(min(length, file.tell()))
     return open(path, "a", encoding="utf-8")
@@ -1441,6 +1448,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
     rank, world = start_processes(device)
     args.output_dir = gather([args.output_dir])[0]  # with a time in it ranks may differ
+    if args.sharding == "fsdp" and world == 1:
+        print("--sharding fsdp: one process holds everything, torchrun starts more")
     half = dtype != torch.float32 and not (args.sharding == "fsdp" and world > 1)  # FSDP gathers weights in dtype
     autocast = torch.autocast(device.type, dtype) if half else nullcontext()
 
@@ -1469,6 +1478,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     resumed = gather([newest_checkpoint(output) if args.resume and rank == 0 else None])[0]
     state = {"update": 0, "episode": 0, "prompts": 0, "busy": 0.0, "bytes": {"metrics.jsonl": 0, "completions.jsonl": 0},
              "run_id": f"{output.name}-{time.time_ns()}"}
+    if args.resume and not resumed and checkpoints(output):
+        raise InputError(f"--resume: no checkpoint in {output} is whole; nothing is overwritten, name a new --output_dir")
     if resumed:
         state = json.loads((resumed / "state.json").read_text())
         print(f"resumed from {resumed}")
@@ -1540,9 +1551,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         return weighted_sum(list(parts.values()), args.reward_weights), parts
 
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
-    metrics_file, completions_file = (open_at(output / name, length, rank) for name, length in state["bytes"].items())
     if rank == 0:
-        (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+        output.mkdir(parents=True, exist_ok=True)
+        (output / UNFINISHED_ARGS).write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+        os.replace(output / UNFINISHED_ARGS, output / "args.json")
+    metrics_file, completions_file = (open_at(output / name, length, rank) for name, length in state["bytes"].items())
     log = tracker(args if rank == 0 else dataclasses.replace(args, track=False), state["run_id"])
 
     # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge. Each rank does its part.
@@ -1554,7 +1567,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     grades_of_references = {}
     if test_rows and without == 0:
         references = reference_batch(own_rows, tokenizer, stop_ids, positions, device)
+        saved = random_state(device)
         grades_of_references = {name: grader(references) for name, grader in graders.items()}
+        set_random_state(saved, device)
     elif without:
         print(f"{without} of {len(test_rows)} held-out rows have no reference (`completion`): no win rates")
 
@@ -1565,10 +1580,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         the random state is put back. Every evaluation draws the same random numbers."""
         metrics = {}
         for mode, temperature in modes.items():
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(args.seed)
-                batch, _ = complete(own_rows, 1, temperature)
-                grades = {f"{name}score": grader(batch) for name, grader in graders.items()}
+            saved = random_state(device)
+            transformers.set_seed(args.seed)
+            batch, _ = complete(own_rows, 1, temperature)
+            grades = {f"{name}score": grader(batch) for name, grader in graders.items()}
+            set_random_state(saved, device)
             for name, references_grade in grades_of_references.items():
                 grades[f"{name}win_rate"] = wins(grades[f"{name}score"], references_grade)
             grades["length"] = batch.response_mask.sum(-1).double()
@@ -1609,11 +1625,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
           f"completions, on {f'{world} x ' * (world > 1)}{device}, into {output}")
     modes = {"sampled": args.temperature, "greedy": 0.0}
     if update == 0:
-        before = after = evaluate(0, modes) if test_rows else {}
-    else:
-        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()] or [{}]
-        before, after = ({name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
-                         for prefix, line in (("eval_before/", lines[0]), ("eval/", lines[-1])))
+        state["before"] = state["after"] = evaluate(0, modes) if test_rows else {}
+    before, after = state["before"], state["after"]
     between = args.num_sample_generations + 1
     evaluations = {round(num_updates * i / between) for i in range(1, between)}
     order = itertools.islice(prompt_order(len(train_rows), args.seed), prompts, None)
@@ -1749,7 +1762,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         stopping = bool(sum_over_ranks(torch.tensor(len(signals), device=device)))
         if stopping or update == num_updates or args.save_steps and update % args.save_steps == 0:
             lengths = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
-            state |= {"update": update, "episode": episode, "prompts": prompts, "busy": busy, "bytes": lengths}
+            state |= {"update": update, "episode": episode, "prompts": prompts, "busy": busy, "bytes": lengths,
+                      "after": after}
             save_checkpoint(output, state, policy, optimizer, args.save_total_limit, rank)
     progress.close()
 
@@ -1764,8 +1778,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if test_rows:
         print(f"\nOn {len(test_rows)} held-out prompts (win rates are against the references):\n")
         print(f"{'':24}{'before':>9}{'after':>9}{'gained':>9}")
-        for name in after:
-            print(f"{name:24}{before[name]:9.3f}{after[name]:9.3f}{after[name] - before[name]:+9.3f}")
+        for name, value in after.items():
+            was = before.get(name, math.nan)  # not asked for when the run began
+            print(f"{name:24}{was:9.3f}{value:9.3f}{value - was:+9.3f}")
     print(f"\n{episode:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer: {output}")
     metrics_file.close()
     completions_file.close()
@@ -1779,9 +1794,11 @@ def command_line(argv: Optional[list[str]] = None):
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     signals: list[int] = []
 
-    def note(number: int, frame):
+    def note(number: int, frame):  # launchers may send a signal to each process and to all: only Ctrl-C counts again
+        if number == signal.SIGINT and signals and time.monotonic() > note.again:
+            raise KeyboardInterrupt
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)  # whoever asks twice does not want to wait
+        note.again = time.monotonic() + 2
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
@@ -1794,6 +1811,8 @@ def command_line(argv: Optional[list[str]] = None):
     except OSError as error:
         sys.exit(f"rloo.py: {error}; checkpoints stay whole: mend that and go on by --resume")
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if dist.is_initialized() and "closed by peer" in str(error):
+            sys.exit("rloo.py: another process of this run ended; its own line says why")
         if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)):
             raise
         sys.exit(f"rloo.py: out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -1521,6 +1522,35 @@ def test_the_newest_checkpoints_are_kept_and_the_state_of_all_generators_goes_on
     assert end_of(whole) == expected
 
 
+def test_resume_overwrites_nothing_where_no_checkpoint_is_whole_and_begins_where_nothing_was_written(train, tmp_path):
+    flags = {**LONG, "output_dir": str(tmp_path / "out")}
+    train(**flags)
+    for folder in (tmp_path / "out").glob("checkpoint-*"):
+        (folder / "optimizer.pt").unlink()
+    before = snapshot(tmp_path)
+    with pytest.raises(InputError, match="no checkpoint in .* is whole"):
+        train(**flags, resume=True)
+    assert snapshot(tmp_path) == before
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "args.json.new").write_text("{")  # killed in its first moment
+    assert len(train(**{**flags, "output_dir": str(tmp_path / "early")})[0]) == 4
+
+
+def test_what_is_evaluated_may_change_when_a_run_goes_on(train, tmp_path, capsys):
+    flags = {**LONG, "output_dir": str(tmp_path / "out"), "num_eval_prompts": 0}
+    train(**flags)
+    train(**{**flags, "num_eval_prompts": 3, "total_episodes": 80, "judge_fn": f"{__file__}:count_tokens"}, resume=True)
+    assert re.search(r"sampled/judge_score +nan +\d", capsys.readouterr().out)
+
+
+def test_evaluation_leaves_the_random_numbers_of_reward_functions_alone(train, tmp_path):
+    (tmp_path / "noisy.py").write_text("import random, numpy, torch\n\ndef noise(completions, **columns):\n"
+                                       "    return [random.random() + numpy.random.rand() + torch.rand(1).item() for _ in completions]\n")
+    flags = dict(reward_model_path=None, reward_fns=(f"{tmp_path}/noisy.py:noise",), total_episodes=64, num_sample_generations=2)
+    runs = [[update["objective/scores"] for update in train(**flags, num_eval_prompts=n)[0]] for n in (0, 3)]
+    assert runs[0] == runs[1]
+
+
 def test_told_to_stop_a_run_saves_after_the_update_in_progress(train, tmp_path, capsys):
     expected = end_of(train(**{**LONG, "save_steps": 0})[1])
     stop = []
@@ -1552,6 +1582,8 @@ def test_sigterm_ends_a_process_with_a_checkpoint(tiny, tmp_path):
     while process.poll() is None and not (metrics.is_file() and metrics.read_text()):
         time.sleep(0.05)
     process.terminate()
+    time.sleep(0.05)
+    process.terminate()  # launchers may send it twice
     said, _ = process.communicate(timeout=60)
     (folder,) = (tmp_path / "out").glob("checkpoint-*")
     updates = len(metrics.read_text().splitlines())

@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,14 @@ def result(output: Path) -> dict[str, object]:
             "optimizer and random state": [(newest / name).read_bytes() for name in ("optimizer.pt", "rng-0.pt")]}
 
 
+def is_younger(path: Path, time_ns: int) -> bool:
+    """Whether there is such a file or folder, and it was not left by something earlier."""
+    try:
+        return path.stat().st_ctime_ns > time_ns
+    except FileNotFoundError:
+        return False
+
+
 def run(folder: Path, kills: int, seed: int, models: Path = MINI_TLDR, data: Path = MINI_TLDR) -> dict[str, int]:
     """Counts of kills, of those during a save, of resumed runs that ended, and of their differences."""
     rng, context = random.Random(seed), multiprocessing.get_context("forkserver")
@@ -85,12 +94,12 @@ def run(folder: Path, kills: int, seed: int, models: Path = MINI_TLDR, data: Pat
     while counts["kills"] < kills:
         output = folder / f"run{counts['runs']}"
         while True:
-            process = start(output)
+            before, process = time.time_ns(), start(output)
             if counts["kills"] < kills:
                 process.join(rng.uniform(0.0, duration))
-                saving = output / "unfinished-checkpoint"
+                saving = partial(is_younger, output / "unfinished-checkpoint", before)
                 if rng.random() < 0.5:  # wait for the next save
-                    while process.is_alive() and not saving.exists():
+                    while process.is_alive() and not saving():
                         time.sleep(0.0005)
                     time.sleep(rng.uniform(0.0, 0.01))
                 if process.is_alive():
@@ -98,7 +107,7 @@ def run(folder: Path, kills: int, seed: int, models: Path = MINI_TLDR, data: Pat
                     process.join()
                     if process.exitcode == -9:
                         counts["kills"] += 1
-                        counts["kills during a save"] += saving.exists()
+                        counts["kills during a save"] += saving()
                         continue
             process.join()
             break
