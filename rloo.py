@@ -994,8 +994,10 @@ def shard(model, device: torch.device, dtype: torch.dtype, frozen: bool, offload
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
                "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()}
-    for layer in decoder_layers(model):
-        fully_shard(layer, **options)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    for part in [*decoder_layers(model), *([] if tied else [embedding])]:
+        fully_shard(part, **options)
     fully_shard(model, reshard_after_forward=frozen, **options)  # the rest is needed again at once, in backward
 
 
