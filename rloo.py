@@ -11,8 +11,8 @@ divergence from the reference model; its baseline is the mean reward of the k - 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
-The file is read from top to bottom: flags, data, layout, log-probs, rewards, rollout, processes, RLOO maths, evaluation,
-loading, checkpoints, main. One process needs nothing of `processes` but that its sums over ranks are sums.
+The file is read from top to bottom: flags, data, layout, log-probs, rewards, rollout, processes, RLOO maths,
+evaluation, loading, checkpoints, main. Who trains in one process may skip `processes`.
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is row j·B + b.
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
@@ -262,8 +262,8 @@ def resolve_args(args: Args) -> Args:
         name, value = flag.name, getattr(args, flag.name)
         if isinstance(value, (int, float)):
             require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be finite and not negative")
-            may_be_zero = flag.type is not int or name in ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")
-            require(may_be_zero or value > 0, f"--{name} {value}: must be at least 1")
+            may_be_zero = ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")
+            require(value > 0 or flag.type is not int or name in may_be_zero, f"--{name} {value}: must be at least 1")
     require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: what shall be trained?")
     require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
     require(len(args.reward_weights) == num_rewards, f"--reward_weights has {len(args.reward_weights)} numbers for "
@@ -282,9 +282,9 @@ def resolve_args(args: Args) -> Args:
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
     used = existing == output and any(path.name != UNFINISHED_ARGS for path in output.iterdir())
-    require(not used or args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on with "
-            "that run by --resume: nothing is overwritten")
-    require(not used or (output / "args.json").is_file(), f"--output_dir {output}: holds something, but no run to resume")
+    require(not used or args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on "
+            "with that run by --resume: nothing is overwritten")
+    require(not used or (output / "args.json").is_file(), f"--output_dir {output}: holds files, but no run to resume")
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError) as error:
@@ -544,8 +544,8 @@ def vocabulary_logprobs(hidden, weight, bias, temperature: float) -> torch.Tenso
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log_softmax(logits / temperature) of some tokens, and the entropy (nats, no gradient) of that softmax, where logits =
-    hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias or None, tokens (N,).
+    """log_softmax(logits / temperature) of some tokens, and the entropy (nats, no gradient) of that softmax, where
+    logits = hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias or None, tokens (N,).
 
     The (N, vocabulary) logits never exist at once: they are made chunk by chunk and once more in backward, where
     ∂ log p(y) / ∂ logits = (onehot(y) - p) / temperature."""
@@ -953,7 +953,7 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         except (ValueError, RuntimeError) as error:
-            raise InputError(f"WORLD_SIZE is {world}, but torchrun's processes do not meet ({first_line(error)})") from error
+            raise InputError(f"WORLD_SIZE {world}: the processes do not meet ({first_line(error)})") from error
     return (dist.get_rank(), world) if world > 1 else (0, 1)
 
 
@@ -1288,8 +1288,8 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints: checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt, state.json
-# (counters, and how long the run's files were) and checksums.json
+# Checkpoints: checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt,
+# state.json (counters, evaluations, and how long the run's files were) and checksums.json
 
 
 def checksum(path: Path) -> int:
@@ -1412,8 +1412,8 @@ def learning_rate(args: Args, progress: float) -> float:
 
 
 def tracker(args: Args, run_id: str) -> Callable[..., None]:
-    """A function log(step, metrics, samples=()) to Weights & Biases, if --track asks for it. If the service fails, that is
-    said once, and the run goes on without."""
+    """A function log(step, metrics, samples=()) to Weights & Biases, if --track asks for it. If the service fails,
+    that is said once, and the run goes on without."""
     alive, started = args.track, False
 
     def log(step: int, metrics: dict, samples: Sequence[dict] = ()):
@@ -1472,16 +1472,16 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, held out")
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
-        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
-                         f"the model's {positions} positions: --max_prompt_length {positions - args.response_length} fits")
+        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed the "
+                         f"model's {positions} positions: --max_prompt_length {positions - args.response_length} fits")
 
     # Where the run begins: at a checkpoint, or at update 0.
     output = Path(args.output_dir)
     resumed = gather([newest_checkpoint(output) if args.resume and rank == 0 else None])[0]
-    state = {"update": 0, "episode": 0, "prompts": 0, "busy": 0.0, "bytes": {"metrics.jsonl": 0, "completions.jsonl": 0},
-             "run_id": f"{output.name}-{time.time_ns()}"}
+    state = {"update": 0, "episode": 0, "prompts": 0, "busy": 0.0,
+             "bytes": {"metrics.jsonl": 0, "completions.jsonl": 0}, "run_id": f"{output.name}-{time.time_ns()}"}
     if args.resume and not resumed and checkpoints(output):
-        raise InputError(f"--resume: no checkpoint in {output} is whole; nothing is overwritten, name a new --output_dir")
+        raise InputError(f"--resume: no checkpoint in {output} is whole; nothing is overwritten: name a new folder")
     if resumed:
         state = json.loads((resumed / "state.json").read_text())
         print(f"resumed from {resumed}")
@@ -1516,7 +1516,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             with torch.no_grad():
                 torch._foreach_copy_(list(sampler.parameters()), list(policy.parameters()))
         with gathered(sampler):
-            return sample_from(engine, rows, k, args.response_length, temperature, stop_ids, pad_id, forward_rows, longest)
+            return sample_from(engine, rows, k, args.response_length, temperature, stop_ids, pad_id, forward_rows,
+                               longest)
 
     def logprobs_under(read: Callable, batch: Batch) -> torch.Tensor:
         return in_chunks(lambda part: read(part, args.temperature, layout)[0], batch, forward_rows)
@@ -1612,8 +1613,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     def require_finite(what: str, values: torch.Tensor):
         if not values.isfinite().all():
             newest = next((folder for _, folder in checkpoints(output)), "none")
-            raise InputError(f"update {update}: {what} is not finite, the run stops before that is saved; last checkpoint: "
-                             f"{newest}. Lower --learning_rate, or look for extreme rewards in metrics.jsonl")
+            raise InputError(f"update {update}: {what} is not finite, the run stops before that is saved; last "
+                             f"checkpoint: {newest}. Lower --learning_rate, or look for extreme rewards in metrics.jsonl")
 
     def clock() -> float:
         if device.type == "cuda":
@@ -1817,8 +1818,8 @@ def command_line(argv: Optional[list[str]] = None):
             sys.exit("rloo.py: another process of this run ended; its own line says why")
         if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)):
             raise
-        sys.exit(f"rloo.py: out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
-                 f"raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
+        sys.exit(f"rloo.py: out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size "
+                 f"and raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def worker(flags: dict, result: str):
         parameters = list(parameters)
         average(parameters)
         state = [x for values in optimizers[0].state.values() for x in values.values()]
-        held.update(parameters=nbytes(parameters), gradients=nbytes(p.grad for p in parameters), optimizer=nbytes(state))
+        gradients = nbytes(p.grad for p in parameters)
+        held.update(parameters=nbytes(parameters), gradients=gradients, optimizer=nbytes(state))
 
     rloo.average_gradients = note
     torch.optim.AdamW = lambda *args, **kwargs: optimizers.append(adamw(*args, **kwargs)) or optimizers[0]
@@ -80,32 +81,34 @@ def worker(flags: dict, result: str):
 
 
 def main(args: Args):
-    shape = throughput.Args(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Args) if field.name != "output"})
+    shape = throughput.Args(**{name: value for name, value in vars(args).items() if name != "output"})
     found = []
     with tempfile.TemporaryDirectory(prefix="memory-") as temporary:
         folder = Path(temporary)
         in_a_process(write_inputs, folder, shape)
         for i, (processes, options) in enumerate(RUNS):
             total = args.prompts * args.rloo_k
-            flags = {"sft_model_path": folder / "policy", "reward_model_path": folder / "reward", "output_dir": folder / f"out{i}",
+            flags = {"sft_model_path": folder / "policy", "reward_model_path": folder / "reward",
                      "dataset_name": folder / "data", "rloo_k": args.rloo_k, "response_length": args.response_length,
+                     "output_dir": folder / f"out{i}",
                      "max_prompt_length": args.max_prompt, "per_device_train_batch_size": total, "dtype": args.dtype,
                      "local_rollout_forward_batch_size": total, "gradient_accumulation_steps": 1, "num_eval_prompts": 0,
                      "total_episodes": 2 * processes * total, "num_sample_generations": 0, "save_steps": 0, **options}
             job = json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in flags.items()})
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), __file__, "--worker", job,
-                       str(folder / f"result{i}.json")]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
+                       __file__, "--worker", job, str(folder / f"result{i}.json")]
             print(f"{processes} process{'es' * (processes > 1)}: {options}", flush=True)
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
             if done.returncode:
                 sys.exit(f"memory.py: the run failed:\n{done.stderr[-2000:]}")
-            found.append({"processes": processes, "options": options, **json.loads((folder / f"result{i}.json").read_text())})
+            result = json.loads((folder / f"result{i}.json").read_text())
+            found.append({"processes": processes, "options": options, **result})
     Path(args.output).write_text(json.dumps({"args": dataclasses.asdict(args), "found": found}, indent=2) + "\n")
-    print(f"\n{args.shape}, {args.dtype}, {args.prompts} prompts of {args.min_prompt} to {args.max_prompt} tokens x {args.rloo_k} completions "
-          f"of {args.response_length} tokens per process; GiB per process\n")
+    print(f"\n{args.shape}, {args.dtype}, {args.prompts} prompts of {args.min_prompt} to {args.max_prompt} tokens x "
+          f"{args.rloo_k} completions of {args.response_length} tokens per process; GiB per process\n")
     print(f"{'processes':11}{'options':58}{'parameters':>11}{'gradients':>11}{'optimizer':>11}{'peak':>8}")
     for run in found:
-        options = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in run["options"].items())
+        options = " ".join(f"--{name}" + f" {value}" * (value is not True) for name, value in run["options"].items())
         numbers = "".join(f"{run['held'][name] / 2**30:11.3f}" for name in ("parameters", "gradients", "optimizer"))
         print(f"{run['processes']:<11}{options:58}{numbers}{run['peak_gb']:8.2f}")
 
