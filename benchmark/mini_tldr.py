@@ -265,7 +265,7 @@ class Sizes:
     stages: tuple = (8000, 9000, 3000)  # posts for the reward model, GROUP completions each
 
 
-QUICK = Sizes(300, 40, 16, 320, 240, 32, (80, 80, 80))
+QUICK = Sizes(200, 24, 12, 128, 96, 16, (32, 32, 32))
 VOCABULARY = 1024  # tokens
 BATCH = 16  # examples
 GROUP = 6  # completions of one post, all compared with each other
