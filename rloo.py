@@ -545,7 +545,8 @@ def vocabulary_logprobs(hidden, weight, bias, temperature: float) -> torch.Tenso
 
 class TokenLogprobs(torch.autograd.Function):
     """log_softmax(logits / temperature) of some tokens, and the entropy (nats, no gradient) of that softmax, where
-    logits = hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias or None, tokens (N,).
+    logits = hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias (vocabulary,)
+    or None, tokens (N,).
 
     The (N, vocabulary) logits never exist at once: they are made chunk by chunk and once more in backward, where
     ∂ log p(y) / ∂ logits = (onehot(y) - p) / temperature."""
@@ -1472,8 +1473,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, held out")
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
-        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed the "
-                         f"model's {positions} positions: --max_prompt_length {positions - args.response_length} fits")
+        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
+                         f"the model's {positions} positions: --max_prompt_length {positions - args.response_length} "
+                         "fits")
 
     # Where the run begins: at a checkpoint, or at update 0.
     output = Path(args.output_dir)
@@ -1614,7 +1616,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         if not values.isfinite().all():
             newest = next((folder for _, folder in checkpoints(output)), "none")
             raise InputError(f"update {update}: {what} is not finite, the run stops before that is saved; last "
-                             f"checkpoint: {newest}. Lower --learning_rate, or look for extreme rewards in metrics.jsonl")
+                             f"checkpoint: {newest}. Lower --learning_rate, or look for extreme rewards before it")
 
     def clock() -> float:
         if device.type == "cuda":
@@ -1639,136 +1641,135 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         set_random_state(torch.load(resumed / f"rng-{rank}.pt", weights_only=True), device)
     elif resumed:
         transformers.set_seed((args.seed + 2654435761 * rank + update) % 2**32)
-    progress = tqdm(total=num_updates, initial=update, unit="update", dynamic_ncols=True, disable=rank > 0)
     start, stopping = clock(), False
-    while episode < args.total_episodes and not stopping:
-        update += 1
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, episode / args.total_episodes)
-        means, times = Means(), [clock()]
+    with tqdm(total=num_updates, initial=update, unit="update", dynamic_ncols=True, disable=rank > 0) as progress:
+        while episode < args.total_episodes and not stopping:
+            update += 1
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(args, episode / args.total_episodes)
+            means, times = Means(), [clock()]
 
-        # 1. Rollout: k completions of each of B prompts.
-        indices = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
-        batch, rollout_logprobs = complete([train_rows[i] for i in indices], k, args.temperature)
-        require_finite("a log-prob of the rollout", rollout_logprobs)
-        mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
-        times.append(clock())
+            # 1. Rollout: k completions of each of B prompts.
+            indices = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
+            batch, rollout_logprobs = complete([train_rows[i] for i in indices], k, args.temperature)
+            require_finite("a log-prob of the rollout", rollout_logprobs)
+            mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
+            times.append(clock())
 
-        # 2. Log-probs under the reference; without one the KL is 0.
-        ref_logprobs = rollout_logprobs
-        if reference is not None:
-            with lent(reference, args, device):
-                ref_logprobs = logprobs_under(read_reference, batch)
-            require_finite("a log-prob under the reference", ref_logprobs)
-        times.append(clock())
+            # 2. Log-probs under the reference; without one the KL is 0.
+            ref_logprobs = rollout_logprobs
+            if reference is not None:
+                with lent(reference, args, device):
+                    ref_logprobs = logprobs_under(read_reference, batch)
+                require_finite("a log-prob under the reference", ref_logprobs)
+            times.append(clock())
 
-        # 3. Scores.
-        raw_scores, scores_by_name = score(batch)
-        times.append(clock())
+            # 3. Scores.
+            raw_scores, scores_by_name = score(batch)
+            times.append(clock())
 
-        # 4. Rewards and their leave-one-out advantages: (k, B), or (k, B, R) with kl_level=token.
-        kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
-        scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward,
-                              args.reward_clip_range)
-        rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
-        if args.kl_level == "sequence":
-            returns, entries = rlhf_reward, torch.ones_like(ended)
-        else:
-            returns, entries = reward_to_go(scores, kl, args.kl_coef), mask
-        advantages = leave_one_out_advantage(returns)
-        if args.normalize_advantage:  # over those that have a baseline
-            scorable = ~returns.isnan()
-            advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
-        weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
-        means.add("objective/kl", kl.sum(-1))
-        means.add("objective/entropy", -rollout_logprobs.sum(-1))
-        means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
-        means.add("objective/rlhf_reward", rlhf_reward)
+            # 4. Rewards and their leave-one-out advantages: (k, B), or (k, B, R) with kl_level=token.
+            kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
+            scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward,
+                                  args.reward_clip_range)
+            rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
+            if args.kl_level == "sequence":
+                returns, entries = rlhf_reward, torch.ones_like(ended)
+            else:
+                returns, entries = reward_to_go(scores, kl, args.kl_coef), mask
+            advantages = leave_one_out_advantage(returns)
+            if args.normalize_advantage:  # over those that have a baseline
+                scorable = ~returns.isnan()
+                advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
+            weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
+            means.add("objective/kl", kl.sum(-1))
+            means.add("objective/entropy", -rollout_logprobs.sum(-1))
+            means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
+            means.add("objective/rlhf_reward", rlhf_reward)
 
-        # 5. PPO epochs x mini-batches x micro-batches of prompts. With one of each this is REINFORCE.
-        # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look like
-        # a step of the policy. The first mini-batch meets the policy that sampled, so its own forward gives them.
-        old_logprobs = rollout_logprobs.clone()
-        if args.num_mini_batches > 1:
-            with autocast:
-                old_logprobs = logprobs_under(read_policy, batch)
-        for epoch in range(args.num_ppo_epochs):
-            for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
-                for micro in mini.split(micro_batch):
-                    part = batch.prompts(micro)
-                    with autocast:
-                        new, entropy = read_policy(part, args.temperature, layout)
-                    if epoch == step == 0:
-                        old_logprobs[:, micro] = new.detach()
-                        gap = (new.detach() - rollout_logprobs[:, micro]).abs()
-                        means.add("val/rollout_logprob_gap", gap, part.response_mask)
-                    old = old_logprobs[:, micro]
-                    losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
-                                                             args.cliprange, args.cliprange_high)
-                    losses = losses * weight[:, micro]
-                    require_finite("a log-prob in training", new)
-                    require_finite("the loss", losses)
-                    (losses.sum() / (k * mini_batch)).backward()
+            # 5. PPO epochs x mini-batches x micro-batches of prompts. With one of each this is REINFORCE.
+            # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look
+            # like a step of the policy. The first mini-batch meets the policy that sampled: its own forward gives them.
+            old_logprobs = rollout_logprobs.clone()
+            if args.num_mini_batches > 1:
+                with autocast:
+                    old_logprobs = logprobs_under(read_policy, batch)
+            for epoch in range(args.num_ppo_epochs):
+                for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
+                    for micro in mini.split(micro_batch):
+                        part = batch.prompts(micro)
+                        with autocast:
+                            new, entropy = read_policy(part, args.temperature, layout)
+                        if epoch == step == 0:
+                            old_logprobs[:, micro] = new.detach()
+                            gap = (new.detach() - rollout_logprobs[:, micro]).abs()
+                            means.add("val/rollout_logprob_gap", gap, part.response_mask)
+                        old = old_logprobs[:, micro]
+                        losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
+                                                                 args.cliprange, args.cliprange_high)
+                        losses = losses * weight[:, micro]
+                        require_finite("a log-prob in training", new)
+                        require_finite("the loss", losses)
+                        (losses.sum() / (k * mini_batch)).backward()
 
-                    ratio = (new.detach() - old).double().exp()
-                    means.add("loss/policy_avg", losses.detach())
-                    means.add("policy/approxkl_avg", 0.5 * log_ratio**2, entries[:, micro])
-                    means.add("policy/clipfrac_avg", clipped.float(), entries[:, micro])
-                    means.add("policy/entropy_avg", entropy, part.response_mask)
-                    means.add("val/ratio", ratio, part.response_mask)
-                    means.add("val/ratio_squared", ratio**2, part.response_mask)
-                average_gradients(policy.parameters())
-                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                require_finite("the gradient", norm)
-                means.add("grad_norm", norm)
-                optimizer.step()
-                optimizer.zero_grad()
-        times.append(clock())
+                        ratio = (new.detach() - old).double().exp()
+                        means.add("loss/policy_avg", losses.detach())
+                        means.add("policy/approxkl_avg", 0.5 * log_ratio**2, entries[:, micro])
+                        means.add("policy/clipfrac_avg", clipped.float(), entries[:, micro])
+                        means.add("policy/entropy_avg", entropy, part.response_mask)
+                        means.add("val/ratio", ratio, part.response_mask)
+                        means.add("val/ratio_squared", ratio**2, part.response_mask)
+                    average_gradients(policy.parameters())
+                    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+                    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                    require_finite("the gradient", norm)
+                    means.add("grad_norm", norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            times.append(clock())
 
-        # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
-        best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
-        means.add("frac_reward_zero_std", (best == worst).float(), (~raw_scores.isnan()).sum(0) > 1)
-        means.add("objective/scores", raw_scores)
-        means.add("completions/mean_length", mask.sum(-1))
-        means.add("completions/clipped_ratio", (~ended).float())
-        for name, part_scores in scores_by_name.items():
-            means.add(f"rewards/{name}/mean", part_scores)
-        episode, prompts = episode + k * B * world, prompts + B * world
-        busy += times[-1] - times[0]
-        metrics = {"update": update, "episode": episode, "lr": optimizer.param_groups[0]["lr"], **means.means()}
-        metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
-        metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
-        metrics["objective/scores_std"] = mean_and_std(raw_scores, ~raw_scores.isnan())[1].item()
-        for name, part_scores in scores_by_name.items():
-            metrics[f"rewards/{name}/std"] = mean_and_std(part_scores, ~part_scores.isnan())[1].item()
-        for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
-            metrics[f"time/{name}"] = end - begin
-        metrics["eps"] = episode / busy
-        metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
-        metrics["memory/peak_gb"] = peak_memory_gb(device)
-        if update == 1:
-            metrics |= {f"eval_before/{name}": value for name, value in before.items()}
-        if test_rows and (update in evaluations or update == num_updates):
-            after = evaluate(update, modes if update == num_updates else {"sampled": args.temperature})
-            metrics |= {f"eval/{name}": value for name, value in after.items()}
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # no scores, no mean of them
-        metrics_file.write(json.dumps(metrics) + "\n")
-        metrics_file.flush()
-        log(update, metrics)
-        headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
-                    "win": after.get("sampled/win_rate"), "eps": metrics["eps"]}
-        progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
-        progress.update()
+            # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
+            best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
+            means.add("frac_reward_zero_std", (best == worst).float(), (~raw_scores.isnan()).sum(0) > 1)
+            means.add("objective/scores", raw_scores)
+            means.add("completions/mean_length", mask.sum(-1))
+            means.add("completions/clipped_ratio", (~ended).float())
+            for name, part_scores in scores_by_name.items():
+                means.add(f"rewards/{name}/mean", part_scores)
+            episode, prompts = episode + k * B * world, prompts + B * world
+            busy += times[-1] - times[0]
+            metrics = {"update": update, "episode": episode, "lr": optimizer.param_groups[0]["lr"], **means.means()}
+            metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
+            metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
+            metrics["objective/scores_std"] = mean_and_std(raw_scores, ~raw_scores.isnan())[1].item()
+            for name, part_scores in scores_by_name.items():
+                metrics[f"rewards/{name}/std"] = mean_and_std(part_scores, ~part_scores.isnan())[1].item()
+            for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
+                metrics[f"time/{name}"] = end - begin
+            metrics["eps"] = episode / busy
+            metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
+            metrics["memory/peak_gb"] = peak_memory_gb(device)
+            if update == 1:
+                metrics |= {f"eval_before/{name}": value for name, value in before.items()}
+            if test_rows and (update in evaluations or update == num_updates):
+                after = evaluate(update, modes if update == num_updates else {"sampled": args.temperature})
+                metrics |= {f"eval/{name}": value for name, value in after.items()}
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # no scores, no mean
+            metrics_file.write(json.dumps(metrics) + "\n")
+            metrics_file.flush()
+            log(update, metrics)
+            headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
+                        "win": after.get("sampled/win_rate"), "eps": metrics["eps"]}
+            progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
+            progress.update()
 
-        # 7. Checkpoint: now and then, at the end, and where the run is told to stop.
-        stopping = bool(sum_over_ranks(torch.tensor(len(signals), device=device)))
-        if stopping or update == num_updates or args.save_steps and update % args.save_steps == 0:
-            lengths = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
-            state |= {"update": update, "episode": episode, "prompts": prompts, "busy": busy, "bytes": lengths,
-                      "after": after}
-            save_checkpoint(output, state, policy, optimizer, args.save_total_limit, rank)
-    progress.close()
+            # 7. Checkpoint: now and then, at the end, and where the run is told to stop.
+            stopping = bool(sum_over_ranks(torch.tensor(len(signals), device=device)))
+            if stopping or update == num_updates or args.save_steps and update % args.save_steps == 0:
+                lengths = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
+                state |= {"update": update, "episode": episode, "prompts": prompts, "busy": busy, "bytes": lengths,
+                          "after": after}
+                save_checkpoint(output, state, policy, optimizer, args.save_total_limit, rank)
 
     if stopping and episode < args.total_episodes:
         print(f"told to stop after update {update} of {num_updates}; go on by the same command with --resume and "
