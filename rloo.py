@@ -974,6 +974,12 @@ def gather(items: list) -> list:
     return [item for group in zip(*parts) for item in group]
 
 
+def wait_for_all():
+    """Goes on when every process is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def average_gradients(parameters: Iterable[torch.Tensor]):
     """Makes the gradients of replicas their mean. FSDP has done so in backward."""
     gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
@@ -1357,9 +1363,9 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, limit: int, ra
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-        gather([None])  # the folder is there
+        wait_for_all()  # the folder is there
         torch.save(random_state(policy.device), unfinished / f"rng-{rank}.pt")
-        gather([None])  # all have written
+        wait_for_all()  # all have written
         if rank > 0:
             return
         policy.save_pretrained(unfinished, state_dict=weights)
