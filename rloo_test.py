@@ -1635,7 +1635,9 @@ def fixed_completions(policy, prompt_ids, prompt_mask, k, response_length, tempe
     tokens = tokens % 13 * (tokens % 5 > 0)  # 0 is eos
     mask = rloo.mask_after_stop(tokens, stop_ids)
     batch = Batch([{}] * len(prompt_ids), prompt_ids, prompt_mask, tokens, mask)
-    return tokens, rloo.completion_logprobs(policy, batch, temperature, "plain")[0]
+    logprobs = rloo.completion_logprobs(policy, batch, temperature, "plain")[0]
+    assert not any(isinstance(p, rloo.DTensor) for p in policy.parameters())  # FSDP's weights stay gathered in a rollout
+    return tokens, logprobs
 
 
 def worker(rank: int, world: int, port: int, runs: list[dict]):

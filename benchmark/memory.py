@@ -17,35 +17,17 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
-import throughput
-from throughput import ROOT, in_a_process, write_inputs
+from throughput import ROOT, Workload, in_a_process, write_inputs
 
 sys.path.insert(0, str(ROOT))
 
 
 @dataclass
-class Args:
-    """Peak memory of training by rloo.py on one and on two processes."""
+class Args(Workload):
+    """Peak memory of training by rloo.py on one and on two processes; prompts are those of each process."""
 
-    shape: Literal["tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "qwen3-0.6b"] = "pythia-70m"
-    """published shape of policy, reference and reward model"""
-    prompts: int = 4
-    """B: prompts per update of each process"""
-    min_prompt: int = 224
-    """tokens of the shortest prompt"""
-    max_prompt: int = 448
-    """tokens of the longest prompt"""
-    rloo_k: int = 4
-    """k: completions per prompt"""
-    response_length: int = 53
-    """R: tokens per completion"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """what the forwards compute in"""
-    seed: int = 1
-    """of weights and prompts"""
     output: str = "benchmark/memory.json"
     """the numbers"""
 
@@ -81,11 +63,10 @@ def worker(flags: dict, result: str):
 
 
 def main(args: Args):
-    shape = throughput.Args(**{name: value for name, value in vars(args).items() if name != "output"})
     found = []
     with tempfile.TemporaryDirectory(prefix="memory-") as temporary:
         folder = Path(temporary)
-        in_a_process(write_inputs, folder, shape)
+        in_a_process(write_inputs, folder, args)
         for i, (processes, options) in enumerate(RUNS):
             total = args.prompts * args.rloo_k
             flags = {"sft_model_path": folder / "policy", "reward_model_path": folder / "reward",

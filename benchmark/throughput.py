@@ -50,8 +50,8 @@ transformers.logging.disable_progress_bar()
 
 
 @dataclass
-class Args:
-    """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
+class Workload:
+    """What is trained on what: a model of a published shape with random weights, and random prompts."""
 
     shape: Literal["tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "qwen3-0.6b"] = "pythia-70m"
     """published shape of policy, reference and reward model"""
@@ -65,10 +65,18 @@ class Args:
     """k: completions per prompt"""
     response_length: int = 53
     """R: tokens per completion"""
-    micro_batch: int = 0
-    """completions per forward, per backward and per call of generate; 0: all of an update"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """what the forwards compute in"""
+    seed: int = 1
+    """of weights, prompts and sampling"""
+
+
+@dataclass
+class Args(Workload):
+    """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
+
+    micro_batch: int = 0
+    """completions per forward, per backward and per call of generate; 0: all of an update"""
     device: Optional[str] = None
     """cpu or cuda; if not given, cuda if there is one"""
     threads: int = 0
@@ -87,8 +95,6 @@ class Args:
     """let TRL 1.x generate with the static cache"""
     peak_tflops: Optional[float] = None
     """peak of the CUDA device in --dtype, TFLOP/s; if not given, that of a measured matrix product"""
-    seed: int = 1
-    """of weights, prompts and sampling"""
     output: str = "benchmark/throughput.json"
     """all raw numbers; a figure goes beside it, as .png"""
 
@@ -136,7 +142,7 @@ def shape_config(shape: str):
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25})
 
 
-def write_inputs(folder: Path, args: Args) -> dict[str, int]:
+def write_inputs(folder: Path, args: Workload) -> dict[str, int]:
     """Writes policy/, reward/ and data/, for transformers 4.53 as well. Returns the policy's number of parameters: in
     total, of the body (without the embeddings) and of the head."""
     torch.manual_seed(args.seed)
@@ -168,7 +174,7 @@ def write_inputs(folder: Path, args: Args) -> dict[str, int]:
     return {"total": total, "body": total - head * (1 if config.tie_word_embeddings else 2), "head": head}
 
 
-def sample_prompts(args: Args, words: int) -> list[list[int]]:
+def sample_prompts(args: Workload, words: int) -> list[list[int]]:
     """Token ids below `words` of the prompts, of lengths uniform from min_prompt to max_prompt, from the seed."""
     generator = torch.Generator().manual_seed(args.seed)
     lengths = torch.randint(args.min_prompt, args.max_prompt + 1, (args.prompts,), generator=generator).tolist()
