@@ -1810,8 +1810,7 @@ def command_line(argv: Optional[list[str]] = None):
         signals.append(number)
         note.again = time.monotonic() + 2
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         main(parse_args(argv), signals)
     except BrokenPipeError:  # `python rloo.py --help | head`
@@ -1827,6 +1826,9 @@ def command_line(argv: Optional[list[str]] = None):
             raise
         sys.exit(f"rloo.py: out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size "
                  f"and raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
+    finally:  # a second signal while Python shuts down must not change the exit status
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_IGN if signals else handler)
 
 
 if __name__ == "__main__":
