@@ -439,6 +439,12 @@ class Batch(NamedTuple):
         return Batch([self.rows[i] for i in index.tolist()], self.prompt_ids[index], self.prompt_mask[index],
                      self.responses[:, index], self.response_mask[:, index])
 
+    def trimmed(self) -> "Batch":
+        """Without the slots that only padding is in."""
+        p, r = int(self.prompt_mask.sum(-1).max()), int(self.response_mask.sum(-1).max())
+        return Batch(self.rows, self.prompt_ids[:, -p:], self.prompt_mask[:, -p:], self.responses[..., :r],
+                     self.response_mask[..., :r])
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Layout: how prompts and completions become rows of a model
@@ -488,29 +494,43 @@ def folded_sdpa(module, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     return out.reshape(B, heads, n, out.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def plain_hidden(model, batch: Batch) -> torch.Tensor:
+    """`completion_hidden` by one row per completion."""
+    (k, B, r), p = batch.responses.shape, batch.prompt_ids.shape[1]
+    ids = torch.cat([batch.prompt_ids.repeat(k, 1), batch.responses.flatten(0, 1)], dim=1)
+    mask = torch.cat([batch.prompt_mask.repeat(k, 1), batch.response_mask.flatten(0, 1)], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)[0]
+    return hidden[:, p - 1 :].unflatten(0, (k, B))
+
+
+def group_hidden(model, batch: Batch) -> torch.Tensor:
+    """`completion_hidden` by one row per prompt."""
+    (k, B, r), p, device = batch.responses.shape, batch.prompt_ids.shape[1], batch.responses.device
+    ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)
+    steps = torch.arange(r, device=device).repeat_interleave(k)
+    positions = torch.cat([(batch.prompt_mask.cumsum(1) - 1).clamp(min=0), batch.prompt_mask.sum(1, True) + steps], 1)
+    mask = attend(model, group_mask(batch.prompt_mask, k, p + k * r, torch.arange(p + k * r, device=device)))
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+    last_of_prompt = hidden[:, p - 1].expand(k, 1, B, -1).transpose(1, 2)
+    return torch.cat([last_of_prompt, hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
+
+
+CPU_WIDTH = 512  # a group row of a model so wide keeps a CPU busy: it is read alone, without padding to other rows
+
+
 def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
     """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
     slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
 
     The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
-    k, B, _ = batch.responses.shape
-    r = int(batch.response_mask.sum(-1).max())
-    p = int(batch.prompt_mask.sum(-1).max())  # trim the batch to its longest prompt and completion
-    prompt_ids, prompt_mask = batch.prompt_ids[:, -p:], batch.prompt_mask[:, -p:]
-    responses, response_mask = batch.responses[..., :r], batch.response_mask[..., :r]
     if layout == "plain":
-        ids = torch.cat([prompt_ids.repeat(k, 1), responses.flatten(0, 1)], dim=1)
-        mask = torch.cat([prompt_mask.repeat(k, 1), response_mask.flatten(0, 1)], dim=1)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)[0]
-        return hidden[:, p - 1 :].unflatten(0, (k, B))
-    ids = torch.cat([prompt_ids, responses.permute(1, 2, 0).flatten(1)], dim=1)
-    steps = torch.arange(r, device=ids.device).repeat_interleave(k)
-    positions = torch.cat([(prompt_mask.cumsum(1) - 1).clamp(min=0), prompt_mask.sum(1, keepdim=True) + steps], dim=1)
-    mask = attend(model, group_mask(prompt_mask, k, p + k * r, torch.arange(p + k * r, device=ids.device)))
-    hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
-    last_of_prompt = hidden[:, p - 1].expand(k, 1, B, -1).transpose(1, 2)
-    return torch.cat([last_of_prompt, hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
+        return plain_hidden(model, batch.trimmed())
+    index = torch.arange(len(batch.rows), device=batch.responses.device)
+    rows = max(1, (CPU_WIDTH // model.config.get_text_config().hidden_size) ** 2) if index.is_cpu else len(index)
+    parts = [group_hidden(model, batch.prompts(part).trimmed()) for part in index.split(rows)]
+    longest = max(part.shape[2] for part in parts)
+    return torch.cat([F.pad(part, (0, 0, 0, longest - part.shape[2])) for part in parts], dim=1)
 
 
 @torch.no_grad()
@@ -525,7 +545,7 @@ def best_layout(model, P: int, k: int, R: int) -> str:
     responses = ids[:, P:].unflatten(1, (k, R)).transpose(0, 1)
     probe = Batch([{}, {}], ids[:, :P], prompt_mask, responses, torch.ones_like(responses, dtype=torch.bool))
     try:
-        plain, group = (completion_hidden(model, probe, layout).float() for layout in ("plain", "group"))
+        plain, group = (read(model, probe).float() for read in (plain_hidden, group_hidden))
     except (ValueError, TypeError, RuntimeError, NotImplementedError):  # a kernel that takes no such mask
         return "plain"
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1

@@ -310,17 +310,18 @@ def test_group_mask_is_the_documented_picture():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_group_layout_equals_plain_rows(family, attention):
-    """Log-probs, entropies, scores, and gradients of all parameters."""
+def test_group_layout_equals_plain_rows(family, attention, monkeypatch):
+    """Log-probs, entropies, scores, and gradients of all parameters; a row per forward, or all rows, padded."""
     policy, reward, batch = tiny_model(family), tiny_model(family, classifier=True, seed=1), random_batch()
     policy.set_attn_implementation(attention)
     results = []
-    for layout in ("plain", "group"):
+    for layout, width in (("plain", 512), ("group", 512), ("group", 32)):
+        monkeypatch.setattr(rloo, "CPU_WIDTH", width)
         logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7, layout)
         gradient = flat_grad((logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum(), policy)
         results.append((logprobs, entropy, rloo.model_reward(reward, batch, layout), gradient))
-    for plain, group in zip(*results):
-        assert (plain - group).abs().max() < 1e-5 * max(1, plain.abs().max())
+    for plain, *groups in zip(*results):
+        assert all((plain - group).abs().max() < 1e-5 * max(1, plain.abs().max()) for group in groups)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -338,7 +339,7 @@ def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family):
                 "padding": batch._replace(prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(7)))}
     with torch.no_grad():
         for variant in variants.values():
-            rloo.completion_hidden(model, variant, "group")
+            rloo.group_hidden(model, variant)
     base, lane, padding = outputs[0:2], outputs[2:4], outputs[4:6]
     P = batch.prompt_ids.shape[1]
     others = torch.tensor([slot < P or (slot - P) % k != 1 for slot in range(base[0].shape[1])])
