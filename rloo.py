@@ -19,6 +19,7 @@ Masks are boolean, true on what is kept, and are made from positions, never by c
 """
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import io
@@ -29,16 +30,17 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
 import textwrap
 import time
-import zlib
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, make_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Callable, Iterable, Literal, NamedTuple, Optional, Sequence
 
 import numpy as np
@@ -47,32 +49,15 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -88,8 +73,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Flags
+# ---- Flags -----------------------------------------------------------------------------------------------------------
 
 FLAGS_HELP = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
 
@@ -227,9 +211,6 @@ def parse_args(argv: Optional[list[str]] = None) -> Args:
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
-UNFINISHED_ARGS = "args.json.new"  # what a run writes first
-
-
 def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
 
@@ -239,8 +220,7 @@ def resolve_args(args: Args) -> Args:
 
     args = dataclasses.replace(args)
     if args.dataset_name is None:
-        if not MINI_TLDR.is_dir():
-            raise InputError(f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
+        require(MINI_TLDR.is_dir(), f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
         args.dataset_name = str(MINI_TLDR)
         args.sft_model_path = args.sft_model_path or args.model_name_or_path or str(MINI_TLDR / "sft")
         args.judge_fn = args.judge_fn or f"{MINI_TLDR}.py:gold_judge"
@@ -258,11 +238,11 @@ def resolve_args(args: Args) -> Args:
     num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
     args.reward_weights = (1.0,) * num_rewards if args.reward_weights is None else args.reward_weights
 
+    may_be_zero = ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")  # as may a stop_token_id
     for flag in dataclasses.fields(args):
         name, value = flag.name, getattr(args, flag.name)
         if isinstance(value, (int, float)):
             require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be finite and not negative")
-            may_be_zero = ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")
             require(value > 0 or flag.type is not int or name in may_be_zero, f"--{name} {value}: must be at least 1")
     require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: what shall be trained?")
     require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
@@ -281,7 +261,7 @@ def resolve_args(args: Args) -> Args:
     output = Path(args.output_dir)
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    used = existing == output and any(path.name != UNFINISHED_ARGS for path in output.iterdir())
+    used = existing == output and any(path.name != "args.json" for path in output.iterdir())  # that is first
     require(not used or args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on "
             "with that run by --resume: nothing is overwritten")
     require(not used or (output / "args.json").is_file(), f"--output_dir {output}: holds files, but no run to resume")
@@ -292,8 +272,7 @@ def resolve_args(args: Args) -> Args:
     return args
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Data
+# ---- Data ------------------------------------------------------------------------------------------------------------
 
 
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
@@ -304,10 +283,9 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """
     path = Path(name)
     if os.path.isdir(path):  # False for a name that cannot be a path
-        files = [path / f"{split}{suffix}" for suffix in (".jsonl", ".json") if (path / f"{split}{suffix}").is_file()]
-        if not files:
+        path = next((file for file in (path / f"{split}.jsonl", path / f"{split}.json") if file.is_file()), None)
+        if path is None:
             return None
-        path = files[0]
     elif os.path.isfile(path):
         if split != "train":
             return None
@@ -413,9 +391,9 @@ def prompt_order(num_rows: int, seed: int):
         yield from np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
 
 
-def pad(sequences: list[list[int]], pad_id: int, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token lists to ids and mask, both (len(sequences), longest)."""
-    width = max(map(len, sequences))
+def pad(sequences: list[list[int]], pad_id: int, left: bool = False, width: int = 0) -> tuple[torch.Tensor, ...]:
+    """Token lists to ids and mask, both (len(sequences), longest), or `width` wide if that is more."""
+    width = max(width, *map(len, sequences))
     ids = torch.full((len(sequences), width), pad_id)
     mask = torch.zeros((len(sequences), width), dtype=torch.bool)
     for i, sequence in enumerate(sequences):
@@ -446,8 +424,7 @@ class Batch(NamedTuple):
                      self.response_mask[..., :r])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Layout: how prompts and completions become rows of a model
+# ---- Layout: how prompts and completions become rows of a model ------------------------------------------------------
 #
 # group: a row is one prompt and its k completions, interleaved by time. Here P = 2 (one of them padding), k = 2, R = 2:
 #
@@ -469,17 +446,15 @@ def group_mask(prompt_mask: torch.Tensor, k: int, slots: int, queries: torch.Ten
     itself, since softmax needs something to see. prompt_mask (B, P); slot P + t·k + j is token t of completion j."""
     P = prompt_mask.shape[1]
     key, query = torch.arange(slots, device=prompt_mask.device), queries[:, None]
-    step, lane = (key - P).div(k, rounding_mode="floor"), (key - P) % k
-    own = (key >= P) & (lane == (query - P) % k) & (step <= (query - P).div(k, rounding_mode="floor"))
-    prompt = F.pad(prompt_mask, (0, slots - P))[:, None, None] & (key <= query)
-    return prompt | own | (key == query)
+    prompt = F.pad(prompt_mask, (0, slots - P))[:, None, None]
+    own_lane = (key >= P) & ((query - key) % k == 0)
+    return (prompt | own_lane) & (key <= query) | (key == query)
 
 
 def attend(model, mask: torch.Tensor) -> torch.Tensor:
     """A boolean mask as the attention of `model` takes it: as it is, or as something to add to the scores."""
-    if model.config._attn_implementation != "eager":
-        return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    eager = model.config._attn_implementation == "eager"
+    return torch.where(mask, 0.0, torch.finfo(torch.float32).min) if eager else mask
 
 
 def folded_sdpa(module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask, **kwargs):
@@ -489,8 +464,8 @@ def folded_sdpa(module, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     if heads == kv_heads or attention_mask is None or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     groups = heads // kv_heads
-    out = F.scaled_dot_product_attention(query.reshape(B, kv_heads, groups * n, D), key, value, scale=kwargs["scaling"],
-                                         attn_mask=attention_mask.repeat(1, 1, groups, 1))
+    out = F.scaled_dot_product_attention(query.reshape(B, kv_heads, groups * n, D), key, value,
+                                         attn_mask=attention_mask.repeat(1, 1, groups, 1), scale=kwargs.get("scaling"))
     return out.reshape(B, heads, n, out.shape[-1]).transpose(1, 2).contiguous(), None
 
 
@@ -512,18 +487,19 @@ def group_hidden(model, batch: Batch) -> torch.Tensor:
     positions = torch.cat([(batch.prompt_mask.cumsum(1) - 1).clamp(min=0), batch.prompt_mask.sum(1, True) + steps], 1)
     mask = attend(model, group_mask(batch.prompt_mask, k, p + k * r, torch.arange(p + k * r, device=device)))
     hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
-    last_of_prompt = hidden[:, p - 1].expand(k, 1, B, -1).transpose(1, 2)
-    return torch.cat([last_of_prompt, hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
+    last_of_prompt = hidden[:, p - 1].expand(k, B, -1)  # predicts token 0 of every completion
+    return torch.cat([last_of_prompt[:, :, None], hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
 
 
-CPU_WIDTH = 512  # a group row of a model so wide keeps a CPU busy: it is read alone, without padding to other rows
+CPU_WIDTH = 512  # a row of a model so wide keeps a CPU busy alone; the work of a row grows with the square of the width
 
 
 def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
     """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
     slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
 
-    The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
+    The same numbers in either layout. Positions count real tokens, so padding shifts nothing. On a CPU group rows are
+    read few at a time, since then there is less padding."""
     if layout == "plain":
         return plain_hidden(model, batch.trimmed())
     index = torch.arange(len(batch.rows), device=batch.responses.device)
@@ -552,10 +528,9 @@ def best_layout(model, P: int, k: int, R: int) -> str:
     return "group" if (plain - group).norm() < tolerance * plain.norm() else "plain"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Log-probs
+# ---- Log-probs -------------------------------------------------------------------------------------------------------
 
-LOGITS_AT_ONCE = {"cpu": 6 * 2**20, "cuda": 2**26}  # entries of the largest (tokens, vocabulary) block, in float32
+LOGITS_AT_ONCE = {"cpu": 6 * 2**20}  # entries of the largest (tokens, vocabulary) block, float32; elsewhere 2**26
 
 
 def vocabulary_logprobs(hidden, weight, bias, temperature: float) -> torch.Tensor:
@@ -575,12 +550,13 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, tokens, temperature):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.chunk, ctx.temperature, ctx.dtype = max(1, LOGITS_AT_ONCE[device] // len(weight)), temperature, dtype
+        chunk = max(1, LOGITS_AT_ONCE.get(device, 2**26) // len(weight))
+        ctx.chunks, ctx.temperature, ctx.dtype = range(0, len(tokens), chunk), temperature, dtype
         ctx.save_for_backward(hidden, weight, bias, tokens)
         found, entropy = (torch.empty(len(tokens), device=hidden.device) for _ in range(2))
         head = [None if x is None else x.to(dtype) for x in (weight, bias)]
-        for part in torch.arange(len(tokens)).split(ctx.chunk):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
+        for first in ctx.chunks:
+            rows = slice(first, first + ctx.chunks.step)
             logprobs = vocabulary_logprobs(hidden[rows].to(dtype), *head, temperature)
             found[rows] = logprobs.gather(1, tokens[rows, None]).squeeze(1)
             entropy[rows] = -logprobs.exp().mul_(logprobs).nan_to_num_(0.0).sum(-1)  # 0 · log 0 = 0
@@ -593,14 +569,17 @@ class TokenLogprobs(torch.autograd.Function):
         head = [None if x is None else x.to(ctx.dtype) for x in (weight, bias)]
         to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         to_bias = torch.zeros(len(weight), device=weight.device)
-        for part in torch.arange(len(tokens)).split(ctx.chunk):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
+        for first in ctx.chunks:
+            rows = slice(first, first + ctx.chunks.step)
             x = hidden[rows].to(ctx.dtype)
             to_logits = vocabulary_logprobs(x, *head, ctx.temperature).exp_().neg_()
             to_logits.scatter_add_(1, tokens[rows, None], to_logits.new_ones(len(x), 1))
             to_logits = to_logits.mul_(gradient[rows, None] / ctx.temperature).to(ctx.dtype)
             to_hidden[rows] = (to_logits @ head[0]).to(hidden.dtype)
-            to_weight.addmm_(to_logits.t(), x) if ctx.dtype == torch.float32 else to_weight.add_(to_logits.t() @ x)
+            if ctx.dtype == torch.float32:
+                to_weight.addmm_(to_logits.t(), x)
+            else:
+                to_weight += to_logits.t() @ x
             to_bias += to_logits.sum(0)
         return to_hidden, to_weight.to(weight.dtype), None if bias is None else to_bias.to(bias.dtype), None, None
 
@@ -623,8 +602,7 @@ def in_chunks(fn: Callable[[Batch], torch.Tensor], batch: Batch, rows: int) -> t
     return torch.cat([fn(batch.prompts(part)) for part in index.split(max(1, rows // k))], dim=1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Rewards: each is a function of a Batch that returns (k, B) float32, NaN where it does not apply
+# ---- Rewards: each is a function of a Batch that returns (k, B) float32, NaN where it does not apply -----------------
 
 
 def completion_tokens(batch: Batch) -> list[list[int]]:
@@ -652,7 +630,8 @@ def text_reward(model, batch: Batch, tokenizer, decode_fn: Callable, stop_ids: l
     ended = contains_stop(batch.responses, batch.response_mask, stop_ids).flatten().tolist()
     rows, sequences = batch.rows * batch.responses.shape[0], []
     for row, text, end in zip(rows, decode_fn(batch), ended):
-        ids = tokenizer(row["prompt_text"] + text)["input_ids"]
+        templated = row["prompt_text"] != message_text(row["prompt"])  # then the text has its special tokens
+        ids = tokenizer(row["prompt_text"] + text, add_special_tokens=not templated)["input_ids"]
         eos = tokenizer.eos_token_id
         sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
     ids, mask = (x.to(batch.responses.device) for x in pad(sequences, tokenizer.pad_token_id or 0))
@@ -669,12 +648,13 @@ def load_function(spec: str, flag: str) -> Callable:
     source, _, name = spec.rpartition(":")
     if not source:
         raise InputError(f"--{flag} {spec}: must be file.py:function or module:function")
+    path = Path(source)
+    if path.suffix == ".py" and not path.is_file():
+        raise InputError(f"--{flag} {spec}: no file {source}")
     try:
-        if source.endswith(".py"):
-            if not Path(source).is_file():
-                raise InputError(f"--{flag} {spec}: no file {source}")
-            sys.path.append(str(Path(source).resolve().parent))
-            module_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+        if path.suffix == ".py":
+            sys.path.append(str(path.resolve().parent))
+            module_spec = importlib.util.spec_from_file_location(path.stem, path)
             module = importlib.util.module_from_spec(module_spec)
             sys.modules.setdefault(module_spec.name, module)  # dataclasses and pickle look modules up by name
             module_spec.loader.exec_module(module)
@@ -682,8 +662,6 @@ def load_function(spec: str, flag: str) -> Callable:
             sys.path.append(os.getcwd())
             module = importlib.import_module(source)
         function = getattr(module, name)
-    except InputError:
-        raise
     except (Exception, SystemExit) as error:  # user code: whatever it raises is theirs to read, in one line
         raise InputError(f"--{flag} {spec}: cannot be loaded ({type(error).__name__}: {first_line(error)})") from error
     if not callable(function):
@@ -699,13 +677,11 @@ def function_reward(function: Callable, name: str, decode_fn: Callable, batch: B
     """
     k, B, _ = batch.responses.shape
     rows = batch.rows * k
-    columns = {column for row in batch.rows for column in row["columns"]}
-    columns -= {"prompt", "prompts", "completions", "completion_ids"}
+    columns = {c for row in batch.rows for c in row["columns"]} - {"prompt", "prompts", "completions", "completion_ids"}
     given = {column: [row["columns"].get(column) for row in rows] for column in sorted(columns)}
     try:
-        scores = function(prompts=[row["prompt"] for row in rows], completions=decode_fn(batch),
-                          completion_ids=completion_tokens(batch), **given)
-        scores = list(scores)
+        scores = list(function(prompts=[row["prompt"] for row in rows], completions=decode_fn(batch),
+                               completion_ids=completion_tokens(batch), **given))
     except Exception as error:
         raise InputError(f"reward function {name} raised {type(error).__name__}: {first_line(error)}") from error
     if len(scores) != k * B:
@@ -729,8 +705,7 @@ def weighted_sum(scores: list[torch.Tensor], weights: tuple[float, ...]) -> torc
     return total.masked_fill(stacked.isnan().all(0), math.nan)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Rollout
+# ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
 def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: Optional[int]) -> list[int]:
@@ -786,8 +761,10 @@ class GroupCache:
     The caller says which slots the next forward fills, and how many of the slots it sees."""
 
     def __init__(self, slots: int):
-        self.slots, self.filling, self.visible = slots, torch.empty(0, dtype=torch.long), 0
-        self.states: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.slots = slots
+        self.filling: torch.Tensor = torch.empty(0, dtype=torch.long)  # slots of the tokens that are read next
+        self.visible = 0  # they see the slots before this one
+        self.states: dict[int, tuple[torch.Tensor, ...]] = {}  # layer -> keys and values
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args, **kwargs) -> list[torch.Tensor]:
         if layer not in self.states:
@@ -818,7 +795,6 @@ class Decoding(NamedTuple):
     cache: GroupCache
     prompt_mask: torch.Tensor  # (B, P) bool
     step: torch.Tensor  # (1,): t, the number of the tokens sampled last
-    token: torch.Tensor  # (B, k): those tokens
     stopped: torch.Tensor  # (B, k) bool: a stop token has come
     tokens: torch.Tensor  # (B, k, R): all tokens so far
     logprobs: torch.Tensor  # (B, k, R) float32: their log-probs
@@ -827,15 +803,14 @@ class Decoding(NamedTuple):
 def new_decoding(B: int, P: int, k: int, R: int, device: torch.device) -> Decoding:
     zeros = partial(torch.zeros, device=device)
     return Decoding(GroupCache(P + k * R), zeros(B, P, dtype=torch.bool), zeros(1, dtype=torch.long),
-                    zeros(B, k, dtype=torch.long), zeros(B, k, dtype=torch.bool), zeros(B, k, R, dtype=torch.long),
-                    zeros(B, k, R))
+                    zeros(B, k, dtype=torch.bool), zeros(B, k, R, dtype=torch.long), zeros(B, k, R))
 
 
 def read_slots(policy, state: Decoding, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                visible: int) -> torch.Tensor:
     """Hidden states (B, n, H) of the tokens `ids` (B, n), which go into the slots `slots` (n,) of the cache."""
     state.cache.filling, state.cache.visible = slots, visible
-    mask = attend(policy, group_mask(state.prompt_mask, state.token.shape[1], visible, slots))
+    mask = attend(policy, group_mask(state.prompt_mask, state.stopped.shape[1], visible, slots))
     return policy.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=state.cache,
                              use_cache=True)[0]
 
@@ -843,7 +818,6 @@ def read_slots(policy, state: Decoding, ids: torch.Tensor, positions: torch.Tens
 def sample_into(policy, state: Decoding, hidden: torch.Tensor, temperature: float, stop: torch.Tensor):
     """Samples the next token of every completion from `hidden` (B, k, H) and notes it as number `step`."""
     token, logprob = sample(policy.get_output_embeddings()(hidden), temperature)
-    state.token.copy_(token)
     state.tokens.index_copy_(2, state.step, token[..., None])
     state.logprobs.index_copy_(2, state.step, logprob[..., None])
     state.stopped.logical_or_((token[..., None] == stop).any(-1))
@@ -853,11 +827,13 @@ def decode_step(policy, state: Decoding, temperature: float, stop: torch.Tensor,
     """Reads token t of every completion and samples token t + 1.
 
     Tensors of static shapes and addresses, nothing that waits for the device: on CUDA it is captured once as a graph
-    and replayed, and stays valid while the optimizer changes the weights in place."""
-    (B, k), P = state.token.shape, state.prompt_mask.shape[1]
-    slots = P + state.step * k + torch.arange(k, device=state.token.device)
+    and replayed, and stays valid while the optimizer changes the weights in place. visible: slots that may be filled by
+    now; the others would be masked anyway, and cost time."""
+    (B, k), P = state.stopped.shape, state.prompt_mask.shape[1]
+    slots = P + state.step * k + torch.arange(k, device=state.step.device)
     positions = (state.prompt_mask.sum(1, keepdim=True) + state.step).expand(B, k)
-    hidden = read_slots(policy, state, state.token, positions, slots, visible)
+    token = state.tokens.index_select(2, state.step).squeeze(2)
+    hidden = read_slots(policy, state, token, positions, slots, visible)
     state.step.add_(1)
     sample_into(policy, state, hidden, temperature, stop)
 
@@ -882,7 +858,8 @@ def captured_decoding(policy, B: int, P: int, k: int, R: int, temperature: float
 def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
                    temperature: float, stop_ids: list[int], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples k completions of each prompt in the group layout: the prompts are read once, into a cache that has one
-    row per prompt; then each step appends a slot per completion. Arguments and results as in `generate_hf`."""
+    row per prompt; then each step appends a slot per completion. Arguments and results as in `generate_hf`, which alone
+    needs pad_id."""
     (B, P), device, R = prompt_ids.shape, prompt_ids.device, response_length
     if device.type == "cuda" and not isinstance(policy, FSDPModule):  # whose weights do not stay where they are
         state, replay = captured_decoding(policy, B, P, k, R, temperature, tuple(stop_ids))
@@ -903,7 +880,7 @@ def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, 
             replay()
         else:
             with TransposedLinear() if B * k <= 32 and policy.dtype == torch.float32 else nullcontext():
-                decode_step(policy, state, temperature, stop, visible=P + k * (t + 1))  # slots not yet filled cost time
+                decode_step(policy, state, temperature, stop, visible=P + k * (t + 1))
     r = int(state.step) + 1
     return state.tokens[..., :r].transpose(0, 1).clone(), state.logprobs[..., :r].transpose(0, 1).clone()
 
@@ -914,8 +891,8 @@ def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: 
     temperature), at temperature 0 greedily: none of the model's own generation settings (top-k, penalties) apply.
 
     Returns tokens and their log-probs (k, B, r), r ≤ response_length; what follows a stop token means nothing."""
-    config = GenerationConfig(max_new_tokens=response_length, do_sample=temperature > 0, top_k=0, top_p=1.0,
-                              temperature=1.0, eos_token_id=stop_ids, pad_token_id=pad_id)
+    config = transformers.GenerationConfig(max_new_tokens=response_length, do_sample=temperature > 0, temperature=1.0,
+                                           top_k=0, top_p=1.0, eos_token_id=stop_ids, pad_token_id=pad_id)
     distributions: list[torch.Tensor] = []  # at most one: that of the token being sampled
     logprobs = []
 
@@ -925,7 +902,7 @@ def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: 
         distributions.append(F.log_softmax(scores.float() / (temperature or 1.0), dim=-1))
         return distributions[0]
 
-    own_config, policy.generation_config = policy.generation_config, GenerationConfig()
+    own_config, policy.generation_config = policy.generation_config, transformers.GenerationConfig()
     try:
         out = policy.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
                               generation_config=config, logits_processor=[temper_and_record])
@@ -943,34 +920,28 @@ def rollout(policy, engine: Callable, rows: list[dict], k: int, response_length:
 
     Returns the batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked.
     On CUDA prompts are padded to `prompt_slots`, the most that any will need, so that one graph serves all."""
-    prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
-    if policy.device.type == "cuda":
-        missing = max(0, prompt_slots - prompt_ids.shape[1])
-        prompt_ids, prompt_mask = F.pad(prompt_ids, (missing, 0), value=pad_id), F.pad(prompt_mask, (missing, 0))
-    prompt_ids, prompt_mask = prompt_ids.to(policy.device), prompt_mask.to(policy.device)
-    responses, logprobs = [], []
+    width = prompt_slots if policy.device.type == "cuda" else 0
+    padded = pad([row["prompt_ids"] for row in rows], pad_id, left=True, width=width)
+    prompt_ids, prompt_mask = (x.to(policy.device) for x in padded)
     size = max(1, forward_rows // k)
-    for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
-        parts = engine(policy, ids, mask, k, response_length, temperature, stop_ids, pad_id)
-        tokens, logprob = (F.pad(part, (0, response_length - part.shape[-1]), value=pad_id) for part in parts)
-        responses.append(tokens)
-        logprobs.append(logprob)
-    responses = torch.cat(responses, dim=1)
+    parts = [engine(policy, ids, mask, k, response_length, temperature, stop_ids, pad_id)
+             for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size))]
+    responses, logprobs = (torch.cat([F.pad(x, (0, response_length - x.shape[-1]), value=pad_id) for x in found], dim=1)
+                           for found in zip(*parts))
     mask = mask_after_stop(responses, stop_ids)
     batch = Batch(rows, prompt_ids, prompt_mask, responses.masked_fill(~mask, pad_id), mask)
-    return batch, torch.cat(logprobs, dim=1).masked_fill(~mask, 0.0)
+    return batch, logprobs.masked_fill(~mask, 0.0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Processes: one, or as many as torchrun starts, each with prompts of its own
+# ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
 
 
 def start_processes(device: torch.device) -> tuple[int, int]:
     """Rank of this process and how many there are, by torchrun's environment variables."""
     world = int(os.environ.get("WORLD_SIZE", 1))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if world > 1 and not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         except (ValueError, RuntimeError) as error:
@@ -992,12 +963,6 @@ def gather(items: list) -> list:
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, items)
     return [item for group in zip(*parts) for item in group]
-
-
-def wait_for_all():
-    """Goes on when every process is here."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def average_gradients(parameters: Iterable[torch.Tensor]):
@@ -1028,35 +993,43 @@ def shard(model, device: torch.device, dtype: torch.dtype, frozen: bool, offload
     fully_shard(model, reshard_after_forward=frozen, **options)  # the rest is needed again at once, in backward
 
 
-def place(model, args: Args, device: torch.device, dtype: torch.dtype, frozen: bool = False):
-    """Arranges a model that is to be trained, or a frozen one, as the flags of Scale ask."""
-    model.requires_grad_(not frozen)
-    if args.gradient_checkpointing and not frozen:
+def with_weights(model, name: str, function: Callable) -> Callable:
+    """`function(model, ...)` as a function of the rest, made a method of the model. FSDP takes it for the model's
+    forward, and so gathers the weights that are in no layer; any other model has its weights anyway."""
+    setattr(model, name, partial(function, model))
+    fsdp.register_fsdp_forward_method(model, name)
+    return getattr(model, name)
+
+
+def prepare_to_train(model, args: Args, device: torch.device, dtype: torch.dtype):
+    """Arranges a model that is to be trained as the flags ask; before the optimizer is made."""
+    if args.gradient_checkpointing:
         for layer in decoder_layers(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    if args.sharding == "fsdp" and dist.is_initialized():
-        shard(model, device, dtype, frozen, args.offload_reference and frozen)
-    elif args.offload_reference and frozen:
-        model.to("cpu")
+    if args.sharding == "fsdp":
+        shard(model, device, dtype, frozen=False, offload=False)
 
 
-@contextmanager
-def lent(model, args: Args, device: torch.device):
-    """Within it a model that --offload_reference keeps in the CPU's memory is on the device."""
-    moves = args.offload_reference and not isinstance(model, FSDPModule)
-    if moves:
-        model.to(device)
-    yield
-    if moves:
-        model.to("cpu")
+def frozen_reader(model, function: Callable, args: Args, device: torch.device, dtype: torch.dtype) -> Callable:
+    """`function(model, batch)` of a model that is not trained as a function of the batch: without gradient, a chunk at
+    a time. With --offload_reference the model is on the device only meanwhile."""
+    model.requires_grad_(False)
+    sharded, home = args.sharding == "fsdp", "cpu" if args.offload_reference else device
+    if sharded:
+        shard(model, device, dtype, frozen=True, offload=args.offload_reference)
+    else:
+        model.to(home)
+    read = with_weights(model, "read", function)
 
+    def read_batch(batch: Batch) -> torch.Tensor:
+        if not sharded:
+            model.to(device)
+        out = in_chunks(read, batch, args.local_rollout_forward_batch_size)
+        if not sharded:
+            model.to(home)
+        return out
 
-def with_weights(model, function: Callable) -> Callable:
-    """`function(model, ...)` as a function of the rest. FSDP takes it for the model's forward, and so gathers the
-    weights that are in no layer; any other model has its weights anyway."""
-    setattr(model, function.__name__, partial(function, model))
-    register_fsdp_forward_method(model, function.__name__)
-    return getattr(model, function.__name__)
+    return read_batch
 
 
 @contextmanager
@@ -1067,12 +1040,11 @@ def gathered(model):
         module.set_reshard_after_forward(False, recurse=False)
     yield
     for module in sharded:
-        module.set_reshard_after_forward(module is not model, recurse=False)
+        module.set_reshard_after_forward(module is not model, recurse=False)  # as `shard` set it
         module.reshard()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# RLOO maths: tensors in, tensors out
+# ---- RLOO maths: tensors in, tensors out -----------------------------------------------------------------------------
 
 
 def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -1141,12 +1113,11 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
     if advantages.dim() == 2:
         log_ratio = log_ratio.sum(-1)
     ratio = log_ratio.exp()
-    loss = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     per_completion = torch.max(loss, clipped)
     if advantages.dim() == 3:
         per_completion = (per_completion * mask).sum(-1)
-    return per_completion, log_ratio.detach(), clipped.detach() > loss.detach()
+    return per_completion, log_ratio.detach(), clipped > loss
 
 
 class Means(dict):
@@ -1164,8 +1135,7 @@ class Means(dict):
         return {name: total / count for name, (total, count) in zip(self, sums) if count > 0}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Evaluation
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 def reference_batch(rows: list[dict], tokenizer, stop_ids: list[int], positions: int, device: torch.device) -> Batch:
@@ -1201,8 +1171,7 @@ def text_table(header: list[str], rows: list[list[str]], width: int) -> str:
     return "\n".join(lines[:-1])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Loading
+# ---- Loading ---------------------------------------------------------------------------------------------------------
 
 
 def load(auto_class, path: str, flag: str, **options):
@@ -1240,15 +1209,14 @@ def load_tokenizer(args: Args, vocab_size: int):
 
 def load_data(args: Args) -> tuple[list[dict], list[dict]]:
     """Rows to train and to evaluate on; the latter may be none."""
-    name, train_split, test_split = args.dataset_name, args.dataset_train_split, args.dataset_test_split
-    train, test = load_rows(name, train_split), load_rows(name, test_split)
+    name, splits = args.dataset_name, (args.dataset_train_split, args.dataset_test_split)
+    train, test = (load_rows(name, split) for split in splits)
     if train is None:
-        raise InputError(f"--dataset_name {name}: has no split {train_split}; name one by --dataset_train_split")
-    if test is None and args.num_eval_prompts == 0:
-        test = []
-    elif test is None:
-        n = min(100, len(train) // 10)
-        print(f"{name} has no split {test_split}: its last {n} rows are held out to evaluate on")
+        raise InputError(f"--dataset_name {name}: has no split {splits[0]}; name one by --dataset_train_split")
+    if test is None:
+        n = min(100, len(train) // 10) if args.num_eval_prompts else 0
+        if n:
+            print(f"{name} has no split {splits[1]}: its last {n} rows are held out to evaluate on")
         train, test = train[: len(train) - n], train[len(train) - n :]
     return train, test[: args.num_eval_prompts]
 
@@ -1286,14 +1254,13 @@ def load_reward_model(args: Args, tokenizer, vocab_size: int, device: torch.devi
         raise InputError(f"{flag}: {type(model).__name__} has no `score` head on its last token")
     if info["missing_keys"]:
         print(f"{flag}: has no trained reward head; a random one scores, which is good for a smoke test only")
-    rows = model.get_input_embeddings().num_embeddings
-    own = tokenizer
+    rows, own = model.get_input_embeddings().num_embeddings, None
     if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
         own = load(AutoTokenizer, path, "reward_model_path", **options)
-    own_vocab, vocab = own.get_vocab(), tokenizer.get_vocab()
-    same = own_vocab.items() <= vocab.items() and len(own_vocab) >= len(vocab) - 1  # the policy's [PAD] may be new
-    shared = rows >= vocab_size and (same or not own_vocab)
-    if not shared and (own is tokenizer or len(own_vocab) > rows or not own_vocab):
+    words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
+    same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
+    shared = rows >= vocab_size and (same or not words)
+    if not shared and not 0 < len(words) <= rows:
         raise InputError(f"{flag}: has {rows} tokens, which do not fit its tokenizer, or the policy's if it has none")
     return model.to(device).eval(), None if shared else own
 
@@ -1304,28 +1271,19 @@ def positions_of(config) -> int:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """GiB: of this device's memory, or of the process on the CPU (NaN on Windows)."""
+    """GiB: of this device's memory, or of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    try:
-        import resource
-    except ImportError:
-        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints: checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt,
+# ---- Checkpoints: checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt, ---
 # state.json (counters, evaluations, and how long the run's files were) and checksums.json
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    crc = 0
+def checksum(path: Path) -> str:
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return crc
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checkpoints(output: Path) -> list[tuple[int, Path]]:
@@ -1339,7 +1297,7 @@ def newest_checkpoint(output: Path) -> Optional[Path]:
     for _, folder in checkpoints(output):
         try:
             sums = json.loads((folder / "checksums.json").read_text())
-            damaged = [name for name, crc in sums.items() if checksum(folder / name) != crc]
+            damaged = [name for name, expected in sums.items() if checksum(folder / name) != expected]
         except (OSError, ValueError, AttributeError) as error:
             damaged = [first_line(error)]
         if not damaged:
@@ -1363,6 +1321,14 @@ def set_random_state(state: dict, device: torch.device):
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+@contextmanager
+def random_state_kept(device: torch.device):
+    """What is drawn within it does not change what is drawn after it."""
+    state = random_state(device)
+    yield
+    set_random_state(state, device)
+
+
 def sync(path: Path):
     """Waits until a file or the entries of a folder are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -1370,26 +1336,25 @@ def sync(path: Path):
     os.close(handle)
 
 
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # of all ranks, on the first one
+FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # of all ranks, on the first one
 
 
 def save_checkpoint(output: Path, state: dict, policy, optimizer, limit: int, rank: int):
     """Writes checkpoint-<state["update"]> under another name, flushes it and renames it, so that a checkpoint that
-    exists is whole. Then removes all but the newest `limit`. Every rank must call it."""
-    weights = get_model_state_dict(policy, options=FULL)
-    moments = get_optimizer_state_dict(policy, optimizer, options=FULL)
+    exists is whole. Then removes all but the newest `limit`. Every rank must call it; the first one writes."""
+    weights = state_dict.get_model_state_dict(policy, options=FULL)
+    moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
+    random_states = gather([random_state(policy.device)])
+    if rank > 0:
+        return
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
     try:
-        if rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-        wait_for_all()  # the folder is there
-        torch.save(random_state(policy.device), unfinished / f"rng-{rank}.pt")
-        wait_for_all()  # all have written
-        if rank > 0:
-            return
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
         policy.save_pretrained(unfinished, state_dict=weights)
         torch.save(moments, unfinished / "optimizer.pt")
+        for i, of_rank in enumerate(random_states):
+            torch.save(of_rank, unfinished / f"rng-{i}.pt")
         (unfinished / "state.json").write_text(json.dumps(state))
         sums = {path.name: checksum(path) for path in unfinished.iterdir()}
         (unfinished / "checksums.json").write_text(json.dumps(sums))
@@ -1409,11 +1374,11 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, limit: int, ra
 
 def load_optimizer(folder: Path, policy, optimizer):
     """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    set_optimizer_state_dict(policy, optimizer, saved, options=StateDictOptions(full_state_dict=True))
-    for group, own in zip(optimizer.param_groups, settings):
-        group.update(own)
+    full = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=full)
+    for group in optimizer.param_groups:
+        group.update(optimizer.defaults)
 
 
 def open_at(path: Path, length: int, rank: int):
@@ -1422,11 +1387,10 @@ def open_at(path: Path, length: int, rank: int):
         return open(os.devnull, "w")
     with open(path, "ab") as file:
         file.truncate(min(length, file.tell()))
-    return open(path, "a", encoding="utf-8")
+    return open(path, "a", encoding="utf-8", buffering=1)  # every line is on its way to the disk at once
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Main
+# ---- Main ------------------------------------------------------------------------------------------------------------
 
 
 def learning_rate(args: Args, progress: float) -> float:
@@ -1441,19 +1405,18 @@ def learning_rate(args: Args, progress: float) -> float:
 def tracker(args: Args, run_id: str) -> Callable[..., None]:
     """A function log(step, metrics, samples=()) to Weights & Biases, if --track asks for it. If the service fails,
     that is said once, and the run goes on without."""
-    alive, started = args.track, False
+    alive, wandb = args.track, None
 
     def log(step: int, metrics: dict, samples: Sequence[dict] = ()):
-        nonlocal alive, started
+        nonlocal alive, wandb
         if not alive:
             return
         try:
-            import wandb
+            if wandb is None:
+                import wandb
 
-            if not started:
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
                            dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
-                started = True
             if samples:
                 table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
                 metrics = metrics | {"completions": table}
@@ -1476,11 +1439,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     transformers.set_seed(args.seed)
     device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
     rank, world = start_processes(device)
-    args.output_dir = gather([args.output_dir])[0]  # with a time in it ranks may differ
+    output = Path(gather([args.output_dir])[0])  # with a time in it ranks may differ
+    args.output_dir = str(output)
     if args.sharding == "fsdp" and world == 1:
         print("--sharding fsdp: one process holds everything, torchrun starts more")
-    half = dtype != torch.float32 and not (args.sharding == "fsdp" and world > 1)  # FSDP gathers weights in dtype
-    autocast = torch.autocast(device.type, dtype) if half else nullcontext()
+        args.sharding = "ddp"
 
     # An update is B prompts with k completions each, on every rank: mini-batches, then micro-batches of prompts.
     micro_batch = args.per_device_train_batch_size // k
@@ -1489,7 +1452,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     # Functions and data first: they are quick to load and the likeliest to be wrong.
     functions = {spec: load_function(spec, "reward_fns") for spec in args.reward_fns}
-    judge_function = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
+    judge = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
     train_rows, test_rows = load_data(args)
     config = load(AutoConfig, args.sft_model_path, "sft_model_path", trust_remote_code=args.trust_remote_code)
     vocab_size, positions = config.get_text_config().vocab_size, positions_of(config)
@@ -1504,20 +1467,21 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                          "fits")
 
     # Where the run begins: at a checkpoint, or at update 0.
-    output = Path(args.output_dir)
+    run = SimpleNamespace(update=0, episode=0, prompts=0, seconds=0.0, before={}, after={},
+                          bytes={"metrics.jsonl": 0, "completions.jsonl": 0}, run_id=f"{output.name}-{time.time_ns()}")
     resumed = gather([newest_checkpoint(output) if args.resume and rank == 0 else None])[0]
-    state = {"update": 0, "episode": 0, "prompts": 0, "busy": 0.0,
-             "bytes": {"metrics.jsonl": 0, "completions.jsonl": 0}, "run_id": f"{output.name}-{time.time_ns()}"}
-    if args.resume and not resumed and checkpoints(output):
-        raise InputError(f"--resume: no checkpoint in {output} is whole; nothing is overwritten: name a new folder")
     if resumed:
-        state = json.loads((resumed / "state.json").read_text())
+        run = SimpleNamespace(**json.loads((resumed / "state.json").read_text()))
         print(f"resumed from {resumed}")
+    elif args.resume and checkpoints(output):
+        raise InputError(f"--resume: no checkpoint in {output} is whole; nothing is overwritten: name a new folder")
 
-    # Models. The policy's weights stay float32: training casts them where it computes in bfloat16, rollouts use a copy.
-    policy = load_policy(args, str(resumed or args.sft_model_path), device, torch.float32)
-    sampler = load_policy(args, args.sft_model_path, device, dtype) if half else policy
-    reference = load_policy(args, args.sft_model_path, device, dtype) if args.kl_coef else None
+    # The policy. Its weights stay float32: training casts them where it computes in bfloat16, rollouts use a copy.
+    policy = sampler = load_policy(args, str(resumed or args.sft_model_path), device, torch.float32)
+    autocast = nullcontext()
+    if dtype != torch.float32 and args.sharding == "ddp":  # FSDP gathers weights in dtype
+        autocast = torch.autocast(device.type, dtype)
+        sampler = load_policy(args, args.sft_model_path, device, dtype)
     stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
 
     def layout_of(model, path: str) -> str:
@@ -1528,50 +1492,39 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     layout = layout_of(policy, args.sft_model_path)
     engine = generate_group if args.rollout_engine == "group" and layout == "group" else generate_hf
-    pad_id, forward_rows = tokenizer.pad_token_id, args.local_rollout_forward_batch_size
-    place(policy, args, device, dtype)
-    sample_from, read_policy = with_weights(sampler, rollout), with_weights(policy, completion_logprobs)
+    prepare_to_train(policy, args, device, dtype)
+    sample_from = with_weights(sampler, "rollout", rollout)
+    read_policy = with_weights(policy, "logprobs", completion_logprobs)
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
     if resumed:
         load_optimizer(resumed, policy, optimizer)
 
-    def texts(batch: Batch) -> list[str]:
-        return decode(batch, tokenizer, stop_ids)
-
     def complete(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
         if sampler is not policy:
-            with torch.no_grad():
-                torch._foreach_copy_(list(sampler.parameters()), list(policy.parameters()))
+            sampler.load_state_dict(policy.state_dict())  # in place: a captured graph stays valid
         with gathered(sampler):
-            return sample_from(engine, rows, k, args.response_length, temperature, stop_ids, pad_id, forward_rows,
-                               longest)
+            return sample_from(engine, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
+                               args.local_rollout_forward_batch_size, longest)
 
-    def logprobs_under(read: Callable, batch: Batch) -> torch.Tensor:
-        return in_chunks(lambda part: read(part, args.temperature, layout)[0], batch, forward_rows)
+    texts = partial(decode, tokenizer=tokenizer, stop_ids=stop_ids)
 
-    if reference is not None:
-        place(reference, args, device, dtype, frozen=True)
-        read_reference = with_weights(reference, completion_logprobs)
+    # The reference and the rewards, each a function of a batch.
+    if args.kl_coef:
+        read = lambda model, batch: completion_logprobs(model, batch, args.temperature, layout)[0]
+        read_reference = frozen_reader(load_policy(args, args.sft_model_path, device, dtype), read, args, device, dtype)
     rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
     if args.reward_model_path:
         reward_model, reward_tokenizer = load_reward_model(args, tokenizer, vocab_size, device, dtype)
         if reward_tokenizer is None:
-            if longest + args.response_length > positions_of(reward_model.config):
+            positions = min(positions, positions_of(reward_model.config))
+            if longest + args.response_length > positions:
                 raise InputError(f"--reward_model_path {args.reward_model_path}: the longest prompt and completion, "
                                  f"{longest + args.response_length} tokens, exceed its positions")
-            positions = min(positions, positions_of(reward_model.config))
-            read, options = model_reward, {"layout": layout_of(reward_model, args.reward_model_path)}
+            read = partial(model_reward, layout=layout_of(reward_model, args.reward_model_path))
         else:
-            read, options = text_reward, {"tokenizer": reward_tokenizer, "decode_fn": texts, "stop_ids": stop_ids}
-        place(reward_model, args, device, dtype, frozen=True)
-        read_reward = partial(with_weights(reward_model, read), **options)
-
-        def reward_of_model(batch: Batch) -> torch.Tensor:
-            with lent(reward_model, args, device):
-                return in_chunks(read_reward, batch, forward_rows)
-
-        rewards["reward_model"] = reward_of_model
+            read = partial(text_reward, tokenizer=reward_tokenizer, decode_fn=texts, stop_ids=stop_ids)
+        rewards["reward_model"] = frozen_reader(reward_model, read, args, device, dtype)
     for spec, function in functions.items():
         name = spec.rpartition(":")[2]
         rewards[spec if name in rewards else name] = partial(function_reward, function, spec, texts)
@@ -1584,64 +1537,60 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
-        (output / UNFINISHED_ARGS).write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
-        os.replace(output / UNFINISHED_ARGS, output / "args.json")
-    metrics_file, completions_file = (open_at(output / name, length, rank) for name, length in state["bytes"].items())
-    log = tracker(args if rank == 0 else dataclasses.replace(args, track=False), state["run_id"])
+        (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    metrics_file, completions_file = (open_at(output / name, length, rank) for name, length in run.bytes.items())
+    log = tracker(args if rank == 0 else dataclasses.replace(args, track=False), run.run_id)
 
     # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge. Each rank does its part.
-    graders = {"": lambda batch: score(batch)[0]}  # by the prefix of its metrics
-    if judge_function is not None:
-        graders["judge_"] = partial(function_reward, judge_function, args.judge_fn, texts)
+    def grade(batch: Batch) -> dict[str, torch.Tensor]:
+        """Scores (k, B) by the prefix of their metrics."""
+        judged = {} if judge is None else {"judge_": function_reward(judge, args.judge_fn, texts, batch)}
+        return {"": score(batch)[0], **judged}
+
+    # Ranks take equally many rows; the surplus is cut off in evaluate.
     own_rows = (test_rows + test_rows[:1] * (-len(test_rows) % world))[rank::world]
-    without = sum(row["reference"] is None for row in test_rows)
-    grades_of_references = {}
-    if test_rows and without == 0:
-        references = reference_batch(own_rows, tokenizer, stop_ids, positions, device)
-        saved = random_state(device)
-        grades_of_references = {name: grader(references) for name, grader in graders.items()}
-        set_random_state(saved, device)
-    elif without:
+    without, reference_grades = sum(row["reference"] is None for row in test_rows), {}
+    if without:
         print(f"{without} of {len(test_rows)} held-out rows have no reference (`completion`): no win rates")
+    elif test_rows:
+        with random_state_kept(device):
+            reference_grades = grade(reference_batch(own_rows, tokenizer, stop_ids, positions, device))
 
-    def evaluate(update: int, modes: dict[str, float]) -> dict[str, float]:
-        """Mean grades of completions sampled at each mode's temperature, and their win rates against the references.
+    def evaluate(greedy: bool) -> dict[str, float]:
+        """Mean grades of completions, sampled and perhaps greedy ones, and their win rates against the references.
 
-        Shows a few completions of the first mode and keeps all of them in completions.jsonl. Training does not notice:
+        Shows a few of the sampled ones and keeps all of them in completions.jsonl. Training does not notice:
         the random state is put back. Every evaluation draws the same random numbers."""
         metrics = {}
-        for mode, temperature in modes.items():
-            saved = random_state(device)
-            transformers.set_seed(args.seed)
-            batch, _ = complete(own_rows, 1, temperature)
-            grades = {f"{name}score": grader(batch) for name, grader in graders.items()}
-            set_random_state(saved, device)
-            for name, references_grade in grades_of_references.items():
-                grades[f"{name}win_rate"] = wins(grades[f"{name}score"], references_grade)
-            grades["length"] = batch.response_mask.sum(-1).double()
-            found = gather(list(zip(texts(batch), *(grade[0].tolist() for grade in grades.values()))))
-            completions, *columns = zip(*found[: len(test_rows)])
-            for name, column in zip(grades, columns):
-                metrics[f"{mode}/{name}"] = torch.tensor(column).double().nanmean().item()
-            samples = [{"update": update, "mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
-                        "reference": (row["reference"] or "").strip(), "score": None if math.isnan(grade) else grade}
-                       for row, text, grade in zip(test_rows, completions, columns[0])]
+        for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
+            with random_state_kept(device):
+                transformers.set_seed(args.seed)
+                batch, _ = complete(own_rows, 1, temperature)
+                grades = grade(batch)
+            columns = {f"{name}score": scores for name, scores in grades.items()}
+            columns |= {f"{name}win_rate": wins(grades[name], own) for name, own in reference_grades.items()}
+            columns["length"] = batch.response_mask.sum(-1).double()
+            found = gather(list(zip(texts(batch), *(column[0].tolist() for column in columns.values()))))
+            completions, *values = zip(*found[: len(test_rows)])
+            metrics |= {f"{mode}/{name}": torch.tensor(column).double().nanmean().item()
+                        for name, column in zip(columns, values)}
+            samples = [{"update": run.update, "mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
+                        "reference": (row["reference"] or "").strip(), "score": None if math.isnan(value) else value}
+                       for row, text, value in zip(test_rows, completions, values[0])]
             completions_file.writelines(json.dumps(sample) + "\n" for sample in samples)
-            completions_file.flush()
-            if mode == next(iter(modes)):
-                cells = [["…" + sample["prompt"][-160:], sample["completion"], sample["reference"], f"{grade:.2f}"]
-                         for sample, grade in zip(samples[:3], columns[0])]
-                if rank == 0:
-                    width = shutil.get_terminal_size().columns - 1
-                    tqdm.write(f"\nHeld-out completions after {update} of {num_updates} updates ({mode}):\n")
-                    tqdm.write(text_table(["prompt", "completion", "reference", "score"], cells, width) + "\n")
-                log(update, {}, samples)
+            if mode == "sampled":
+                cells = [["…" + sample["prompt"][-160:], sample["completion"], sample["reference"], f"{value:.2f}"]
+                         for sample, value in zip(samples[:3], values[0])]
+                table = text_table(["prompt", "completion", "reference", "score"], cells,
+                                   width=shutil.get_terminal_size().columns - 1)
+                tqdm.write(f"\nHeld-out completions after {run.update} of {num_updates} updates ({mode}):\n\n{table}\n")
+                log(run.update, {}, samples)
         return metrics
 
     def require_finite(what: str, values: torch.Tensor):
         if not values.isfinite().all():
-            newest = next((folder for _, folder in checkpoints(output)), "none")
-            raise InputError(f"update {update}: {what} is not finite, the run stops before that is saved; last "
+            _, newest = next(iter(checkpoints(output)), (0, "none"))
+            raise InputError(f"update {run.update}: {what} is not finite, the run stops before that is saved; last "
                              f"checkpoint: {newest}. Lower --learning_rate, or look for extreme rewards before it")
 
     def clock() -> float:
@@ -1649,30 +1598,23 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    update, episode, prompts, busy = (state[name] for name in ("update", "episode", "prompts", "busy"))
-    num_updates = update + math.ceil(max(0, args.total_episodes - episode) / (k * B * world))
+    num_updates = run.update + math.ceil(max(0, args.total_episodes - run.episode) / (k * B * world))
     size = sum(parameter.numel() for parameter in policy.parameters())
     print(f"{size:,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} prompts x {k} "
           f"completions, on {f'{world} x ' * (world > 1)}{device}, into {output}")
-    modes = {"sampled": args.temperature, "greedy": 0.0}
-    if update == 0:
-        state["before"] = state["after"] = evaluate(0, modes) if test_rows else {}
-    before, after = state["before"], state["after"]
+    if run.update == 0 and test_rows:
+        run.before = run.after = evaluate(greedy=True)
     between = args.num_sample_generations + 1
     evaluations = {round(num_updates * i / between) for i in range(1, between)}
-    order = itertools.islice(prompt_order(len(train_rows), args.seed), prompts, None)
-    if rank > 0:  # the first rank goes on with the seed as it is
-        transformers.set_seed((args.seed + 2654435761 * rank) % 2**32)
+    order = itertools.islice(prompt_order(len(train_rows), args.seed), run.prompts, None)
+    transformers.set_seed((args.seed + 2654435761 * rank + run.update) % 2**32)  # ranks differ
     if resumed and (resumed / f"rng-{rank}.pt").is_file():
         set_random_state(torch.load(resumed / f"rng-{rank}.pt", weights_only=True), device)
-    elif resumed:
-        transformers.set_seed((args.seed + 2654435761 * rank + update) % 2**32)
     start, stopping = clock(), False
-    with tqdm(total=num_updates, initial=update, unit="update", dynamic_ncols=True, disable=rank > 0) as progress:
-        while episode < args.total_episodes and not stopping:
-            update += 1
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, episode / args.total_episodes)
+    with tqdm(total=num_updates, initial=run.update, unit="update", dynamic_ncols=True, disable=rank > 0) as progress:
+        while run.episode < args.total_episodes and not stopping:
+            run.update += 1
+            optimizer.param_groups[0]["lr"] = learning_rate(args, run.episode / args.total_episodes)
             means, times = Means(), [clock()]
 
             # 1. Rollout: k completions of each of B prompts.
@@ -1683,11 +1625,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             times.append(clock())
 
             # 2. Log-probs under the reference; without one the KL is 0.
-            ref_logprobs = rollout_logprobs
-            if reference is not None:
-                with lent(reference, args, device):
-                    ref_logprobs = logprobs_under(read_reference, batch)
-                require_finite("a log-prob under the reference", ref_logprobs)
+            ref_logprobs = read_reference(batch) if args.kl_coef else rollout_logprobs
+            require_finite("a log-prob under the reference", ref_logprobs)
             times.append(clock())
 
             # 3. Scores.
@@ -1708,10 +1647,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 scorable = ~returns.isnan()
                 advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
             weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
-            means.add("objective/kl", kl.sum(-1))
-            means.add("objective/entropy", -rollout_logprobs.sum(-1))
-            means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
-            means.add("objective/rlhf_reward", rlhf_reward)
 
             # 5. PPO epochs x mini-batches x micro-batches of prompts. With one of each this is REINFORCE.
             # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look
@@ -1719,7 +1654,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             old_logprobs = rollout_logprobs.clone()
             if args.num_mini_batches > 1:
                 with autocast:
-                    old_logprobs = logprobs_under(read_policy, batch)
+                    old_logprobs = in_chunks(lambda part: read_policy(part, args.temperature, layout)[0], batch,
+                                             args.local_rollout_forward_batch_size)
             for epoch in range(args.num_ppo_epochs):
                 for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
                     for micro in mini.split(micro_batch):
@@ -1757,14 +1693,19 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
             best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
             means.add("frac_reward_zero_std", (best == worst).float(), (~raw_scores.isnan()).sum(0) > 1)
-            means.add("objective/scores", raw_scores)
-            means.add("completions/mean_length", mask.sum(-1))
-            means.add("completions/clipped_ratio", (~ended).float())
-            for name, part_scores in scores_by_name.items():
-                means.add(f"rewards/{name}/mean", part_scores)
-            episode, prompts = episode + k * B * world, prompts + B * world
-            busy += times[-1] - times[0]
-            metrics = {"update": update, "episode": episode, "lr": optimizer.param_groups[0]["lr"], **means.means()}
+            for name, values in {
+                "objective/kl": kl.sum(-1), "objective/non_score_reward": -args.kl_coef * kl.sum(-1),
+                "objective/entropy": -rollout_logprobs.sum(-1), "objective/rlhf_reward": rlhf_reward,
+                "objective/scores": raw_scores,
+                "completions/mean_length": mask.sum(-1), "completions/clipped_ratio": (~ended).float(),
+                **{f"rewards/{name}/mean": scores for name, scores in scores_by_name.items()},
+            }.items():
+                means.add(name, values)
+            run.episode += k * B * world
+            run.prompts += B * world
+            run.seconds += times[-1] - times[0]
+            metrics = {"update": run.update, "episode": run.episode, "lr": optimizer.param_groups[0]["lr"]}
+            metrics |= means.means()
             metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
             metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
             metrics["objective/scores_std"] = mean_and_std(raw_scores, ~raw_scores.isnan())[1].item()
@@ -1772,49 +1713,47 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 metrics[f"rewards/{name}/std"] = mean_and_std(part_scores, ~part_scores.isnan())[1].item()
             for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
                 metrics[f"time/{name}"] = end - begin
-            metrics["eps"] = episode / busy
+            metrics["eps"] = run.episode / run.seconds
             metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
             metrics["memory/peak_gb"] = peak_memory_gb(device)
-            if update == 1:
-                metrics |= {f"eval_before/{name}": value for name, value in before.items()}
-            if test_rows and (update in evaluations or update == num_updates):
-                after = evaluate(update, modes if update == num_updates else {"sampled": args.temperature})
-                metrics |= {f"eval/{name}": value for name, value in after.items()}
+            if run.update == 1:
+                metrics |= {f"eval_before/{name}": value for name, value in run.before.items()}
+            last = run.update == num_updates
+            if test_rows and (last or run.update in evaluations):
+                run.after = evaluate(greedy=last)
+                metrics |= {f"eval/{name}": value for name, value in run.after.items()}
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # no scores, no mean
             metrics_file.write(json.dumps(metrics) + "\n")
-            metrics_file.flush()
-            log(update, metrics)
+            log(run.update, metrics)
             headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
-                        "win": after.get("sampled/win_rate"), "eps": metrics["eps"]}
+                        "win": run.after.get("sampled/win_rate"), "eps": metrics["eps"]}
             progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
             progress.update()
 
             # 7. Checkpoint: now and then, at the end, and where the run is told to stop.
             stopping = bool(sum_over_ranks(torch.tensor(len(signals), device=device)))
-            if stopping or update == num_updates or args.save_steps and update % args.save_steps == 0:
-                lengths = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
-                state |= {"update": update, "episode": episode, "prompts": prompts, "busy": busy, "bytes": lengths,
-                          "after": after}
-                save_checkpoint(output, state, policy, optimizer, args.save_total_limit, rank)
+            if stopping or last or args.save_steps and run.update % args.save_steps == 0:
+                run.bytes = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
+                save_checkpoint(output, vars(run), policy, optimizer, args.save_total_limit, rank)
 
-    if stopping and episode < args.total_episodes:
-        print(f"told to stop after update {update} of {num_updates}; go on by the same command with --resume and "
+    if stopping and run.episode < args.total_episodes:
+        print(f"told to stop after update {run.update} of {num_updates}; go on by the same command with --resume and "
               f"--output_dir {output}")
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-    weights = get_model_state_dict(policy, options=FULL)
+    weights = state_dict.get_model_state_dict(policy, options=FULL)
     if rank == 0:
         policy.save_pretrained(output, state_dict=weights)
         tokenizer.save_pretrained(output)
     if test_rows:
         print(f"\nOn {len(test_rows)} held-out prompts (win rates are against the references):\n")
         print(f"{'':24}{'before':>9}{'after':>9}{'gained':>9}")
-        for name, value in after.items():
-            was = before.get(name, math.nan)  # not asked for when the run began
+        for name, value in run.after.items():
+            was = run.before.get(name, math.nan)  # not asked for when the run began
             print(f"{name:24}{was:9.3f}{value:9.3f}{value - was:+9.3f}")
-    print(f"\n{episode:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer: {output}")
+    print(f"\n{run.episode:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer: {output}")
     metrics_file.close()
     completions_file.close()
-    return {"before": before, "after": after}
+    return {"before": run.before, "after": run.after}
 
 
 def command_line(argv: Optional[list[str]] = None):
@@ -1835,6 +1774,8 @@ def command_line(argv: Optional[list[str]] = None):
         main(parse_args(argv), signals)
     except BrokenPipeError:  # `python rloo.py --help | head`
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except InputError as error:
         sys.exit(f"rloo.py: {error}")
     except OSError as error:

@@ -1533,7 +1533,7 @@ def test_resume_overwrites_nothing_where_no_checkpoint_is_whole_and_begins_where
         train(**flags, resume=True)
     assert snapshot(tmp_path) == before
     (tmp_path / "early").mkdir()
-    (tmp_path / "early" / "args.json.new").write_text("{")  # killed in its first moment
+    (tmp_path / "early" / "args.json").write_text("{")  # killed in its first moment
     assert len(train(**{**flags, "output_dir": str(tmp_path / "early")})[0]) == 4
 
 
