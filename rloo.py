@@ -54,7 +54,6 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -533,9 +532,9 @@ def best_layout(model, P: int, k: int, R: int) -> str:
 LOGITS_AT_ONCE = {"cpu": 6 * 2**20}  # entries of the largest (tokens, vocabulary) block, float32; elsewhere 2**26
 
 
-def vocabulary_logprobs(hidden, weight, bias, temperature: float) -> torch.Tensor:
-    """log_softmax(logits / temperature), (N, vocabulary) float32, of logits = hidden · weightᵀ + bias."""
-    return F.log_softmax(F.linear(hidden, weight, bias).float().div_(temperature), dim=-1)
+def tempered_logits(hidden, weight, bias, temperature: float) -> torch.Tensor:
+    """(hidden · weightᵀ + bias) / temperature, (N, vocabulary) float32."""
+    return F.linear(hidden, weight, bias).float().div_(temperature)
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -557,7 +556,7 @@ class TokenLogprobs(torch.autograd.Function):
         head = [None if x is None else x.to(dtype) for x in (weight, bias)]
         for first in ctx.chunks:
             rows = slice(first, first + ctx.chunks.step)
-            logprobs = vocabulary_logprobs(hidden[rows].to(dtype), *head, temperature)
+            logprobs = F.log_softmax(tempered_logits(hidden[rows].to(dtype), *head, temperature), dim=-1)
             found[rows] = logprobs.gather(1, tokens[rows, None]).squeeze(1)
             entropy[rows] = -logprobs.exp().mul_(logprobs).nan_to_num_(0.0).sum(-1)  # 0 · log 0 = 0
         ctx.mark_non_differentiable(entropy)
@@ -568,20 +567,21 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens = ctx.saved_tensors
         head = [None if x is None else x.to(ctx.dtype) for x in (weight, bias)]
         to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        to_bias = torch.zeros(len(weight), device=weight.device)
+        to_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        scale = gradient[:, None] / ctx.temperature
         for first in ctx.chunks:
             rows = slice(first, first + ctx.chunks.step)
             x = hidden[rows].to(ctx.dtype)
-            to_logits = vocabulary_logprobs(x, *head, ctx.temperature).exp_().neg_()
-            to_logits.scatter_add_(1, tokens[rows, None], to_logits.new_ones(len(x), 1))
-            to_logits = to_logits.mul_(gradient[rows, None] / ctx.temperature).to(ctx.dtype)
+            to_logits = F.softmax(tempered_logits(x, *head, ctx.temperature), dim=-1).mul_(-scale[rows])
+            to_logits = to_logits.scatter_add_(1, tokens[rows, None], scale[rows]).to(ctx.dtype)
             to_hidden[rows] = (to_logits @ head[0]).to(hidden.dtype)
             if ctx.dtype == torch.float32:
                 to_weight.addmm_(to_logits.t(), x)
             else:
                 to_weight += to_logits.t() @ x
-            to_bias += to_logits.sum(0)
-        return to_hidden, to_weight.to(weight.dtype), None if bias is None else to_bias.to(bias.dtype), None, None
+            if bias is not None:
+                to_bias += to_logits.sum(0)
+        return to_hidden, to_weight.to(weight.dtype), to_bias if bias is None else to_bias.to(bias.dtype), None, None
 
 
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
@@ -777,16 +777,19 @@ class GroupCache:
         return 0  # some models ask, to make positions that they are given anyway
 
 
-class TransposedLinear(TorchFunctionMode):
+@contextmanager
+def transposed_linear(use: bool):
     """Within it x Wᵀ is computed as (W xᵀ)ᵀ: in float32 on a CPU two to three times faster where x has few rows."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return (self.linear if function is F.linear else function)(*args, **(kwargs or {}))
-
-    @staticmethod
     def linear(input, weight, bias=None):
         out = (weight @ input.flatten(0, -2).t()).t().contiguous().unflatten(0, input.shape[:-1])
         return out if bias is None else out.add_(bias)
+
+    stock, F.linear = F.linear, linear if use else F.linear
+    try:
+        yield
+    finally:
+        F.linear = stock
 
 
 class Decoding(NamedTuple):
@@ -873,13 +876,13 @@ def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, 
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)[:, first:]
     hidden = read_slots(policy, state, prompt_ids[:, first:], positions, torch.arange(first, P, device=device), P)
     sample_into(policy, state, hidden[:, -1:].expand(-1, k, -1), temperature, stop)
-    for t in range(R - 1):
-        if t % 4 == 3 and state.stopped.all():  # asking makes the device wait, so ask seldom
-            break
-        if replay:
-            replay()
-        else:
-            with TransposedLinear() if B * k <= 32 and policy.dtype == torch.float32 else nullcontext():
+    with transposed_linear(B * k <= 32 and device.type == "cpu" and policy.dtype == torch.float32):
+        for t in range(R - 1):
+            if t % 4 == 3 and state.stopped.all():  # asking makes the device wait, so ask seldom
+                break
+            if replay:
+                replay()
+            else:
                 decode_step(policy, state, temperature, stop, visible=P + k * (t + 1))
     r = int(state.step) + 1
     return state.tokens[..., :r].transpose(0, 1).clone(), state.logprobs[..., :r].transpose(0, 1).clone()

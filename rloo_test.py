@@ -174,8 +174,8 @@ def test_policy_loss_equals_the_formula_in_loops(level):
 @pytest.fixture
 def blocks(monkeypatch) -> list[torch.Size]:
     """Shapes of the (tokens, vocabulary) blocks that rloo.py makes."""
-    made, original = [], rloo.vocabulary_logprobs
-    monkeypatch.setattr(rloo, "vocabulary_logprobs", lambda hidden, weight, *a: made.append((len(hidden), len(weight))) or original(hidden, weight, *a))
+    made, original = [], rloo.tempered_logits
+    monkeypatch.setattr(rloo, "tempered_logits", lambda hidden, weight, *a: made.append((len(hidden), len(weight))) or original(hidden, weight, *a))
     return made
 
 
