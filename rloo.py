@@ -351,15 +351,13 @@ def prepare_row(row: dict, tokenizer, where: str) -> dict:
             reference = [messages[roles.index("assistant", len(prompt))]]
     if prompt is None:
         raise InputError(f"{where}: needs `prompt` or a list of `messages`, has {', '.join(sorted(row)) or 'nothing'}")
-    if message_text(prompt) is None:
-        raise InputError(f"{where}: `prompt` must be text or a list of messages with role and content")
-    if reference is not None and message_text(reference) is None:
-        raise InputError(f"{where}: the reference must be text or a list of messages with role and content")
-    templated = not isinstance(prompt, str) and tokenizer.chat_template is not None
-    if not templated and not isinstance(prompt, str) and len(prompt) > 1:
+    for what, value in (("`prompt`", prompt), ("the reference", reference)):
+        if value is not None and message_text(value) is None:
+            raise InputError(f"{where}: {what} must be text or a list of messages with role and content")
+    text, templated = message_text(prompt), isinstance(prompt, list) and tokenizer.chat_template is not None
+    if isinstance(prompt, list) and len(prompt) > 1 and not templated:
         raise InputError(f"{where}: several messages, but the tokenizer has no chat template to join them by")
     try:
-        text = message_text(prompt)
         if templated:
             text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
@@ -628,11 +626,11 @@ def text_reward(model, batch: Batch, tokenizer, decode_fn: Callable, stop_ids: l
     """Scores (k, B) of a sequence classifier with a tokenizer of its own: the text is tokenized again, and a
     completion that ended ends in the end-of-sequence token of the classifier."""
     ended = contains_stop(batch.responses, batch.response_mask, stop_ids).flatten().tolist()
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     rows, sequences = batch.rows * batch.responses.shape[0], []
     for row, text, end in zip(rows, decode_fn(batch), ended):
-        templated = row["prompt_text"] != message_text(row["prompt"])  # then the text has its special tokens
-        ids = tokenizer(row["prompt_text"] + text, add_special_tokens=not templated)["input_ids"]
-        eos = tokenizer.eos_token_id
+        ids = tokenizer(row["prompt_text"] + text)["input_ids"]
+        ids = ids[1:] if ids[:2] == [bos, bos] else ids  # the text of a chat template may begin with it already
         sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
     ids, mask = (x.to(batch.responses.device) for x in pad(sequences, tokenizer.pad_token_id or 0))
     if ids.shape[1] > positions_of(model.config):

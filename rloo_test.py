@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import tyro
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPTNeoXConfig,
                           GPTNeoConfig, LlamaConfig, MistralConfig, MptConfig, OPTConfig, PreTrainedTokenizerFast, Qwen3Config)
 
@@ -947,6 +947,20 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(train, tmp_path):
     other.save_pretrained(tmp_path)
     metrics, _ = train(reward_model_path=str(tmp_path))  # and main takes this path by itself
     assert metrics[0]["objective/scores_std"] > 0
+
+
+def test_a_chat_template_s_special_tokens_are_not_added_twice_for_a_reward_model_with_another_tokenizer():
+    tokenizer, model, batch = tiny_tokenizer(), tiny_model(classifier=True), random_batch()
+    adds_bos = tiny_tokenizer()
+    adds_bos.bos_token = "<eos>"
+    adds_bos.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    texts = [tokenizer.decode(row["prompt_ids"]) + " " for row in batch.rows]
+    as_text = [row | {"prompt": text, "prompt_text": text} for row, text in zip(batch.rows, texts)]
+    as_chat = [row | {"prompt": [{"role": "user", "content": text}], "prompt_text": "<eos> " + text} for row, text in zip(batch.rows, texts)]
+    with torch.no_grad():
+        one, other = (rloo.text_reward(model, batch._replace(rows=rows), adds_bos, lambda b: rloo.decode(b, tokenizer, [0]), [0])
+                      for rows in (as_text, as_chat))
+    assert torch.equal(one, other)
 
 
 def test_a_reward_model_shares_the_tokenizer_or_has_its_own(tiny, tmp_path):
