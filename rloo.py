@@ -49,10 +49,10 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from torch import distributed as dist
-from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+                                    register_fsdp_forward_method)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -260,7 +260,7 @@ def resolve_args(args: Args) -> Args:
     output = Path(args.output_dir)
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    used = existing == output and any(path.name != "args.json" for path in output.iterdir())  # that is first
+    used = existing == output and any(path.name != "args.json.new" for path in output.iterdir())  # written first
     require(not used or args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on "
             "with that run by --resume: nothing is overwritten")
     require(not used or (output / "args.json").is_file(), f"--output_dir {output}: holds files, but no run to resume")
@@ -468,7 +468,7 @@ def folded_sdpa(module, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 
 def plain_hidden(model, batch: Batch) -> torch.Tensor:
     """`completion_hidden` by one row per completion."""
-    (k, B, r), p = batch.responses.shape, batch.prompt_ids.shape[1]
+    (k, B, _), p = batch.responses.shape, batch.prompt_ids.shape[1]
     ids = torch.cat([batch.prompt_ids.repeat(k, 1), batch.responses.flatten(0, 1)], dim=1)
     mask = torch.cat([batch.prompt_mask.repeat(k, 1), batch.response_mask.flatten(0, 1)], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -481,7 +481,8 @@ def group_hidden(model, batch: Batch) -> torch.Tensor:
     (k, B, r), p, device = batch.responses.shape, batch.prompt_ids.shape[1], batch.responses.device
     ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)
     steps = torch.arange(r, device=device).repeat_interleave(k)
-    positions = torch.cat([(batch.prompt_mask.cumsum(1) - 1).clamp(min=0), batch.prompt_mask.sum(1, True) + steps], 1)
+    in_prompt, lengths = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0), batch.prompt_mask.sum(1, keepdim=True)
+    positions = torch.cat([in_prompt, lengths + steps], dim=1)
     mask = attend(model, group_mask(batch.prompt_mask, k, p + k * r, torch.arange(p + k * r, device=device)))
     hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
     last_of_prompt = hidden[:, p - 1].expand(k, B, -1)  # predicts token 0 of every completion
@@ -497,10 +498,9 @@ def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
 
     The same numbers in either layout. Positions count real tokens, so padding shifts nothing. On a CPU group rows are
     read few at a time, since then there is less padding."""
-    if layout == "plain":
-        return plain_hidden(model, batch.trimmed())
-    index = torch.arange(len(batch.rows), device=batch.responses.device)
-    rows = max(1, (CPU_WIDTH // model.config.get_text_config().hidden_size) ** 2) if index.is_cpu else len(index)
+    if layout == "plain" or not batch.responses.is_cpu:
+        return (plain_hidden if layout == "plain" else group_hidden)(model, batch.trimmed())
+    rows, index = max(1, (CPU_WIDTH // model.config.get_text_config().hidden_size) ** 2), torch.arange(len(batch.rows))
     parts = [group_hidden(model, batch.prompts(part).trimmed()) for part in index.split(rows)]
     longest = max(part.shape[2] for part in parts)
     return torch.cat([F.pad(part, (0, 0, 0, longest - part.shape[2])) for part in parts], dim=1)
@@ -527,7 +527,7 @@ def best_layout(model, P: int, k: int, R: int) -> str:
 
 # ---- Log-probs -------------------------------------------------------------------------------------------------------
 
-LOGITS_AT_ONCE = {"cpu": 6 * 2**20}  # entries of the largest (tokens, vocabulary) block, float32; elsewhere 2**26
+LOGITS_AT_ONCE = {"cpu": 6 * 2**20, "else": 2**26}  # entries of the largest (tokens, vocabulary) block, in float32
 
 
 def tempered_logits(hidden, weight, bias, temperature: float) -> torch.Tensor:
@@ -547,7 +547,7 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, tokens, temperature):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        chunk = max(1, LOGITS_AT_ONCE.get(device, 2**26) // len(weight))
+        chunk = max(1, LOGITS_AT_ONCE.get(device, LOGITS_AT_ONCE["else"]) // len(weight))
         ctx.chunks, ctx.temperature, ctx.dtype = range(0, len(tokens), chunk), temperature, dtype
         ctx.save_for_backward(hidden, weight, bias, tokens)
         found, entropy = (torch.empty(len(tokens), device=hidden.device) for _ in range(2))
@@ -579,7 +579,8 @@ class TokenLogprobs(torch.autograd.Function):
                 to_weight += to_logits.t() @ x
             if bias is not None:
                 to_bias += to_logits.sum(0)
-        return to_hidden, to_weight.to(weight.dtype), to_bias if bias is None else to_bias.to(bias.dtype), None, None
+        to_bias = None if bias is None else to_bias.to(bias.dtype)
+        return to_hidden, to_weight.to(weight.dtype), to_bias, None, None
 
 
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
@@ -630,7 +631,7 @@ def text_reward(model, batch: Batch, tokenizer, decode_fn: Callable, stop_ids: l
     rows, sequences = batch.rows * batch.responses.shape[0], []
     for row, text, end in zip(rows, decode_fn(batch), ended):
         ids = tokenizer(row["prompt_text"] + text)["input_ids"]
-        ids = ids[1:] if ids[:2] == [bos, bos] else ids  # the text of a chat template may begin with it already
+        ids = ids[1:] if ids[:2] == [bos, bos] else ids  # a chat template's text may begin with bos already
         sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
     ids, mask = (x.to(batch.responses.device) for x in pad(sequences, tokenizer.pad_token_id or 0))
     if ids.shape[1] > positions_of(model.config):
@@ -777,7 +778,7 @@ class GroupCache:
 
 @contextmanager
 def transposed_linear(use: bool):
-    """Within it x Wᵀ is computed as (W xᵀ)ᵀ: in float32 on a CPU two to three times faster where x has few rows."""
+    """Within it, if `use`, x Wᵀ is computed as (W xᵀ)ᵀ: for few rows two to three times faster on a CPU in float32."""
 
     def linear(input, weight, bias=None):
         out = (weight @ input.flatten(0, -2).t()).t().contiguous().unflatten(0, input.shape[:-1])
@@ -846,8 +847,8 @@ def captured_decoding(policy, B: int, P: int, k: int, R: int, temperature: float
     step = partial(decode_step, policy, state, temperature, stop, P + k * R)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # once without a graph: libraries set themselves up, the cache gets its memory
-        step()
+    with random_state_kept(policy.device), torch.cuda.stream(stream):
+        step()  # once without a graph: libraries set themselves up, the cache gets its memory
     torch.cuda.current_stream().wait_stream(stream)
     state.step.zero_()
     graph = torch.cuda.CUDAGraph()
@@ -862,7 +863,7 @@ def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, 
     row per prompt; then each step appends a slot per completion. Arguments and results as in `generate_hf`, which alone
     needs pad_id."""
     (B, P), device, R = prompt_ids.shape, prompt_ids.device, response_length
-    if device.type == "cuda" and not isinstance(policy, FSDPModule):  # whose weights do not stay where they are
+    if device.type == "cuda" and R > 1 and not isinstance(policy, FSDPModule):  # FSDP's weights do not stay in place
         state, replay = captured_decoding(policy, B, P, k, R, temperature, tuple(stop_ids))
     else:
         state, replay = new_decoding(B, P, k, R, device), None
@@ -927,8 +928,9 @@ def rollout(policy, engine: Callable, rows: list[dict], k: int, response_length:
     size = max(1, forward_rows // k)
     parts = [engine(policy, ids, mask, k, response_length, temperature, stop_ids, pad_id)
              for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size))]
-    responses, logprobs = (torch.cat([F.pad(x, (0, response_length - x.shape[-1]), value=pad_id) for x in found], dim=1)
-                           for found in zip(*parts))
+    responses, logprobs = (
+        torch.cat([F.pad(x, (0, response_length - x.shape[-1]), value=pad_id) for x in chunks], dim=1)
+        for chunks in zip(*parts))
     mask = mask_after_stop(responses, stop_ids)
     batch = Batch(rows, prompt_ids, prompt_mask, responses.masked_fill(~mask, pad_id), mask)
     return batch, logprobs.masked_fill(~mask, 0.0)
@@ -938,7 +940,7 @@ def rollout(policy, engine: Callable, rows: list[dict], k: int, response_length:
 
 
 def start_processes(device: torch.device) -> tuple[int, int]:
-    """Rank of this process and how many there are, by torchrun's environment variables."""
+    """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -998,12 +1000,13 @@ def with_weights(model, name: str, function: Callable) -> Callable:
     """`function(model, ...)` as a function of the rest, made a method of the model. FSDP takes it for the model's
     forward, and so gathers the weights that are in no layer; any other model has its weights anyway."""
     setattr(model, name, partial(function, model))
-    fsdp.register_fsdp_forward_method(model, name)
+    register_fsdp_forward_method(model, name)
     return getattr(model, name)
 
 
 def prepare_to_train(model, args: Args, device: torch.device, dtype: torch.dtype):
     """Arranges a model that is to be trained as the flags ask; before the optimizer is made."""
+    model.requires_grad_(True)
     if args.gradient_checkpointing:
         for layer in decoder_layers(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -1278,8 +1281,10 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-# ---- Checkpoints: checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt, ---
-# state.json (counters, evaluations, and how long the run's files were) and checksums.json
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+#
+# checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt, state.json (counters,
+# evaluations, and how long the run's files were) and checksums.json
 
 
 def checksum(path: Path) -> str:
@@ -1512,8 +1517,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     # The reference and the rewards, each a function of a batch.
     if args.kl_coef:
-        read = lambda model, batch: completion_logprobs(model, batch, args.temperature, layout)[0]
-        read_reference = frozen_reader(load_policy(args, args.sft_model_path, device, dtype), read, args, device, dtype)
+        def reference_logprobs(model, batch: Batch) -> torch.Tensor:
+            return completion_logprobs(model, batch, args.temperature, layout)[0]
+
+        reference = load_policy(args, args.sft_model_path, device, dtype)
+        read_reference = frozen_reader(reference, reference_logprobs, args, device, dtype)
     rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
     if args.reward_model_path:
         reward_model, reward_tokenizer = load_reward_model(args, tokenizer, vocab_size, device, dtype)
@@ -1538,7 +1546,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+        (output / "args.json.new").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+        os.replace(output / "args.json.new", output / "args.json")
     metrics_file, completions_file = (open_at(output / name, length, rank) for name, length in run.bytes.items())
     log = tracker(args if rank == 0 else dataclasses.replace(args, track=False), run.run_id)
 
@@ -1560,7 +1569,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     def evaluate(greedy: bool) -> dict[str, float]:
         """Mean grades of completions, sampled and perhaps greedy ones, and their win rates against the references.
 
-        Shows a few of the sampled ones and keeps all of them in completions.jsonl. Training does not notice:
+        Shows a few of the sampled ones; completions.jsonl keeps all of either kind. Training does not notice:
         the random state is put back. Every evaluation draws the same random numbers."""
         metrics = {}
         for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
@@ -1569,7 +1578,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 batch, _ = complete(own_rows, 1, temperature)
                 grades = grade(batch)
             columns = {f"{name}score": scores for name, scores in grades.items()}
-            columns |= {f"{name}win_rate": wins(grades[name], own) for name, own in reference_grades.items()}
+            columns |= {f"{name}win_rate": wins(grades[name], theirs) for name, theirs in reference_grades.items()}
             columns["length"] = batch.response_mask.sum(-1).double()
             found = gather(list(zip(texts(batch), *(column[0].tolist() for column in columns.values()))))
             completions, *values = zip(*found[: len(test_rows)])
@@ -1608,7 +1617,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     between = args.num_sample_generations + 1
     evaluations = {round(num_updates * i / between) for i in range(1, between)}
     order = itertools.islice(prompt_order(len(train_rows), args.seed), run.prompts, None)
-    transformers.set_seed((args.seed + 2654435761 * rank + run.update) % 2**32)  # ranks differ
+    # Each rank draws numbers of its own, and goes on where it was if it was there.
+    transformers.set_seed((args.seed + 2654435761 * rank + run.update) % 2**32)
     if resumed and (resumed / f"rng-{rank}.pt").is_file():
         set_random_state(torch.load(resumed / f"rng-{rank}.pt", weights_only=True), device)
     start, stopping = clock(), False
@@ -1693,15 +1703,17 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
             # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
             best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
-            means.add("frac_reward_zero_std", (best == worst).float(), (~raw_scores.isnan()).sum(0) > 1)
-            for name, values in {
-                "objective/kl": kl.sum(-1), "objective/non_score_reward": -args.kl_coef * kl.sum(-1),
-                "objective/entropy": -rollout_logprobs.sum(-1), "objective/rlhf_reward": rlhf_reward,
-                "objective/scores": raw_scores,
-                "completions/mean_length": mask.sum(-1), "completions/clipped_ratio": (~ended).float(),
-                **{f"rewards/{name}/mean": scores for name, scores in scores_by_name.items()},
-            }.items():
-                means.add(name, values)
+            same = torch.isclose(best, worst, atol=1e-5)  # a model's scores of equal completions differ by rounding
+            means.add("frac_reward_zero_std", same.float(), (~raw_scores.isnan()).sum(0) > 1)
+            means.add("objective/kl", kl.sum(-1))
+            means.add("objective/entropy", -rollout_logprobs.sum(-1))
+            means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
+            means.add("objective/rlhf_reward", rlhf_reward)
+            means.add("objective/scores", raw_scores)
+            means.add("completions/mean_length", mask.sum(-1))
+            means.add("completions/clipped_ratio", (~ended).float())
+            for name, part_scores in scores_by_name.items():
+                means.add(f"rewards/{name}/mean", part_scores)
             run.episode += k * B * world
             run.prompts += B * world
             run.seconds += times[-1] - times[0]

@@ -1547,7 +1547,7 @@ def test_resume_overwrites_nothing_where_no_checkpoint_is_whole_and_begins_where
         train(**flags, resume=True)
     assert snapshot(tmp_path) == before
     (tmp_path / "early").mkdir()
-    (tmp_path / "early" / "args.json").write_text("{")  # killed in its first moment
+    (tmp_path / "early" / "args.json.new").write_text("{")  # killed in its first moment
     assert len(train(**{**flags, "output_dir": str(tmp_path / "early")})[0]) == 4
 
 
@@ -1660,6 +1660,7 @@ def worker(rank: int, world: int, port: int, runs: list[dict]):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.stdout = sys.stderr = open(os.devnull, "w")
     torch.set_num_threads(1)
+    rloo.CPU_WIDTH = 16  # group rows one by one: several forwards before a backward
     rloo.generate_group = fixed_completions
     for flags in runs:
         rloo.main(Args(**flags))
