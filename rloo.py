@@ -1703,7 +1703,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
             # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
             best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
-            same = torch.isclose(best, worst, atol=1e-5)  # a model's scores of equal completions differ by rounding
+            same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
             means.add("frac_reward_zero_std", same.float(), (~raw_scores.isnan()).sum(0) > 1)
             means.add("objective/kl", kl.sum(-1))
             means.add("objective/entropy", -rollout_logprobs.sum(-1))

@@ -390,6 +390,20 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(config, layout)
     assert rloo.best_layout(model, 12, 3, 8) == layout
 
 
+def test_transposed_products_equal_the_stock_ones_and_end_with_their_block():
+    stock, x, weight = F.linear, torch.randn(2, 3, 8), torch.randn(5, 8)
+    for bias in (None, torch.randn(5)):
+        with rloo.transposed_linear(True):
+            assert F.linear is not stock
+            found = F.linear(x, weight, bias)
+        assert torch.allclose(found, stock(x, weight, bias), atol=1e-5) and found.is_contiguous()
+    with rloo.transposed_linear(False):
+        assert F.linear is stock
+    with pytest.raises(ValueError), rloo.transposed_linear(True):
+        raise ValueError
+    assert F.linear is stock
+
+
 def test_a_step_of_decoding_has_static_shapes_and_addresses(monkeypatch):
     """What a CUDA graph needs: run as on CUDA, over all slots, a step changes its state in place, the cache stays where it
     is, nothing is asked of the device, and it follows weights that change in place."""
