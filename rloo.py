@@ -41,7 +41,7 @@ from dataclasses import dataclass, field, make_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterable, Literal, NamedTuple, Optional, Sequence
+from typing import Callable, Iterable, Iterator, Literal, NamedTuple, Optional, Sequence
 
 import numpy as np
 import torch
@@ -527,12 +527,22 @@ def best_layout(model, P: int, k: int, R: int) -> str:
 
 # ---- Log-probs -------------------------------------------------------------------------------------------------------
 
-LOGITS_AT_ONCE = {"cpu": 6 * 2**20, "else": 2**26}  # entries of the largest (tokens, vocabulary) block, in float32
+LOGITS_AT_ONCE = {"cpu": 2**20, "else": 2**26}  # entries of a (tokens, columns) block of logits, in float32
+MIN_COLUMNS = 256  # of such a block, however many tokens there are: a thinner matrix product would waste time
 
 
-def tempered_logits(hidden, weight, bias, temperature: float) -> torch.Tensor:
-    """(hidden · weightᵀ + bias) / temperature, (N, vocabulary) float32."""
-    return F.linear(hidden, weight, bias).float().div_(temperature)
+def logit_blocks(x, weight, bias, tokens) -> Iterator[tuple]:
+    """x · weightᵀ + bias (N, vocabulary) in blocks of columns, for it is never made as a whole.
+
+    Yields each block's columns, logits (N, columns) in float32, and where the tokens (N,) are in it: the column (N, 1),
+    or any where the token is in another block, and whether it is in this one (N, 1)."""
+    width = max(MIN_COLUMNS, LOGITS_AT_ONCE.get(x.device.type, LOGITS_AT_ONCE["else"]) // max(1, len(x)))
+    for first in range(0, len(weight), width):
+        columns = slice(first, first + width)
+        own_bias = None if bias is None else bias[columns].to(x.dtype)
+        logits = F.linear(x, weight[columns].to(x.dtype), own_bias).float()
+        index = (tokens - first)[:, None]
+        yield columns, logits, index % logits.shape[1], (index >= 0) & (index < logits.shape[1])
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -540,47 +550,43 @@ class TokenLogprobs(torch.autograd.Function):
     logits = hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias (vocabulary,)
     or None, tokens (N,).
 
-    The (N, vocabulary) logits never exist at once: they are made chunk by chunk and once more in backward, where
-    ∂ log p(y) / ∂ logits = (onehot(y) - p) / temperature."""
+    z = logits / temperature is made block by block, and once more in backward. With m the largest z of a block,
+    log Σ exp z = logsumexp over blocks of m + log Σ exp(z - m), and ∂ log p(y) / ∂ z = onehot(y) - p."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens, temperature):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        chunk = max(1, LOGITS_AT_ONCE.get(device, LOGITS_AT_ONCE["else"]) // len(weight))
-        ctx.chunks, ctx.temperature, ctx.dtype = range(0, len(tokens), chunk), temperature, dtype
-        ctx.save_for_backward(hidden, weight, bias, tokens)
-        found, entropy = (torch.empty(len(tokens), device=hidden.device) for _ in range(2))
-        head = [None if x is None else x.to(dtype) for x in (weight, bias)]
-        for first in ctx.chunks:
-            rows = slice(first, first + ctx.chunks.step)
-            logprobs = F.log_softmax(tempered_logits(hidden[rows].to(dtype), *head, temperature), dim=-1)
-            found[rows] = logprobs.gather(1, tokens[rows, None]).squeeze(1)
-            entropy[rows] = -logprobs.exp().mul_(logprobs).nan_to_num_(0.0).sum(-1)  # 0 · log 0 = 0
+        x, bias = (hidden.float() / temperature).to(dtype), None if bias is None else bias / temperature
+        chosen, blocks = torch.zeros(len(tokens), 1, device=hidden.device), []
+        for _, z, index, inside in logit_blocks(x, weight, bias, tokens):
+            chosen = torch.where(inside, z.gather(1, index), chosen)
+            m = z.amax(1, keepdim=True).clamp(min=-1e30)  # not -inf, if the block is so throughout
+            p = z.sub_(m).exp()
+            total = p.sum(1, keepdim=True)
+            blocks.append((m, total, torch.linalg.vecdot(p, z.clamp_(min=-200.0))[:, None]))  # 0 · log 0 = 0
+        m, totals, products = (torch.cat(parts, dim=1) for parts in zip(*blocks))  # (N, blocks)
+        log_total = (m + totals.log()).logsumexp(1, keepdim=True)
+        entropy = log_total.squeeze(1) - ((m - log_total).exp() * (totals * m + products)).sum(1)
+        ctx.temperature = temperature
+        ctx.save_for_backward(x, weight, bias, tokens, log_total)
         ctx.mark_non_differentiable(entropy)
-        return found, entropy
+        return (chosen - log_total).squeeze(1), entropy
 
     @staticmethod
     def backward(ctx, gradient, _):
-        hidden, weight, bias, tokens = ctx.saved_tensors
-        head = [None if x is None else x.to(ctx.dtype) for x in (weight, bias)]
-        to_hidden, to_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        to_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        scale = gradient[:, None] / ctx.temperature
-        for first in ctx.chunks:
-            rows = slice(first, first + ctx.chunks.step)
-            x = hidden[rows].to(ctx.dtype)
-            to_logits = F.softmax(tempered_logits(x, *head, ctx.temperature), dim=-1).mul_(-scale[rows])
-            to_logits = to_logits.scatter_add_(1, tokens[rows, None], scale[rows]).to(ctx.dtype)
-            to_hidden[rows] = (to_logits @ head[0]).to(hidden.dtype)
-            if ctx.dtype == torch.float32:
-                to_weight.addmm_(to_logits.t(), x)
-            else:
-                to_weight += to_logits.t() @ x
+        x, weight, bias, tokens, log_total = ctx.saved_tensors
+        to_hidden, to_weight = torch.zeros_like(x, dtype=torch.float32), torch.empty_like(weight)
+        to_bias, scale = None if bias is None else torch.empty_like(bias), gradient / ctx.temperature
+        scaled_x = (gradient[:, None] * x).to(x.dtype)
+        for columns, z, index, inside in logit_blocks(x, weight, bias, tokens):
+            to_z = z.sub_(log_total).exp_().neg_().scatter_add_(1, index, inside.float())
             if bias is not None:
-                to_bias += to_logits.sum(0)
-        to_bias = None if bias is None else to_bias.to(bias.dtype)
-        return to_hidden, to_weight.to(weight.dtype), to_bias, None, None
+                to_bias[columns] = scale @ to_z
+            to_z = to_z.to(x.dtype)
+            to_hidden += to_z @ weight[columns].to(x.dtype)
+            to_weight[columns] = to_z.t() @ scaled_x
+        return to_hidden * scale[:, None], to_weight, to_bias, None, None
 
 
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:

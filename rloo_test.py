@@ -173,33 +173,50 @@ def test_policy_loss_equals_the_formula_in_loops(level):
 
 @pytest.fixture
 def blocks(monkeypatch) -> list[torch.Size]:
-    """Shapes of the (tokens, vocabulary) blocks that rloo.py makes."""
-    made, original = [], rloo.tempered_logits
-    monkeypatch.setattr(rloo, "tempered_logits", lambda hidden, weight, *a: made.append((len(hidden), len(weight))) or original(hidden, weight, *a))
+    """Shapes of the (tokens, some of the vocabulary) blocks that rloo.py makes, of 16 columns or fewer."""
+    made, original = [], rloo.logit_blocks
+
+    def counted(*args):
+        for block in original(*args):
+            made.append(tuple(block[1].shape))
+            yield block
+
+    monkeypatch.setattr(rloo, "logit_blocks", counted)
+    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 1)
+    monkeypatch.setattr(rloo, "MIN_COLUMNS", 16)
     return made
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_token_logprobs_are_log_softmax_in_chunks_with_the_same_gradient(monkeypatch, blocks, bias):
+@pytest.mark.parametrize("bias", [None, "random", "-inf"])
+def test_token_logprobs_are_log_softmax_in_blocks_with_the_same_gradient(blocks, bias):
     torch.manual_seed(0)
-    head, hidden, tokens = torch.nn.Linear(8, 50, bias=bias), torch.randn(23, 8, requires_grad=True), torch.randint(50, (23,))
+    head, hidden, tokens = torch.nn.Linear(8, 50, bias=bias is not None), torch.randn(23, 8, requires_grad=True), torch.randint(15, (23,))
+    tokens[:5] = torch.tensor([32, 33, 47, 48, 49])  # first and last columns of blocks
+    if bias == "-inf":  # impossible tokens: a whole block of them, and one more
+        head.bias.data[16:32] = head.bias.data[40] = -math.inf
     inputs = [hidden, *head.parameters()]
     full = F.log_softmax(head(hidden) / 0.7, dim=-1)
     expected = full.gather(1, tokens[:, None]).squeeze(1)
     grads = torch.autograd.grad((expected * torch.arange(23)).sum(), inputs)
-    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 4 * 50)
     logprobs, entropy = rloo.TokenLogprobs.apply(hidden, head.weight, head.bias, tokens, 0.7)
     assert torch.allclose(logprobs, expected, atol=1e-6) and not entropy.requires_grad
-    assert torch.allclose(entropy, -(full.exp() * full).sum(-1), atol=1e-5)
+    assert torch.allclose(entropy, -(full.exp() * full).nansum(-1), atol=1e-5)
     for grad, other in zip(grads, torch.autograd.grad((logprobs * torch.arange(23)).sum(), inputs), strict=True):
         assert torch.allclose(grad, other, atol=1e-4)
-    assert max(blocks) == (4, 50) and len(blocks) == 2 * 6  # six chunks, forward and again in backward
+    assert blocks == 2 * [(23, 16), (23, 16), (23, 16), (23, 2)]  # forward and again in backward
 
 
-def test_token_logprobs_in_autocast_keep_float32_sums_and_gradients(monkeypatch):
+def test_token_logprobs_of_logits_far_from_zero():
+    """No block's sum overflows or vanishes, whichever block holds the largest logit."""
+    hidden, weight = torch.tensor([[1.0], [-1.0]]), torch.linspace(-3e4, 3e4, 64)[:, None]
+    tokens, full = torch.tensor([63, 1]), F.log_softmax(hidden @ weight.t(), dim=-1)
+    logprobs, entropy = rloo.TokenLogprobs.apply(hidden, weight, None, tokens, 1.0)
+    assert torch.allclose(logprobs, full[[0, 1], tokens]) and torch.allclose(entropy, torch.zeros(2))
+
+
+def test_token_logprobs_in_autocast_keep_float32_sums_and_gradients(blocks):
     torch.manual_seed(0)
     head, hidden, tokens = torch.nn.Linear(8, 50), torch.randn(23, 8, requires_grad=True), torch.randint(50, (23,))
-    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 4 * 50)
     found = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -834,11 +851,12 @@ def test_the_saved_model_keeps_its_generation_config(train, tiny, tmp_path):
 def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch, blocks):
     """The head sees the real completion tokens only, at most LOGITS_AT_ONCE entries at a time."""
     model, batch = tiny_model(), random_batch()
-    vocab = model.config.vocab_size
-    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 5 * vocab)
+    tokens = int(batch.response_mask.sum())
+    monkeypatch.setitem(rloo.LOGITS_AT_ONCE, "cpu", 5 * tokens)
+    monkeypatch.setattr(rloo, "MIN_COLUMNS", 1)
     with torch.no_grad():
         rloo.completion_logprobs(model, batch, 1.0)
-    assert max(blocks) == (5, vocab) and sum(rows for rows, _ in blocks) == batch.response_mask.sum()
+    assert max(blocks) == (tokens, 5) and sum(columns for _, columns in blocks) == model.config.vocab_size
 
 
 # ----------------------------------------------------------------------------------------------------------------------
