@@ -476,34 +476,43 @@ def plain_hidden(model, batch: Batch) -> torch.Tensor:
     return hidden[:, p - 1 :].unflatten(0, (k, B))
 
 
-def group_hidden(model, batch: Batch) -> torch.Tensor:
-    """`completion_hidden` by one row per prompt."""
-    (k, B, r), p, device = batch.responses.shape, batch.prompt_ids.shape[1], batch.responses.device
-    ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)
-    steps = torch.arange(r, device=device).repeat_interleave(k)
-    in_prompt, lengths = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0), batch.prompt_mask.sum(1, keepdim=True)
-    positions = torch.cat([in_prompt, lengths + steps], dim=1)
-    mask = attend(model, group_mask(batch.prompt_mask, k, p + k * r, torch.arange(p + k * r, device=device)))
-    hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
-    last_of_prompt = hidden[:, p - 1].expand(k, B, -1)  # predicts token 0 of every completion
-    return torch.cat([last_of_prompt[:, :, None], hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
+def group_hidden(model, parts: Sequence[Batch]) -> torch.Tensor:
+    """`completion_hidden` by one row per prompt. Each of `parts` is a forward, but their embeddings are looked up
+    together: the gradient of each look-up is as large as all embeddings."""
+    ids = [torch.cat([part.prompt_ids, part.responses.permute(1, 2, 0).flatten(1)], dim=1) for part in parts]
+    embedded = model.get_input_embeddings()(torch.cat([part.flatten() for part in ids])).split([*map(torch.numel, ids)])
+    found, longest = [], max(part.responses.shape[2] for part in parts)
+    for part, embeddings in zip(parts, embedded):
+        (k, B, r), p, device = part.responses.shape, part.prompt_ids.shape[1], part.responses.device
+        steps = torch.arange(r, device=device).repeat_interleave(k)
+        in_prompt, lengths = (part.prompt_mask.cumsum(1) - 1).clamp(min=0), part.prompt_mask.sum(1, keepdim=True)
+        positions = torch.cat([in_prompt, lengths + steps], dim=1)
+        mask = attend(model, group_mask(part.prompt_mask, k, p + k * r, torch.arange(p + k * r, device=device)))
+        hidden = model.base_model(inputs_embeds=embeddings.view(B, p + k * r, -1), attention_mask=mask,
+                                  position_ids=positions, use_cache=False)[0]
+        last_of_prompt = hidden[:, p - 1].expand(k, B, -1)[:, :, None]  # predicts token 0 of every completion
+        hidden = torch.cat([last_of_prompt, hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
+        found.append(F.pad(hidden, (0, 0, 0, longest - r)))
+    return torch.cat(found, dim=1)
 
 
 CPU_WIDTH = 512  # a row of a model so wide keeps a CPU busy alone; the work of a row grows with the square of the width
+
+
+def rows_together(model, B: int) -> Iterable[torch.Tensor]:
+    """The numbers of the group rows that a forward reads: all B, but on a CPU few, since then there is less padding."""
+    narrow = CPU_WIDTH // model.config.get_text_config().hidden_size
+    return torch.arange(B, device=model.device).split(max(1, narrow**2) if model.device.type == "cpu" else B)
 
 
 def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
     """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
     slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
 
-    The same numbers in either layout. Positions count real tokens, so padding shifts nothing. On a CPU group rows are
-    read few at a time, since then there is less padding."""
-    if layout == "plain" or not batch.responses.is_cpu:
-        return (plain_hidden if layout == "plain" else group_hidden)(model, batch.trimmed())
-    rows, index = max(1, (CPU_WIDTH // model.config.get_text_config().hidden_size) ** 2), torch.arange(len(batch.rows))
-    parts = [group_hidden(model, batch.prompts(part).trimmed()) for part in index.split(rows)]
-    longest = max(part.shape[2] for part in parts)
-    return torch.cat([F.pad(part, (0, 0, 0, longest - part.shape[2])) for part in parts], dim=1)
+    The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
+    if layout == "plain":
+        return plain_hidden(model, batch.trimmed())
+    return group_hidden(model, [batch.prompts(rows).trimmed() for rows in rows_together(model, len(batch.rows))])
 
 
 @torch.no_grad()
@@ -518,7 +527,7 @@ def best_layout(model, P: int, k: int, R: int) -> str:
     responses = ids[:, P:].unflatten(1, (k, R)).transpose(0, 1)
     probe = Batch([{}, {}], ids[:, :P], prompt_mask, responses, torch.ones_like(responses, dtype=torch.bool))
     try:
-        plain, group = (read(model, probe).float() for read in (plain_hidden, group_hidden))
+        plain, group = plain_hidden(model, probe).float(), group_hidden(model, [probe]).float()
     except (ValueError, TypeError, RuntimeError, NotImplementedError):  # a kernel that takes no such mask
         return "plain"
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
@@ -761,22 +770,24 @@ def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torc
 
 
 class GroupCache:
-    """Keys and values of group rows, (B, heads, slots, D) each, in tensors that stay where they are.
+    """Keys and values of B group rows, (B, heads, slots, D) each, in tensors that stay where they are.
 
-    The caller says which slots the next forward fills, and how many of the slots it sees."""
+    The caller says which rows and slots the next forward fills, and how many of the slots it sees."""
 
-    def __init__(self, slots: int):
-        self.slots = slots
-        self.filling: torch.Tensor = torch.empty(0, dtype=torch.long)  # slots of the tokens that are read next
+    def __init__(self, B: int, slots: int):
+        self.shape = (B, slots)
+        self.rows = slice(0)  # rows of the tokens that are read next
+        self.filling: torch.Tensor = torch.empty(0, dtype=torch.long)  # their slots
         self.visible = 0  # they see the slots before this one
         self.states: dict[int, tuple[torch.Tensor, ...]] = {}  # layer -> keys and values
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args, **kwargs) -> list[torch.Tensor]:
         if layer not in self.states:
-            self.states[layer] = tuple(x.new_zeros(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values))
+            B, slots = self.shape
+            self.states[layer] = tuple(x.new_zeros(B, x.shape[1], slots, x.shape[3]) for x in (keys, values))
         for state, new in zip(self.states[layer], (keys, values)):
-            state.index_copy_(2, self.filling, new)
-        return [state[:, :, : self.visible] for state in self.states[layer]]
+            state[self.rows].index_copy_(2, self.filling, new)
+        return [state[self.rows, :, : self.visible] for state in self.states[layer]]
 
     def get_seq_length(self, *args) -> int:
         return 0  # some models ask, to make positions that they are given anyway
@@ -810,15 +821,15 @@ class Decoding(NamedTuple):
 
 def new_decoding(B: int, P: int, k: int, R: int, device: torch.device) -> Decoding:
     zeros = partial(torch.zeros, device=device)
-    return Decoding(GroupCache(P + k * R), zeros(B, P, dtype=torch.bool), zeros(1, dtype=torch.long),
+    return Decoding(GroupCache(B, P + k * R), zeros(B, P, dtype=torch.bool), zeros(1, dtype=torch.long),
                     zeros(B, k, dtype=torch.bool), zeros(B, k, R, dtype=torch.long), zeros(B, k, R))
 
 
-def read_slots(policy, state: Decoding, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+def read_slots(policy, state: Decoding, rows: slice, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                visible: int) -> torch.Tensor:
-    """Hidden states (B, n, H) of the tokens `ids` (B, n), which go into the slots `slots` (n,) of the cache."""
-    state.cache.filling, state.cache.visible = slots, visible
-    mask = attend(policy, group_mask(state.prompt_mask, state.stopped.shape[1], visible, slots))
+    """Hidden states (b, n, H) of the tokens `ids` (b, n), which go into some rows and slots (n,) of the cache."""
+    state.cache.rows, state.cache.filling, state.cache.visible = rows, slots, visible
+    mask = attend(policy, group_mask(state.prompt_mask[rows], state.stopped.shape[1], visible, slots))
     return policy.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=state.cache,
                              use_cache=True)[0]
 
@@ -841,7 +852,7 @@ def decode_step(policy, state: Decoding, temperature: float, stop: torch.Tensor,
     slots = P + state.step * k + torch.arange(k, device=state.step.device)
     positions = (state.prompt_mask.sum(1, keepdim=True) + state.step).expand(B, k)
     token = state.tokens.index_select(2, state.step).squeeze(2)
-    hidden = read_slots(policy, state, token, positions, slots, visible)
+    hidden = read_slots(policy, state, slice(B), token, positions, slots, visible)
     state.step.add_(1)
     sample_into(policy, state, hidden, temperature, stop)
 
@@ -877,10 +888,14 @@ def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, 
     state.prompt_mask.copy_(prompt_mask)
     state.step.zero_()
     state.stopped.zero_()
-    first = int(prompt_mask.any(0).long().argmax())  # the first slot that any prompt uses
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)[:, first:]
-    hidden = read_slots(policy, state, prompt_ids[:, first:], positions, torch.arange(first, P, device=device), P)
-    sample_into(policy, state, hidden[:, -1:].expand(-1, k, -1), temperature, stop)
+    positions, last = (prompt_mask.cumsum(1) - 1).clamp(min=0), []
+    for part in rows_together(policy, B):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        first = int(prompt_mask[rows].any(0).long().argmax())  # the first slot that any of these prompts uses
+        slots = torch.arange(first, P, device=device)
+        hidden = read_slots(policy, state, rows, prompt_ids[rows, first:], positions[rows, first:], slots, P)
+        last.append(hidden[:, -1:])
+    sample_into(policy, state, torch.cat(last).expand(-1, k, -1), temperature, stop)
     with transposed_linear(B * k <= 32 and device.type == "cpu" and policy.dtype == torch.float32):
         for t in range(R - 1):
             if t % 4 == 3 and state.stopped.all():  # asking makes the device wait, so ask seldom

@@ -356,7 +356,7 @@ def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family):
                 "padding": batch._replace(prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(7)))}
     with torch.no_grad():
         for variant in variants.values():
-            rloo.group_hidden(model, variant)
+            rloo.group_hidden(model, [variant])
     base, lane, padding = outputs[0:2], outputs[2:4], outputs[4:6]
     P = batch.prompt_ids.shape[1]
     others = torch.tensor([slot < P or (slot - P) % k != 1 for slot in range(base[0].shape[1])])
@@ -431,7 +431,7 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses(monkeypatch):
     torch.manual_seed(0)
     with torch.no_grad():
         positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)
-        hidden = rloo.read_slots(model, state, batch.prompt_ids, positions, torch.arange(P), P)
+        hidden = rloo.read_slots(model, state, slice(B), batch.prompt_ids, positions, torch.arange(P), P)
         rloo.sample_into(model, state, hidden[:, -1:].expand(-1, k, -1), 1.0, stop)
 
         def addresses():
@@ -626,9 +626,11 @@ def test_padded_equals_unpadded(family):
             assert torch.allclose(scores[j, b], reward(ids).logits[0, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", [rloo.generate_group, rloo.generate_hf])
+@pytest.mark.parametrize("engine, width", [(rloo.generate_group, 512), (rloo.generate_group, 32), (rloo.generate_hf, 512)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(family, engine):
+def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(monkeypatch, family, engine, width):
+    """The group engine reads prompts together or, where the model is wide, each alone."""
+    monkeypatch.setattr(rloo, "CPU_WIDTH", width)
     model, rows = tiny_model(family), random_batch().rows
     batch, _ = rloo.rollout(model, engine, rows, 2, 8, 0.0, stop_ids=[0], pad_id=1, forward_rows=6)
     for b, row in enumerate(rows):
