@@ -444,7 +444,7 @@ def group_mask(prompt_mask: torch.Tensor, k: int, slots: int, queries: torch.Ten
     P = prompt_mask.shape[1]
     key, query = torch.arange(slots, device=prompt_mask.device), queries[:, None]
     prompt = F.pad(prompt_mask, (0, slots - P))[:, None, None]
-    own_lane = (key >= P) & ((query - key) % k == 0)
+    own_lane = (key >= P) & ((key - P) % k == (query - P) % k)
     return (prompt | own_lane) & (key <= query) | (key == query)
 
 
