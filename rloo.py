@@ -20,7 +20,6 @@ Masks are boolean, true on what is kept, and are made from positions, never by c
 
 import dataclasses
 import hashlib
-import importlib
 import importlib.util
 import io
 import itertools
@@ -274,6 +273,20 @@ def resolve_args(args: Args) -> Args:
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
 
+def load_hub_rows(name: str, split: str) -> Optional[list[dict]]:
+    """Rows of a split of a dataset on the Hub, or None where it has no such split; needs the datasets package."""
+    name_flag = f"--dataset_name {name[:200]}: no such file or folder"
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(f"{name_flag}; if it is a dataset on the Hub: pip install datasets") from error
+    try:
+        splits = datasets.get_dataset_split_names(name)
+        return list(datasets.load_dataset(name, split=split)) if split in splits else None
+    except Exception as error:  # the Hub client raises dozens of types; each of them means that the name is of no use
+        raise InputError(f"{name_flag}, nor a dataset that the Hub gives ({first_line(error)})") from error
+
+
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of one split of a dataset, or None where a folder or Hub dataset has no such split.
 
@@ -282,16 +295,16 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """
     path = Path(name)
     if os.path.isdir(path):  # False for a name that cannot be a path
-        path = next((file for file in (path / f"{split}.jsonl", path / f"{split}.json") if file.is_file()), None)
-        if path is None:
-            return None
+        files = [path / f"{split}.jsonl", path / f"{split}.json"]
     elif os.path.isfile(path):
-        if split != "train":
-            return None
+        files = [path] if split == "train" else []
     elif path.suffix in (".json", ".jsonl") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"--dataset_name {name[:200]}: no such file or folder")
     else:
         return load_hub_rows(name, split)
+    path = next(filter(Path.is_file, files), None)
+    if path is None:
+        return None
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -310,20 +323,6 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{path}: every row must be a JSON object like {{\"prompt\": \"...\"}}")
     return rows
-
-
-def load_hub_rows(name: str, split: str) -> Optional[list[dict]]:
-    """Rows of a split of a dataset on the Hub, or None where it has no such split; needs the datasets package."""
-    name_flag = f"--dataset_name {name[:200]}: no such file or folder"
-    try:
-        import datasets
-    except ImportError as error:
-        raise InputError(f"{name_flag}; if it is a dataset on the Hub: pip install datasets") from error
-    try:
-        splits = datasets.get_dataset_split_names(name)
-        return list(datasets.load_dataset(name, split=split)) if split in splits else None
-    except Exception as error:  # the Hub client raises dozens of types; each of them means that the name is of no use
-        raise InputError(f"{name_flag}, nor a dataset that the Hub gives ({first_line(error)})") from error
 
 
 def message_text(value: object) -> Optional[str]:
@@ -390,13 +389,11 @@ def prompt_order(num_rows: int, seed: int):
 
 def pad(sequences: list[list[int]], pad_id: int, left: bool = False, width: int = 0) -> tuple[torch.Tensor, ...]:
     """Token lists to ids and mask, both (len(sequences), longest), or `width` wide if that is more."""
-    width = max(width, *map(len, sequences))
-    ids = torch.full((len(sequences), width), pad_id)
-    mask = torch.zeros((len(sequences), width), dtype=torch.bool)
-    for i, sequence in enumerate(sequences):
-        slots = slice(width - len(sequence), None) if left else slice(len(sequence))
-        ids[i, slots] = torch.tensor(sequence, dtype=torch.long)
-        mask[i, slots] = True
+    lengths = torch.tensor([*map(len, sequences)])[:, None]
+    slots = torch.arange(max(width, int(lengths.max())))
+    mask = slots >= len(slots) - lengths if left else slots < lengths
+    ids = torch.full(mask.shape, pad_id)
+    ids[mask] = torch.tensor([*itertools.chain(*sequences)], dtype=torch.long)
     return ids, mask
 
 
@@ -409,9 +406,10 @@ class Batch(NamedTuple):
     responses: torch.Tensor  # (k, B, R) right-padded
     response_mask: torch.Tensor  # (k, B, R) bool, true up to and including the first stop token
 
-    def prompts(self, index: torch.Tensor) -> "Batch":
+    def prompts(self, index: torch.Tensor | slice) -> "Batch":
         """The groups of the prompts `index` (b,)."""
-        return Batch([self.rows[i] for i in index.tolist()], self.prompt_ids[index], self.prompt_mask[index],
+        rows = self.rows[index] if isinstance(index, slice) else [self.rows[i] for i in index.tolist()]
+        return Batch(rows, self.prompt_ids[index], self.prompt_mask[index],
                      self.responses[:, index], self.response_mask[:, index])
 
     def trimmed(self) -> "Batch":
@@ -419,6 +417,18 @@ class Batch(NamedTuple):
         p, r = int(self.prompt_mask.sum(-1).max()), int(self.response_mask.sum(-1).max())
         return Batch(self.rows, self.prompt_ids[:, -p:], self.prompt_mask[:, -p:], self.responses[..., :r],
                      self.response_mask[..., :r])
+
+
+def mask_after_stop(responses: torch.Tensor, stop_ids: list[int]) -> torch.Tensor:
+    """Mask (..., R) of the tokens up to and including the first stop token; all true where there is none."""
+    is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device)).long()
+    return is_stop.cumsum(-1) - is_stop == 0
+
+
+def contains_stop(batch: Batch, stop_ids: list[int]) -> torch.Tensor:
+    """Whether a stop token came within the response length, (k, B)."""
+    stop = torch.tensor(stop_ids, device=batch.responses.device)
+    return (torch.isin(batch.responses, stop) & batch.response_mask).any(-1)
 
 
 # ---- Layout: how prompts and completions become rows of a model ------------------------------------------------------
@@ -490,7 +500,7 @@ def group_hidden(model, parts: Sequence[Batch]) -> torch.Tensor:
         mask = attend(model, group_mask(part.prompt_mask, k, p + k * r, torch.arange(p + k * r, device=device)))
         hidden = model.base_model(inputs_embeds=embeddings.view(B, p + k * r, -1), attention_mask=mask,
                                   position_ids=positions, use_cache=False)[0]
-        last_of_prompt = hidden[:, p - 1].expand(k, B, -1)[:, :, None]  # predicts token 0 of every completion
+        last_of_prompt = hidden[:, p - 1 : p].expand(k, B, 1, -1)  # predicts token 0 of every completion
         hidden = torch.cat([last_of_prompt, hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
         found.append(F.pad(hidden, (0, 0, 0, longest - r)))
     return torch.cat(found, dim=1)
@@ -499,10 +509,11 @@ def group_hidden(model, parts: Sequence[Batch]) -> torch.Tensor:
 CPU_WIDTH = 512  # a row of a model so wide keeps a CPU busy alone; the work of a row grows with the square of the width
 
 
-def rows_together(model, B: int) -> Iterable[torch.Tensor]:
-    """The numbers of the group rows that a forward reads: all B, but on a CPU few, since then there is less padding."""
-    narrow = CPU_WIDTH // model.config.get_text_config().hidden_size
-    return torch.arange(B, device=model.device).split(max(1, narrow**2) if model.device.type == "cpu" else B)
+def rows_together(model, prompt_ids: torch.Tensor) -> list[slice]:
+    """The group rows that a forward reads: all, but on a CPU few, since then there is less padding."""
+    B, narrow = len(prompt_ids), CPU_WIDTH // model.config.get_text_config().hidden_size
+    size = max(1, narrow**2) if prompt_ids.is_cpu else B
+    return [slice(first, first + size) for first in range(0, B, size)]
 
 
 def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
@@ -512,7 +523,7 @@ def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
     The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
     if layout == "plain":
         return plain_hidden(model, batch.trimmed())
-    return group_hidden(model, [batch.prompts(rows).trimmed() for rows in rows_together(model, len(batch.rows))])
+    return group_hidden(model, [batch.prompts(rows).trimmed() for rows in rows_together(model, batch.prompt_ids)])
 
 
 @torch.no_grad()
@@ -528,7 +539,7 @@ def best_layout(model, P: int, k: int, R: int) -> str:
     probe = Batch([{}, {}], ids[:, :P], prompt_mask, responses, torch.ones_like(responses, dtype=torch.bool))
     try:
         plain, group = plain_hidden(model, probe).float(), group_hidden(model, [probe]).float()
-    except (ValueError, TypeError, RuntimeError, NotImplementedError):  # a kernel that takes no such mask
+    except (ValueError, TypeError, RuntimeError):  # a kernel that takes no such mask
         return "plain"
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     return "group" if (plain - group).norm() < tolerance * plain.norm() else "plain"
@@ -545,7 +556,7 @@ def logit_blocks(x, weight, bias, tokens) -> Iterator[tuple]:
 
     Yields each block's columns, logits (N, columns) in float32, and where the tokens (N,) are in it: the column (N, 1),
     or any where the token is in another block, and whether it is in this one (N, 1)."""
-    width = max(MIN_COLUMNS, LOGITS_AT_ONCE.get(x.device.type, LOGITS_AT_ONCE["else"]) // max(1, len(x)))
+    width = max(MIN_COLUMNS, LOGITS_AT_ONCE["cpu" if x.is_cpu else "else"] // max(1, len(x)))
     for first in range(0, len(weight), width):
         columns = slice(first, first + width)
         own_bias = None if bias is None else bias[columns].to(x.dtype)
@@ -573,7 +584,7 @@ class TokenLogprobs(torch.autograd.Function):
             m = z.amax(1, keepdim=True).clamp(min=-1e30)  # not -inf, if the block is so throughout
             p = z.sub_(m).exp()
             total = p.sum(1, keepdim=True)
-            blocks.append((m, total, torch.linalg.vecdot(p, z.clamp_(min=-200.0))[:, None]))  # 0 · log 0 = 0
+            blocks.append((m, total, p.mul_(z.clamp_(min=-200.0)).sum(1, keepdim=True)))  # 0 · log 0 = 0
         m, totals, products = (torch.cat(parts, dim=1) for parts in zip(*blocks))  # (N, blocks)
         log_total = (m + totals.log()).logsumexp(1, keepdim=True)
         entropy = log_total.squeeze(1) - ((m - log_total).exp() * (totals * m + products)).sum(1)
@@ -611,9 +622,8 @@ def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "
 @torch.no_grad()
 def in_chunks(fn: Callable[[Batch], torch.Tensor], batch: Batch, rows: int) -> torch.Tensor:
     """`fn`, which maps a batch to (k, B, ...), without gradient, on `rows` completions at a time."""
-    k, B, _ = batch.responses.shape
-    index = torch.arange(B, device=batch.responses.device)
-    return torch.cat([fn(batch.prompts(part)) for part in index.split(max(1, rows // k))], dim=1)
+    (k, B, _), size = batch.responses.shape, max(1, rows // batch.responses.shape[0])
+    return torch.cat([fn(batch.prompts(slice(first, first + size))) for first in range(0, B, size)], dim=1)
 
 
 # ---- Rewards: each is a function of a Batch that returns (k, B) float32, NaN where it does not apply -----------------
@@ -638,10 +648,15 @@ def model_reward(model, batch: Batch, layout: str = "group") -> torch.Tensor:
     return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
 
 
+def positions_of(config) -> int:
+    """How many tokens a model has positions for."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
 def text_reward(model, batch: Batch, tokenizer, decode_fn: Callable, stop_ids: list[int]) -> torch.Tensor:
     """Scores (k, B) of a sequence classifier with a tokenizer of its own: the text is tokenized again, and a
     completion that ended ends in the end-of-sequence token of the classifier."""
-    ended = contains_stop(batch.responses, batch.response_mask, stop_ids).flatten().tolist()
+    ended = contains_stop(batch, stop_ids).flatten().tolist()
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     rows, sequences = batch.rows * batch.responses.shape[0], []
     for row, text, end in zip(rows, decode_fn(batch), ended):
@@ -741,17 +756,6 @@ def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: O
     if not ids:
         raise InputError(f"the tokenizer {tokenizer.name_or_path} has no eos token; name one by --stop_token")
     return ids
-
-
-def mask_after_stop(responses: torch.Tensor, stop_ids: list[int]) -> torch.Tensor:
-    """Mask (..., R) of the tokens up to and including the first stop token; all true where there is none."""
-    is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device)).long()
-    return is_stop.cumsum(-1) - is_stop == 0
-
-
-def contains_stop(responses: torch.Tensor, response_mask: torch.Tensor, stop_ids: list[int]) -> torch.Tensor:
-    """Whether a stop token came within the response length, (...)."""
-    return (torch.isin(responses, torch.tensor(stop_ids, device=responses.device)) & response_mask).any(-1)
 
 
 def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -857,6 +861,29 @@ def decode_step(policy, state: Decoding, temperature: float, stop: torch.Tensor,
     sample_into(policy, state, hidden, temperature, stop)
 
 
+def random_state(device: torch.device) -> dict:
+    """The state of every random number generator that a run or a reward function may draw from."""
+    kind, keys, *rest = np.random.get_state()
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(state: dict, device: torch.device):
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def random_state_kept(device: torch.device):
+    """What is drawn within it does not change what is drawn after it."""
+    state = random_state(device)
+    yield
+    set_random_state(state, device)
+
+
 @lru_cache(maxsize=4)  # shapes of a run: prompts of an update, the rest of a split, evaluation
 def captured_decoding(policy, B: int, P: int, k: int, R: int, temperature: float, stop_ids: tuple[int, ...]):
     """State and replay() of decode_step on CUDA, for one shape."""
@@ -889,8 +916,7 @@ def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, 
     state.step.zero_()
     state.stopped.zero_()
     positions, last = (prompt_mask.cumsum(1) - 1).clamp(min=0), []
-    for part in rows_together(policy, B):
-        rows = slice(int(part[0]), int(part[-1]) + 1)
+    for rows in rows_together(policy, prompt_ids):
         first = int(prompt_mask[rows].any(0).long().argmax())  # the first slot that any of these prompts uses
         slots = torch.arange(first, P, device=device)
         hidden = read_slots(policy, state, rows, prompt_ids[rows, first:], positions[rows, first:], slots, P)
@@ -904,8 +930,7 @@ def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, 
                 replay()
             else:
                 decode_step(policy, state, temperature, stop, visible=P + k * (t + 1))
-    r = int(state.step) + 1
-    return state.tokens[..., :r].transpose(0, 1).clone(), state.logprobs[..., :r].transpose(0, 1).clone()
+    return state.tokens.transpose(0, 1).clone(), state.logprobs.transpose(0, 1).clone()
 
 
 def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
@@ -1039,22 +1064,20 @@ def frozen_reader(model, function: Callable, args: Args, device: torch.device, d
     """`function(model, batch)` of a model that is not trained as a function of the batch: without gradient, a chunk at
     a time. With --offload_reference the model is on the device only meanwhile."""
     model.requires_grad_(False)
-    sharded, home = args.sharding == "fsdp", "cpu" if args.offload_reference else device
-    if sharded:
+    if args.sharding == "fsdp":
         shard(model, device, dtype, frozen=True, offload=args.offload_reference)
-    else:
-        model.to(home)
-    read = with_weights(model, "read", function)
+    read = partial(in_chunks, with_weights(model, "read", function), rows=args.local_rollout_forward_batch_size)
+    if args.sharding == "fsdp" or not args.offload_reference:
+        return read
+    model.to("cpu")
 
-    def read_batch(batch: Batch) -> torch.Tensor:
-        if not sharded:
-            model.to(device)
-        out = in_chunks(read, batch, args.local_rollout_forward_batch_size)
-        if not sharded:
-            model.to(home)
+    def read_and_go_back(batch: Batch) -> torch.Tensor:
+        model.to(device)
+        out = read(batch)
+        model.to("cpu")
         return out
 
-    return read_batch
+    return read_and_go_back
 
 
 @contextmanager
@@ -1148,11 +1171,11 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
 class Means(dict):
     """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split, over ranks as well."""
 
-    def add(self, name: str, values: torch.Tensor, mask: Optional[torch.Tensor] = None):
+    def add(self, name: str, values: torch.Tensor, mask: torch.Tensor | bool = True):
         """Counts the entries of `values` where `mask` (same shape) is true; NaN is no value."""
-        keep = ~values.isnan() if mask is None else mask & ~values.isnan()
-        pair = torch.stack([values.double().masked_fill(~keep, 0.0).sum(), keep.double().sum()])
-        self[name] = self[name] + pair if name in self else pair
+        keep = ~values.isnan() & mask
+        total, count = values.double().masked_fill(~keep, 0.0).sum(), keep.double().sum()
+        self[name] = self.get(name, 0) + torch.stack([total, count])
 
     def means(self) -> dict[str, float]:
         """name -> mean over all ranks; a name without entries is left out, since it has none."""
@@ -1199,8 +1222,8 @@ def text_table(header: list[str], rows: list[list[str]], width: int) -> str:
 # ---- Loading ---------------------------------------------------------------------------------------------------------
 
 
-def load(auto_class, path: str, flag: str, **options):
-    """`auto_class.from_pretrained(path, **options)`; what cannot be loaded is an InputError that names the flag."""
+def load(args: Args, auto_class, path: str, flag: str, **options):
+    """`auto_class.from_pretrained`; what cannot be loaded is an InputError that names the flag."""
     if options.get("attn_implementation") == "sdpa":
         transformers.AttentionInterface.register("folded_sdpa", folded_sdpa)
         transformers.AttentionMaskInterface.register("folded_sdpa", sdpa_mask)
@@ -1208,7 +1231,7 @@ def load(auto_class, path: str, flag: str, **options):
     if not os.path.isdir(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"--{flag} {path}: no such folder")
     try:
-        return auto_class.from_pretrained(path, **options)
+        return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
     except Exception as error:  # transformers, safetensors and the Hub client each raise their own
         kind = "cannot be loaded" if os.path.isdir(path) else "no such folder, nor a model that the Hub gives"
         raise InputError(f"--{flag} {path}: {kind} ({auto_class.__name__}: {first_line(error)})") from error
@@ -1218,7 +1241,7 @@ def load_tokenizer(args: Args, vocab_size: int):
     """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare (a
     pad token is never attended to, trained on or looked for, but it needs an id)."""
     name, path = f"--model_name_or_path {args.model_name_or_path}", args.model_name_or_path
-    tokenizer = load(AutoTokenizer, path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
+    tokenizer = load(args, AutoTokenizer, path, "model_name_or_path")
     if len(tokenizer) == 0:
         raise InputError(f"{name}: there is no tokenizer in it")
     if tokenizer.pad_token_id is None:
@@ -1232,8 +1255,8 @@ def load_tokenizer(args: Args, vocab_size: int):
     return tokenizer
 
 
-def load_data(args: Args) -> tuple[list[dict], list[dict]]:
-    """Rows to train and to evaluate on; the latter may be none."""
+def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
+    """Rows to train and to evaluate on, as `prepare_row` makes them; the latter may be none."""
     name, splits = args.dataset_name, (args.dataset_train_split, args.dataset_test_split)
     train, test = (load_rows(name, split) for split in splits)
     if train is None:
@@ -1243,13 +1266,14 @@ def load_data(args: Args) -> tuple[list[dict], list[dict]]:
         if n:
             print(f"{name} has no split {splits[1]}: its last {n} rows are held out to evaluate on")
         train, test = train[: len(train) - n], train[len(train) - n :]
-    return train, test[: args.num_eval_prompts]
+    prepared = partial(prepare_rows, tokenizer=tokenizer, max_prompt_length=args.max_prompt_length)
+    test = test[: args.num_eval_prompts]
+    return prepared(train, name=f"{name}, training"), prepared(test, name=f"{name}, held out") if test else []
 
 
 def load_policy(args: Args, path: str, device: torch.device, dtype: torch.dtype):
     """A causal language model without dropout, checked to be output_embeddings(base_model(x))."""
-    model, info = load(AutoModelForCausalLM, path, "sft_model_path", dtype=dtype,
-                       output_loading_info=True, trust_remote_code=args.trust_remote_code,
+    model, info = load(args, AutoModelForCausalLM, path, "sft_model_path", dtype=dtype, output_loading_info=True,
                        attn_implementation=args.attn_implementation)
     if info["missing_keys"]:
         raise InputError(f"--sft_model_path {path}: is no trained {type(model).__name__}, it has no "
@@ -1269,30 +1293,24 @@ def load_reward_model(args: Args, tokenizer, vocab_size: int, device: torch.devi
 
     It does if it has the policy's tokenizer or none, and embeddings for all `vocab_size` tokens of the policy."""
     path, flag = args.reward_model_path, f"--reward_model_path {args.reward_model_path}"
-    options = {"trust_remote_code": args.trust_remote_code}
-    config = load(AutoConfig, path, "reward_model_path", **options)
+    config = load(args, AutoConfig, path, "reward_model_path")
     if config.num_labels != 1 and any("SequenceClassification" in name for name in config.architectures or []):
         raise InputError(f"{flag}: has {config.num_labels} labels, a reward model has one")
-    model, info = load(AutoModelForSequenceClassification, path, "reward_model_path", num_labels=1, dtype=dtype,
-                       attn_implementation=args.attn_implementation, output_loading_info=True, **options)
+    model, info = load(args, AutoModelForSequenceClassification, path, "reward_model_path", num_labels=1, dtype=dtype,
+                       output_loading_info=True, attn_implementation=args.attn_implementation)
     if not hasattr(model, "score"):
         raise InputError(f"{flag}: {type(model).__name__} has no `score` head on its last token")
     if info["missing_keys"]:
         print(f"{flag}: has no trained reward head; a random one scores, which is good for a smoke test only")
     rows, own = model.get_input_embeddings().num_embeddings, None
     if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
-        own = load(AutoTokenizer, path, "reward_model_path", **options)
+        own = load(args, AutoTokenizer, path, "reward_model_path")
     words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
     same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
     shared = rows >= vocab_size and (same or not words)
     if not shared and not 0 < len(words) <= rows:
         raise InputError(f"{flag}: has {rows} tokens, which do not fit its tokenizer, or the policy's if it has none")
     return model.to(device).eval(), None if shared else own
-
-
-def positions_of(config) -> int:
-    """How many tokens a model has positions for."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -1331,29 +1349,6 @@ def newest_checkpoint(output: Path) -> Optional[Path]:
             return folder
         print(f"{folder} is damaged ({damaged[0]}) and skipped")
     return None
-
-
-def random_state(device: torch.device) -> dict:
-    """The state of every random number generator that a run or a reward function may draw from."""
-    kind, keys, *rest = np.random.get_state()
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def set_random_state(state: dict, device: torch.device):
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-@contextmanager
-def random_state_kept(device: torch.device):
-    """What is drawn within it does not change what is drawn after it."""
-    state = random_state(device)
-    yield
-    set_random_state(state, device)
 
 
 def sync(path: Path):
@@ -1480,13 +1475,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # Functions and data first: they are quick to load and the likeliest to be wrong.
     functions = {spec: load_function(spec, "reward_fns") for spec in args.reward_fns}
     judge = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
-    train_rows, test_rows = load_data(args)
-    config = load(AutoConfig, args.sft_model_path, "sft_model_path", trust_remote_code=args.trust_remote_code)
+    config = load(args, AutoConfig, args.sft_model_path, "sft_model_path")
     vocab_size, positions = config.get_text_config().vocab_size, positions_of(config)
     tokenizer = load_tokenizer(args, vocab_size)
-    train_rows = prepare_rows(train_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, training")
-    if test_rows:
-        test_rows = prepare_rows(test_rows, tokenizer, args.max_prompt_length, f"{args.dataset_name}, held out")
+    train_rows, test_rows = load_data(args, tokenizer)
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     if longest + args.response_length > positions:
         raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
@@ -1630,9 +1622,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         return time.perf_counter()
 
     num_updates = run.update + math.ceil(max(0, args.total_episodes - run.episode) / (k * B * world))
-    size = sum(parameter.numel() for parameter in policy.parameters())
-    print(f"{size:,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} prompts x {k} "
-          f"completions, on {f'{world} x ' * (world > 1)}{device}, into {output}")
+    print(f"{policy.num_parameters():,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} "
+          f"prompts x {k} completions, on {f'{world} x ' * (world > 1)}{device}, into {output}")
     if run.update == 0 and test_rows:
         run.before = run.after = evaluate(greedy=True)
     between = args.num_sample_generations + 1
@@ -1653,7 +1644,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             indices = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
             batch, rollout_logprobs = complete([train_rows[i] for i in indices], k, args.temperature)
             require_finite("a log-prob of the rollout", rollout_logprobs)
-            mask, ended = batch.response_mask, contains_stop(batch.responses, batch.response_mask, stop_ids)
+            mask, ended = batch.response_mask, contains_stop(batch, stop_ids)
             times.append(clock())
 
             # 2. Log-probs under the reference; without one the KL is 0.
@@ -1709,7 +1700,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                         ratio = (new.detach() - old).double().exp()
                         means.add("loss/policy_avg", losses.detach())
                         means.add("policy/approxkl_avg", 0.5 * log_ratio**2, entries[:, micro])
-                        means.add("policy/clipfrac_avg", clipped.float(), entries[:, micro])
+                        means.add("policy/clipfrac_avg", clipped, entries[:, micro])
                         means.add("policy/entropy_avg", entropy, part.response_mask)
                         means.add("val/ratio", ratio, part.response_mask)
                         means.add("val/ratio_squared", ratio**2, part.response_mask)
@@ -1725,14 +1716,14 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
             best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
             same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
-            means.add("frac_reward_zero_std", same.float(), (~raw_scores.isnan()).sum(0) > 1)
+            means.add("frac_reward_zero_std", same, (~raw_scores.isnan()).sum(0) > 1)
             means.add("objective/kl", kl.sum(-1))
             means.add("objective/entropy", -rollout_logprobs.sum(-1))
             means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
             means.add("objective/rlhf_reward", rlhf_reward)
             means.add("objective/scores", raw_scores)
             means.add("completions/mean_length", mask.sum(-1))
-            means.add("completions/clipped_ratio", (~ended).float())
+            means.add("completions/clipped_ratio", ~ended)
             for name, part_scores in scores_by_name.items():
                 means.add(f"rewards/{name}/mean", part_scores)
             run.episode += k * B * world
@@ -1814,7 +1805,7 @@ def command_line(argv: Optional[list[str]] = None):
         sys.exit(f"rloo.py: {error}")
     except OSError as error:
         sys.exit(f"rloo.py: {error}; checkpoints stay whole: mend that and go on by --resume")
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if dist.is_initialized() and "closed by peer" in str(error):
             sys.exit("rloo.py: another process of this run ended; its own line says why")
         if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)):

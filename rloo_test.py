@@ -220,10 +220,12 @@ def test_token_logprobs_in_autocast_keep_float32_sums_and_gradients(blocks):
     found = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            logprobs, _ = rloo.TokenLogprobs.apply(hidden, head.weight, head.bias, tokens, 0.7)
+            logprobs, entropy = rloo.TokenLogprobs.apply(hidden, head.weight, head.bias, tokens, 0.7)
         found.append([logprobs, *torch.autograd.grad(logprobs.sum(), [hidden, *head.parameters()])])
     for exact, half in zip(*found):
         assert half.dtype == torch.float32 and 0 < (exact - half).norm() < 0.02 * exact.norm()
+    rounded = F.linear((hidden / 0.7).bfloat16(), head.weight.bfloat16(), (head.bias / 0.7).bfloat16()).float()
+    assert torch.allclose(entropy, torch.distributions.Categorical(logits=rounded).entropy(), atol=1e-5)
 
 
 def enumerate_completions(vocab: int, R: int, stop: int = 0) -> list[list[int]]:
@@ -463,7 +465,7 @@ def test_query_heads_that_share_keys_do_not_copy_them(family, monkeypatch, tmp_p
     """The folded attention equals the stock one, and hands the kernel as many key heads as the model has."""
     tiny_model(family).save_pretrained(tmp_path)
     stock = tiny_model(family)
-    folded = rloo.load(AutoModelForCausalLM, str(tmp_path), "sft_model_path", attn_implementation="sdpa").eval()
+    folded = rloo.load(Args(), AutoModelForCausalLM, str(tmp_path), "sft_model_path", attn_implementation="sdpa").eval()
     batch, heads, original = random_batch(), [], F.scaled_dot_product_attention
     one = rloo.completion_logprobs(stock, batch, 0.7)[0]
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **kw: heads.append(k.shape[1]) or original(q, k, v, **kw))
@@ -555,7 +557,8 @@ def test_pad_equal_to_eos_keeps_the_stop_token_and_every_stop_id_counts():
     responses = torch.tensor([[[5, 0, 0, 0], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 0, 7]]])
     one, two = rloo.mask_after_stop(responses, [0]), rloo.mask_after_stop(responses, [0, 9])
     assert one.sum(-1).tolist() == [[2, 1, 4, 3]] and two.sum(-1).tolist() == [[2, 1, 4, 2]]
-    assert rloo.contains_stop(responses, two, [0, 9]).tolist() == [[True, True, False, True]]
+    batch = rloo.Batch([], torch.empty(4, 0), torch.empty(4, 0), responses, two)
+    assert rloo.contains_stop(batch, [0, 9]).tolist() == [[True, True, False, True]]
 
 
 def test_a_run_where_pad_is_eos_ends_in_the_same_weights(train, tiny, tmp_path):
@@ -1165,8 +1168,7 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(tiny, tmp_path
         path = tmp_path / f"train{rng.choice(['.jsonl', '.jsonl', '.json'])}"
         path.write_bytes(data)
         try:
-            rows, _ = rloo.load_data(Args(dataset_name=str(path), num_eval_prompts=0))
-            rloo.prepare_rows(rows, tokenizer, 512, str(path))
+            rloo.load_data(Args(dataset_name=str(path), num_eval_prompts=0), tokenizer)
             outcomes["rows"] += 1
             if len(kept) < 12 and rng.random() < 0.2:
                 shutil.copy(path, tmp_path / f"kept{len(kept)}{path.suffix}")
