@@ -1797,6 +1797,8 @@ def command_line(argv: Optional[list[str]] = None):
     handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         main(parse_args(argv), signals)
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BrokenPipeError:  # `python rloo.py --help | head`
         sys.exit(1)
     except KeyboardInterrupt:
