@@ -570,8 +570,9 @@ class TokenLogprobs(torch.autograd.Function):
     logits = hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias (vocabulary,)
     or None, tokens (N,).
 
-    z = logits / temperature is made block by block, and once more in backward. With m the largest z of a block,
-    log Σ exp z = logsumexp over blocks of m + log Σ exp(z - m), and ∂ log p(y) / ∂ z = onehot(y) - p."""
+    z = logits / temperature is made block by block, and once more in backward, where ∂ log p(y) / ∂ z = onehot(y) - p.
+    With m the largest z of a block and e = exp(z - m), log Σ exp z is the logsumexp over blocks of m + log Σ e. The
+    entropy is that minus Σ p z, to which a block gives exp(m - log Σ exp z) (m Σ e + Σ e (z - m))."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens, temperature):
@@ -582,12 +583,12 @@ class TokenLogprobs(torch.autograd.Function):
         for _, z, index, inside in logit_blocks(x, weight, bias, tokens):
             chosen = torch.where(inside, z.gather(1, index), chosen)
             m = z.amax(1, keepdim=True).clamp(min=-1e30)  # not -inf, if the block is so throughout
-            p = z.sub_(m).exp()
-            total = p.sum(1, keepdim=True)
-            blocks.append((m, total, p.mul_(z.clamp_(min=-200.0)).sum(1, keepdim=True)))  # 0 · log 0 = 0
+            e = z.sub_(m).exp()
+            total = e.sum(1, keepdim=True)
+            blocks.append((m, total, e.mul_(z.clamp_(min=-200.0)).sum(1, keepdim=True)))  # 0 · log 0 = 0
         m, totals, products = (torch.cat(parts, dim=1) for parts in zip(*blocks))  # (N, blocks)
         log_total = (m + totals.log()).logsumexp(1, keepdim=True)
-        entropy = log_total.squeeze(1) - ((m - log_total).exp() * (totals * m + products)).sum(1)
+        entropy = log_total.squeeze(1) - ((m - log_total).exp() * (m * totals + products)).sum(1)
         ctx.temperature = temperature
         ctx.save_for_backward(x, weight, bias, tokens, log_total)
         ctx.mark_non_differentiable(entropy)
