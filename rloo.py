@@ -7,6 +7,7 @@ For each prompt the policy samples k completions. The reward of a completion is 
 divergence from the reference model; its baseline is the mean reward of the k - 1 other completions of its prompt:
 
     R_j = score_j - β Σ_t kl_jt      A_j = R_j - Σ_{i≠j} R_i / (k - 1)      loss = mean_j max(-A_j ρ_j, -A_j clip(ρ_j))
+    ρ_j = π(y_j) / π(y_j) when it was sampled, which is 1 in the first step after sampling; clipped to 1 ± ε
 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
@@ -83,7 +84,7 @@ class Models:
     sft_model_path: Optional[str] = None  # policy to train, also the reference; if not given, model_name_or_path
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; weights, log-probs and losses stay float32
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
     attn_implementation: str = "sdpa"  # attention kernel of transformers: sdpa, eager, flash_attention_2, ...
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
@@ -141,7 +142,8 @@ class Rewards:
 
 @dataclass
 class BatchSize:
-    """an update is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches completions"""
+    """an update, of each process, is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
+    completions"""
 
     per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
@@ -291,7 +293,7 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of one split of a dataset, or None where a folder or Hub dataset has no such split.
 
     `name`: a .jsonl or .json file (which then is its own "train" split), a folder with <split>.jsonl or <split>.json,
-    or a Hub id. Raises InputError with file and line number for what is not a JSON object.
+    or a Hub id. Raises InputError with file and line number for what is not JSON, or row number for what is no object.
     """
     path = Path(name)
     if os.path.isdir(path):  # False for a name that cannot be a path
@@ -302,7 +304,7 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
         raise InputError(f"--dataset_name {name[:200]}: no such file or folder")
     else:
         return load_hub_rows(name, split)
-    path = next(filter(Path.is_file, files), None)
+    path = next(filter(os.path.isfile, files), None)
     if path is None:
         return None
     try:
@@ -320,8 +322,11 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     except (ValueError, RecursionError) as error:
         line = first + getattr(error, "lineno", 1) - 1
         raise InputError(f"{path}, line {line}: not JSON ({getattr(error, 'msg', first_line(error))})") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{path}: every row must be a JSON object like {{\"prompt\": \"...\"}}")
+    if not isinstance(rows, list):
+        raise InputError(f"{path}: must be a list of rows; a .jsonl file has one row per line")
+    for i, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, row {i}: must be a JSON object like {{\"prompt\": \"...\"}}")
     return rows
 
 
@@ -510,9 +515,9 @@ CPU_WIDTH = 512  # a row of a model so wide keeps a CPU busy alone; the work of 
 
 
 def rows_together(model, prompt_ids: torch.Tensor) -> list[slice]:
-    """The group rows that a forward reads: all, but on a CPU few, since then there is less padding."""
-    B, narrow = len(prompt_ids), CPU_WIDTH // model.config.get_text_config().hidden_size
-    size = max(1, narrow**2) if prompt_ids.is_cpu else B
+    """Slices of the group rows, a forward each: one slice, but on a CPU short ones, which have less padding."""
+    B, ratio = len(prompt_ids), CPU_WIDTH // model.config.get_text_config().hidden_size
+    size = max(1, ratio**2) if prompt_ids.is_cpu else B
     return [slice(first, first + size) for first in range(0, B, size)]
 
 
@@ -551,16 +556,16 @@ LOGITS_AT_ONCE = {"cpu": 2**20, "else": 2**26}  # entries of a (tokens, columns)
 MIN_COLUMNS = 256  # of such a block, however many tokens there are: a thinner matrix product would waste time
 
 
-def logit_blocks(x, weight, bias, tokens) -> Iterator[tuple]:
-    """x · weightᵀ + bias (N, vocabulary) in blocks of columns, for it is never made as a whole.
+def logit_blocks(x, weight, bias, tokens, temperature: float) -> Iterator[tuple]:
+    """(x · weightᵀ + bias) / temperature (N, vocabulary) in blocks of columns, so that it never exists as a whole.
 
-    Yields each block's columns, logits (N, columns) in float32, and where the tokens (N,) are in it: the column (N, 1),
-    or any where the token is in another block, and whether it is in this one (N, 1)."""
+    Yields each block's slice of the vocabulary, its logits (N, columns) in float32, and where the tokens (N,) are in
+    it: the column (N, 1), or any where the token is in another block, and whether it is in this one (N, 1)."""
     width = max(MIN_COLUMNS, LOGITS_AT_ONCE["cpu" if x.is_cpu else "else"] // max(1, len(x)))
     for first in range(0, len(weight), width):
         columns = slice(first, first + width)
         own_bias = None if bias is None else bias[columns].to(x.dtype)
-        logits = F.linear(x, weight[columns].to(x.dtype), own_bias).float()
+        logits = F.linear(x, weight[columns].to(x.dtype), own_bias).float().div_(temperature)
         index = (tokens - first)[:, None]
         yield columns, logits, index % logits.shape[1], (index >= 0) & (index < logits.shape[1])
 
@@ -571,26 +576,29 @@ class TokenLogprobs(torch.autograd.Function):
     or None, tokens (N,).
 
     z = logits / temperature is made block by block, and once more in backward, where ∂ log p(y) / ∂ z = onehot(y) - p.
-    With m the largest z of a block and e = exp(z - m), log Σ exp z is the logsumexp over blocks of m + log Σ e. The
-    entropy is that minus Σ p z, to which a block gives exp(m - log Σ exp z) (m Σ e + Σ e (z - m))."""
+    With m the largest z of a block, M the largest of all, e = exp(z - m) and S = Σ_blocks exp(m - M) Σ e:
+
+        log Σ exp z = M + log S      entropy = log Σ exp z - Σ p z = log S - Σ_blocks exp(m - M) Σ e (z - M) / S"""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens, temperature):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        x, bias = (hidden.float() / temperature).to(dtype), None if bias is None else bias / temperature
-        chosen, blocks = torch.zeros(len(tokens), 1, device=hidden.device), []
-        for _, z, index, inside in logit_blocks(x, weight, bias, tokens):
+        x, chosen, blocks = hidden.to(dtype), torch.zeros(len(tokens), 1, device=hidden.device), []
+        for _, z, index, inside in logit_blocks(x, weight, bias, tokens, temperature):
             chosen = torch.where(inside, z.gather(1, index), chosen)
             m = z.amax(1, keepdim=True).clamp(min=-1e30)  # not -inf, if the block is so throughout
             e = z.sub_(m).exp()
             total = e.sum(1, keepdim=True)
-            blocks.append((m, total, e.mul_(z.clamp_(min=-200.0)).sum(1, keepdim=True)))  # 0 · log 0 = 0
+            blocks.append((m, total, e.mul_(z.clamp_(min=-200.0)).sum(1, keepdim=True)))  # not 0 · -inf
         m, totals, products = (torch.cat(parts, dim=1) for parts in zip(*blocks))  # (N, blocks)
-        log_total = (m + totals.log()).logsumexp(1, keepdim=True)
-        entropy = log_total.squeeze(1) - ((m - log_total).exp() * (m * totals + products)).sum(1)
+        M = m.amax(1, keepdim=True)
+        S = ((m - M).exp() * totals).sum(1, keepdim=True)
+        log_total = M + S.log()
+        entropy = S.log() - ((m - M).exp() * (products + (m - M) * totals)).sum(1, keepdim=True) / S
         ctx.temperature = temperature
         ctx.save_for_backward(x, weight, bias, tokens, log_total)
+        entropy = entropy.squeeze(1)
         ctx.mark_non_differentiable(entropy)
         return (chosen - log_total).squeeze(1), entropy
 
@@ -599,8 +607,8 @@ class TokenLogprobs(torch.autograd.Function):
         x, weight, bias, tokens, log_total = ctx.saved_tensors
         to_hidden, to_weight = torch.zeros_like(x, dtype=torch.float32), torch.empty_like(weight)
         to_bias, scale = None if bias is None else torch.empty_like(bias), gradient / ctx.temperature
-        scaled_x = (gradient[:, None] * x).to(x.dtype)
-        for columns, z, index, inside in logit_blocks(x, weight, bias, tokens):
+        scaled_x = (scale[:, None] * x).to(x.dtype)
+        for columns, z, index, inside in logit_blocks(x, weight, bias, tokens, ctx.temperature):
             to_z = z.sub_(log_total).exp_().neg_().scatter_add_(1, index, inside.float())
             if bias is not None:
                 to_bias[columns] = scale @ to_z
@@ -800,7 +808,8 @@ class GroupCache:
 
 @contextmanager
 def transposed_linear(use: bool):
-    """Within it, if `use`, x Wᵀ is computed as (W xᵀ)ᵀ: for few rows two to three times faster on a CPU in float32."""
+    """Within it, if `use`, F.linear is one that computes x Wᵀ as (W xᵀ)ᵀ: for few rows two to three times faster on a
+    CPU in float32."""
 
     def linear(input, weight, bias=None):
         out = (weight @ input.flatten(0, -2).t()).t().contiguous().unflatten(0, input.shape[:-1])
@@ -1732,7 +1741,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             run.seconds += times[-1] - times[0]
             metrics = {"update": run.update, "episode": run.episode, "lr": optimizer.param_groups[0]["lr"]}
             metrics |= means.means()
-            metrics["val/ratio_var"] = max(0.0, metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2)
+            metrics["val/ratio_var"] = max(metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2, 0.0)  # or NaN
             metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
             metrics["objective/scores_std"] = mean_and_std(raw_scores, ~raw_scores.isnan())[1].item()
             for name, part_scores in scores_by_name.items():

@@ -206,12 +206,26 @@ def test_token_logprobs_are_log_softmax_in_blocks_with_the_same_gradient(blocks,
     assert blocks == 2 * [(23, 16), (23, 16), (23, 16), (23, 2)]  # forward and again in backward
 
 
-def test_token_logprobs_of_logits_far_from_zero():
-    """No block's sum overflows or vanishes, whichever block holds the largest logit."""
-    hidden, weight = torch.tensor([[1.0], [-1.0]]), torch.linspace(-3e4, 3e4, 64)[:, None]
-    tokens, full = torch.tensor([63, 1]), F.log_softmax(hidden @ weight.t(), dim=-1)
-    logprobs, entropy = rloo.TokenLogprobs.apply(hidden, weight, None, tokens, 1.0)
-    assert torch.allclose(logprobs, full[[0, 1], tokens]) and torch.allclose(entropy, torch.zeros(2))
+@pytest.mark.parametrize("offset", [0.0, 1000.0, -1000.0])
+def test_token_logprobs_of_logits_far_from_zero(blocks, offset):
+    """No block's sum overflows or vanishes, whichever block holds the largest logit, and an offset of all changes nothing."""
+    torch.manual_seed(0)
+    for spread in (1.0, 1e4):
+        bias, tokens = torch.randn(64).mul(spread).round(decimals=2), torch.arange(60, 64)
+        full = F.log_softmax((bias + offset).double(), dim=-1)
+        logprobs, entropy = rloo.TokenLogprobs.apply(torch.zeros(4, 1), torch.zeros(64, 1), bias + offset, tokens, 1.0)
+        assert torch.allclose(logprobs.double(), full[60:], atol=2e-4, rtol=1e-6)
+        assert torch.allclose(entropy.double(), -(full.exp() * full).nansum(), atol=2e-4) and (entropy >= 0).all()
+
+
+def test_in_bfloat16_training_and_reference_read_the_log_probs_that_were_sampled():
+    """... from the same hidden states: at a temperature other than 1 nothing is rounded once more."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 64).bfloat16(), torch.randn(40, 64).bfloat16()
+    tokens, sampled = rloo.sample(F.linear(hidden, weight), 0.7)
+    for x, kind in ((hidden, torch.float32), (hidden.float(), torch.bfloat16)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16):
+            assert (rloo.TokenLogprobs.apply(x, weight, None, tokens, 0.7)[0] - sampled).abs().max() < 1e-5
 
 
 def test_token_logprobs_in_autocast_keep_float32_sums_and_gradients(blocks):
@@ -224,7 +238,7 @@ def test_token_logprobs_in_autocast_keep_float32_sums_and_gradients(blocks):
         found.append([logprobs, *torch.autograd.grad(logprobs.sum(), [hidden, *head.parameters()])])
     for exact, half in zip(*found):
         assert half.dtype == torch.float32 and 0 < (exact - half).norm() < 0.02 * exact.norm()
-    rounded = F.linear((hidden / 0.7).bfloat16(), head.weight.bfloat16(), (head.bias / 0.7).bfloat16()).float()
+    rounded = F.linear(hidden.bfloat16(), head.weight.bfloat16(), head.bias.bfloat16()).float() / 0.7
     assert torch.allclose(entropy, torch.distributions.Categorical(logits=rounded).entropy(), atol=1e-5)
 
 
@@ -1096,11 +1110,11 @@ MISTAKES = [  # what is added to a command line that works, and what the line mu
     ("--device meta", "--device meta"), ("--device cuda:99", "--device cuda:99: cannot be used"), ("--device gpu", "--device gpu"),
     ("--dataset_name {x}/nowhere.jsonl", "no such file"), ("--dataset_name nobody/nothing", "--dataset_name nobody/nothing"),
     ("--dataset_name " + "n" * 5000, "--dataset_name nnn"), ("--dataset_train_split dev", "no split dev"), ("--dataset_name {x}/empty.jsonl", "there are no rows"),
-    ("--dataset_name {x}/broken.jsonl", "broken.jsonl, line 2: not JSON"), ("--dataset_name {x}/list.jsonl", "must be a JSON object"),
+    ("--dataset_name {x}/broken.jsonl", "broken.jsonl, line 2: not JSON"), ("--dataset_name {x}/list.jsonl", "list.jsonl, row 1: must be a JSON object"),
     ("--dataset_name {x}/noprompt.jsonl", "row 1: needs `prompt` or a list of `messages`, has text"), ("--dataset_name {x}/deep.json", "line 1: not JSON"),
     ("--dataset_name {x}/number.jsonl", "row 1: `prompt` must be text"), ("--dataset_name {x}/blank.jsonl", "row 1: the prompt is empty"),
     ("--dataset_name {x}/nouser.jsonl", "no turn with role `user`"), ("--dataset_name {x}/completion.jsonl", "the reference must be text"),
-    ("--dataset_name {x}/object.json", "must be a JSON object"), ("--dataset_name {x}/latin.jsonl", "cannot be read as UTF-8"),
+    ("--dataset_name {x}/object.json", "must be a list of rows"), ("--dataset_name {x}/latin.jsonl", "cannot be read as UTF-8"),
     ("--dataset_name {x}/chat.jsonl", "no chat template"), ("--max_prompt_length 1", "no prompt within --max_prompt_length 1"),
     ("--response_length 125", "exceed the model's 128 positions"), ("--sft_model_path /nowhere", "--sft_model_path /nowhere: no such folder"),
     ("--sft_model_path {x}", "--sft_model_path {x}: cannot be loaded"), ("--sft_model_path {reward}", "is no trained GPTNeoXForCausalLM"),
