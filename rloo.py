@@ -600,7 +600,7 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, tokens, log_total)
         entropy = entropy.squeeze(1)
         ctx.mark_non_differentiable(entropy)
-        return (chosen - log_total).squeeze(1), entropy
+        return (chosen - M - S.log()).squeeze(1), entropy
 
     @staticmethod
     def backward(ctx, gradient, _):
