@@ -707,14 +707,14 @@ def without_times(metrics: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("flags", [{}, {"kl_level": "token", "num_ppo_epochs": 2, "mask_truncated_completions": True}])
 def test_gradients_and_metrics_do_not_depend_on_the_split_into_micro_batches(train, flags):
     runs = [train(per_device_train_batch_size=size, gradient_accumulation_steps=16 // size, local_rollout_forward_batch_size=16, seed=3,
-                  learning_rate=1e-3, total_episodes=48, **flags) for size in (16, 8, 2)]
+                  learning_rate=1e-3, adam_eps=1e-3, total_episodes=48, **flags) for size in (16, 8, 2)]
     reference = runs[0]
     assert reference[0][0]["grad_norm"] > 0.1
     for metrics, output in runs[1:]:
         for one, other in zip(without_times(reference[0]), without_times(metrics)):
             assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
         weights = [torch.cat([p.flatten() for p in AutoModelForCausalLM.from_pretrained(o).parameters()]) for o in (reference[1], output)]
-        assert (weights[0] - weights[1]).abs().max() < 1e-3
+        assert (weights[0] - weights[1]).abs().max() < 1e-5
 
 
 def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
