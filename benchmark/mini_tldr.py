@@ -265,7 +265,7 @@ class Sizes:
     stages: tuple = (8000, 9000, 3000)  # posts for the reward model, GROUP completions each
 
 
-QUICK = Sizes(200, 24, 12, 128, 96, 16, (32, 32, 32))
+QUICK = Sizes(200, 12, 12, 64, 48, 8, (16, 16, 16))
 VOCABULARY = 1024  # tokens
 BATCH = 16  # examples
 GROUP = 6  # completions of one post, all compared with each other
