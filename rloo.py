@@ -7,7 +7,7 @@ For each prompt the policy samples k completions. The reward of a completion is 
 divergence from the reference model; its baseline is the mean reward of the k - 1 other completions of its prompt:
 
     R_j = score_j - β Σ_t kl_jt      A_j = R_j - Σ_{i≠j} R_i / (k - 1)      loss = mean_j max(-A_j ρ_j, -A_j clip(ρ_j))
-    ρ_j = π(y_j) / π(y_j) when it was sampled, which is 1 in the first step after sampling; clipped to 1 ± ε
+    ρ_j = π(y_j) / π_old(y_j), π_old being the policy that sampled y_j: 1 in the first step; clip: to [1 - ε, 1 + ε]
 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
