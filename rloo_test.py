@@ -357,6 +357,16 @@ def test_group_layout_equals_plain_rows(family, attention, monkeypatch):
         assert all((plain - group).abs().max() < 1e-5 * max(1, plain.abs().max()) for group in groups)
 
 
+def test_rows_read_alone_share_one_embedding_look_up(monkeypatch):
+    """Its gradient is as large as all embeddings, so it is made once, however many forwards there are."""
+    monkeypatch.setattr(rloo, "CPU_WIDTH", 32)
+    model, batch, seen = tiny_model(), random_batch(), []
+    for name, module in (("embedding", model.get_input_embeddings()), ("model", model.base_model)):
+        module.register_forward_hook(lambda *a, name=name: seen.append(name))
+    rloo.completion_logprobs(model, batch, 1.0)
+    assert len(batch.rows) > 1 and seen == ["embedding"] + ["model"] * len(batch.rows)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family):
     """Another token in one completion, or in the padding, changes nothing at the others' slots in any layer's output."""
@@ -928,6 +938,7 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
 
 
 def test_too_long_prompts_are_left_out_and_counted(capsys):
+    assert rloo.load_rows(str(HERE), "x" * 300) is None  # a name that no file can have
     rows = rloo.prepare_rows([{"prompt": "a b c"}, {"prompt": "a"}], tiny_tokenizer(), 2, "x")
     assert [row["prompt_text"] for row in rows] == ["a"]
     assert "1 of 2 prompts left out, over 2 tokens" in capsys.readouterr().out
@@ -1542,8 +1553,8 @@ def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tin
     monkeypatch.syspath_prepend(HERE / "benchmark")
     import kill_test
 
-    counts = kill_test.run(tmp_path / "kill", kills=5, seed=1, models=tiny, data=tiny / "data")
-    assert counts["kills"] == 5 and counts["runs"] >= 1 and counts["differences"] == 0
+    counts = kill_test.run(tmp_path / "kill", kills=8, seed=1, models=tiny, data=tiny / "data")
+    assert counts["kills"] == 8 and counts["runs"] >= 1 and counts["differences"] == 0
 
 
 LONG = dict(total_episodes=64, save_steps=1, save_total_limit=9, num_eval_prompts=4, num_sample_generations=2, num_mini_batches=2,
