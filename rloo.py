@@ -12,15 +12,17 @@ divergence from the reference model; its baseline is the mean reward of the k - 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
-The file is read from top to bottom: flags, data, layout, log-probs, rewards, rollout, processes, RLOO maths,
-evaluation, loading, checkpoints, main. Who trains in one process may skip `processes`.
+Order of the file: flags, the maths, one update, the run; who stops there knows RLOO. What serves them comes after: rows
+and attention, rollout, rewards, data, models, processes, checkpoints, command line.
+Left out on purpose: no value model, no LoRA, no inference server, no tensor parallelism, no tools or several turns.
+
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
-Everything per completion leads with the axes (k, B); flattened, completion (j, b) is row j·B + b.
+Everything per completion leads with the axes (k, B); flattened, completion (j, b) is number j·B + b.
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
 """
 
 import dataclasses
-import hashlib
+import fcntl
 import importlib.util
 import io
 import itertools
@@ -28,19 +30,18 @@ import json
 import logging
 import math
 import os
-import random
 import re
 import resource
 import shutil
 import signal
 import sys
-import textwrap
 import time
-from contextlib import contextmanager, nullcontext, redirect_stderr
+import traceback
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, make_dataclass
-from functools import lru_cache, partial
+from datetime import timedelta
+from functools import lru_cache, partial, wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Callable, Iterable, Iterator, Literal, NamedTuple, Optional, Sequence
 
 import numpy as np
@@ -48,11 +49,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 import tyro
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 from torch import distributed as dist
+from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
-                                    register_fsdp_forward_method)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -63,65 +65,50 @@ from transformers.masking_utils import sdpa_mask
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 
 
-class InputError(ValueError):
-    """A mistake in what the user gave: main prints it as one line, without a stack trace."""
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, short enough to stand in a line of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
 # ---- Flags -----------------------------------------------------------------------------------------------------------
-
-FLAGS_HELP = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
 
 
 @dataclass
 class Models:
     """save_pretrained folders or Hub ids. Where no dataset is given, they are those of the embedded mini TL;DR"""
-
     sft_model_path: Optional[str] = None  # policy to train, also the reference; if not given, model_name_or_path
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
-    attn_implementation: str = "sdpa"  # attention kernel of transformers: sdpa, eager, flash_attention_2, ...
+    attn_implementation: str = "sdpa"  # sdpa; any other kernel of transformers (eager, ...) takes --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
 
 @dataclass
 class Data:
     """rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with"""
-
-    dataset_name: Optional[str] = None  # .jsonl or .json file, folder of <split>.jsonl, or Hub id; else mini TL;DR
+    dataset_name: Optional[str] = None  # .jsonl file, folder of <split>.jsonl, or Hub id; if not given, mini TL;DR
     dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str = "test"  # split to evaluate on; if there is none, the last tenth (at most 100) of train
+    dataset_test_split: Optional[str] = None  # to evaluate on; else test, or the last tenth (at most 100) of train
     max_prompt_length: int = 512  # tokens; longer prompts are left out
 
 
 @dataclass
 class Rollout:
     """how completions are sampled"""
-
     response_length: int = 53  # R: tokens sampled per completion at most
     temperature: float = 0.7  # of the softmax that completions are sampled from and scored by
     stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
     stop_token_id: Optional[int] = None  # the same by its id
-    rollout_engine: Literal["group", "hf"] = "group"  # the group layout, or `generate` with a row per completion
+    rollout_engine: Literal["group", "hf"] = "group"  # the group layout, or `generate`, which --layout plain takes
     local_rollout_forward_batch_size: int = 64  # completions per forward where no gradient is needed
 
 
 @dataclass
 class RLOO:
     """the algorithm"""
-
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
     kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
     kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion, or reward-to-go per token
     token_level_kl: bool = False  # TRL's flag: the same as kl_level=token
     missing_eos_penalty: Optional[float] = None  # subtracted from the score of a completion that did not end in time
     normalize_reward: bool = False  # scores to mean 0 and standard deviation 1 over the update
-    reward_clip_range: Optional[float] = 10.0  # clamp scores to ± this, after the two above; None: off
+    reward_clip_range: Optional[float] = None  # clamp scores to ± this, after the two above; None: off (TRL: 10)
     normalize_advantage: bool = False  # advantages to mean 0 and standard deviation 1 over the update
     mask_truncated_completions: bool = False  # unfinished completions: weight 0 in the loss, kept in the baselines
     cliprange: float = 0.2  # ε: the ratio is clipped to [1 - ε, 1 + ε]
@@ -134,7 +121,6 @@ class RLOO:
 class Rewards:
     """functions, each file.py:function or module:function, beside or instead of a reward model:
     function(prompts, completions, completion_ids, **columns) -> list of float or None"""
-
     reward_fns: tuple[str, ...] = ()  # reward functions
     reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
     judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
@@ -144,16 +130,14 @@ class Rewards:
 class BatchSize:
     """an update, of each process, is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
     completions"""
-
     per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
-    total_episodes: int = 6_400  # completions to sample in the whole run, rounded up to whole updates
+    total_episodes: int = 6_400  # completions in the whole run, rounded up to whole updates; 0: only evaluate
 
 
 @dataclass
 class Optimizer:
     """AdamW"""
-
     learning_rate: float = 5e-4  # at its peak, for mini TL;DR's tiny model (TRL: 5e-5; 3e-6 for pythia-1b)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # its course over the run
     warmup_ratio: float = 0.0  # part of the run over which it rises from 0
@@ -165,14 +149,13 @@ class Optimizer:
 @dataclass
 class Run:
     """what a run leaves and shows"""
-
     exp_name: str = "rloo"  # name of the run
-    seed: int = 1  # of sampling and shuffling: the same seed on the same machine repeats a run exactly
+    seed: int = 1  # of sampling and shuffling; on the CPU the same seed on the same machine repeats a run exactly
     output_dir: Optional[str] = None  # folder for all that the run leaves; else runs/<exp_name>__<seed>__<time>
     save_steps: int = 100  # updates between checkpoints; 0: only at the end and when the run is told to stop
     save_total_limit: int = 2  # newest checkpoints to keep
-    resume: bool = False  # continue from the newest whole checkpoint in output_dir, or begin where there is none
-    num_sample_generations: int = 4  # evaluations, with completions shown, between the first and the last
+    resume: bool = False  # continue from the newest checkpoint in output_dir, or begin where there is none
+    num_sample_generations: int = 4  # evaluations, with completions shown, between the first and the last, at most
     num_eval_prompts: int = 500  # held-out prompts to evaluate on, at most
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "rloo"  # its project
@@ -183,7 +166,6 @@ class Run:
 @dataclass
 class Scale:
     """memory and devices: torchrun --nproc_per_node N rloo.py ... runs N processes"""
-
     layout: Literal["group", "plain"] = "group"  # a row per prompt with its k completions, or a row per completion
     sharding: Literal["ddp", "fsdp"] = "ddp"  # each process holds all weights, or its part of them (FSDP2)
     gradient_checkpointing: bool = False  # compute the layers' activations again in backward instead of keeping them
@@ -195,914 +177,7 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
     """All flags. Names and defaults are TRL's where no other is named."""
 
 
-def parse_args(argv: Optional[list[str]] = None) -> Args:
-    """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
-    groups = [(group.__name__, group, field(default_factory=group)) for group in Args.__bases__]
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            flags = tyro.cli(make_dataclass("Flags", groups), args=argv, description=FLAGS_HELP, use_underscores=True,
-                             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes))
-    except SystemExit as end:
-        if end.code in (0, None):  # --help
-            raise
-        text = " ".join(re.sub("╭.*╮|[─-╿]", " ", said.getvalue()).split())  # without tyro's boxes and their titles
-        raise InputError(re.split(" (Argument|For full) helptext", text)[0] + "; see --help") from None
-    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
-
-
-def resolve_args(args: Args) -> Args:
-    """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
-
-    def require(condition: bool, message: str):
-        if not condition:
-            raise InputError(message)
-
-    args = dataclasses.replace(args)
-    if args.dataset_name is None:
-        require(MINI_TLDR.is_dir(), f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
-        args.dataset_name = str(MINI_TLDR)
-        args.sft_model_path = args.sft_model_path or args.model_name_or_path or str(MINI_TLDR / "sft")
-        args.judge_fn = args.judge_fn or f"{MINI_TLDR}.py:gold_judge"
-        if args.reward_model_path is None and not args.reward_fns:
-            args.reward_model_path = str(MINI_TLDR / "reward")
-    args.sft_model_path = args.sft_model_path or args.model_name_or_path
-    args.model_name_or_path = args.model_name_or_path or args.sft_model_path
-    args.kl_level = "token" if args.token_level_kl else args.kl_level
-    args.cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    require(args.output_dir is not None or not args.resume, "--resume needs --output_dir: which run shall go on?")
-    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.device == "cuda":
-        args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
-    args.reward_weights = (1.0,) * num_rewards if args.reward_weights is None else args.reward_weights
-
-    may_be_zero = ("seed", "save_steps", "num_sample_generations", "num_eval_prompts")  # as may a stop_token_id
-    for flag in dataclasses.fields(args):
-        name, value = flag.name, getattr(args, flag.name)
-        if isinstance(value, (int, float)):
-            require(math.isfinite(value) and value >= 0, f"--{name} {value}: must be finite and not negative")
-            require(value > 0 or flag.type is not int or name in may_be_zero, f"--{name} {value}: must be at least 1")
-    require(args.sft_model_path is not None, "--sft_model_path is needed with --dataset_name: what shall be trained?")
-    require(num_rewards > 0, "no reward: give --reward_model_path, --reward_fns or both")
-    require(len(args.reward_weights) == num_rewards, f"--reward_weights has {len(args.reward_weights)} numbers for "
-            f"{num_rewards} rewards (the reward model first, then --reward_fns)")
-    require(all(map(math.isfinite, args.reward_weights)), f"--reward_weights {args.reward_weights}: must be finite")
-    require(len(set(args.reward_fns)) == len(args.reward_fns), "--reward_fns names a function twice")
-    require(args.seed < 2**32, f"--seed {args.seed}: must be below 2**32")
-    require(args.rloo_k >= 2, f"--rloo_k {args.rloo_k}: must be at least 2: the baseline is the mean of the others")
-    require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
-            f"{args.per_device_train_batch_size}: must be a multiple of --rloo_k {args.rloo_k}, it holds whole groups")
-    require(args.warmup_ratio <= 1, f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
-    require(args.attn_implementation != "flex_attention", "--attn_implementation flex_attention: takes no mask of ours")
-    require(args.temperature > 0, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
-    require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
-    output = Path(args.output_dir)
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    used = existing == output and any(path.name != "args.json.new" for path in output.iterdir())  # written first
-    require(not used or args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on "
-            "with that run by --resume: nothing is overwritten")
-    require(not used or (output / "args.json").is_file(), f"--output_dir {output}: holds files, but no run to resume")
-    try:
-        torch.zeros(1, device=args.device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {args.device}: cannot be used ({first_line(error)})") from error
-    return args
-
-
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
-
-def load_hub_rows(name: str, split: str) -> Optional[list[dict]]:
-    """Rows of a split of a dataset on the Hub, or None where it has no such split; needs the datasets package."""
-    name_flag = f"--dataset_name {name[:200]}: no such file or folder"
-    try:
-        import datasets
-    except ImportError as error:
-        raise InputError(f"{name_flag}; if it is a dataset on the Hub: pip install datasets") from error
-    try:
-        splits = datasets.get_dataset_split_names(name)
-        return list(datasets.load_dataset(name, split=split)) if split in splits else None
-    except Exception as error:  # the Hub client raises dozens of types; each of them means that the name is of no use
-        raise InputError(f"{name_flag}, nor a dataset that the Hub gives ({first_line(error)})") from error
-
-
-def load_rows(name: str, split: str) -> Optional[list[dict]]:
-    """Rows of one split of a dataset, or None where a folder or Hub dataset has no such split.
-
-    `name`: a .jsonl or .json file (which then is its own "train" split), a folder with <split>.jsonl or <split>.json,
-    or a Hub id. Raises InputError with file and line number for what is not JSON, or row number for what is no object.
-    """
-    path = Path(name)
-    if os.path.isdir(path):  # False for a name that cannot be a path
-        files = [path / f"{split}.jsonl", path / f"{split}.json"]
-    elif os.path.isfile(path):
-        files = [path] if split == "train" else []
-    elif path.suffix in (".json", ".jsonl") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"--dataset_name {name[:200]}: no such file or folder")
-    else:
-        return load_hub_rows(name, split)
-    path = next(filter(os.path.isfile, files), None)
-    if path is None:
-        return None
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as UTF-8 text ({first_line(error)})") from error
-    rows, first = [], 1
-    try:
-        if path.suffix == ".json":
-            rows = json.loads(text)
-        else:
-            for first, line in enumerate(text.split("\n"), 1):
-                if line.strip():
-                    rows.append(json.loads(line))
-    except (ValueError, RecursionError) as error:
-        line = first + getattr(error, "lineno", 1) - 1
-        raise InputError(f"{path}, line {line}: not JSON ({getattr(error, 'msg', first_line(error))})") from error
-    if not isinstance(rows, list):
-        raise InputError(f"{path}: must be a list of rows; a .jsonl file has one row per line")
-    for i, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise InputError(f"{path}, row {i}: must be a JSON object like {{\"prompt\": \"...\"}}")
-    return rows
-
-
-def message_text(value: object) -> Optional[str]:
-    """The text of a string, or of the last of a list of chat messages; None where it is neither."""
-    if isinstance(value, list) and value and isinstance(value[-1], dict):
-        value = value[-1].get("content")
-    return value if isinstance(value, str) else None
-
-
-def prepare_row(row: dict, tokenizer, where: str) -> dict:
-    """One dataset row as the rest of the file wants it.
-
-    Returns {"prompt": text or messages, "prompt_text": str, "prompt_ids": list of int, "reference": str or None,
-    "columns": the row}. With `messages`, the turns up to the first of the user are the prompt and the next turn of the
-    assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
-    single message as it is. `where` names the row in errors.
-    """
-    prompt, reference, messages = row.get("prompt"), row.get("completion"), row.get("messages")
-    if prompt is None and isinstance(messages, list):
-        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-        if "user" not in roles:
-            raise InputError(f"{where}: `messages` has no turn with role `user`")
-        prompt = messages[: roles.index("user") + 1]
-        if "assistant" in roles[len(prompt) :]:
-            reference = [messages[roles.index("assistant", len(prompt))]]
-    if prompt is None:
-        raise InputError(f"{where}: needs `prompt` or a list of `messages`, has {', '.join(sorted(row)) or 'nothing'}")
-    for what, value in (("`prompt`", prompt), ("the reference", reference)):
-        if value is not None and message_text(value) is None:
-            raise InputError(f"{where}: {what} must be text or a list of messages with role and content")
-    text, templated = message_text(prompt), isinstance(prompt, list) and tokenizer.chat_template is not None
-    if isinstance(prompt, list) and len(prompt) > 1 and not templated:
-        raise InputError(f"{where}: several messages, but the tokenizer has no chat template to join them by")
-    try:
-        if templated:
-            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
-    except Exception as error:  # a template may raise anything, a tokenizer refuses what is no Unicode
-        raise InputError(f"{where}: the tokenizer refuses the prompt ({first_line(error)})") from error
-    if not ids:
-        raise InputError(f"{where}: the prompt is empty")
-    reference = message_text(reference)
-    return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference, "columns": row}
-
-
-def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
-    """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
-    if not rows:
-        raise InputError(f"{name}: there are no rows")
-    prepared = [prepare_row(row, tokenizer, f"{name}, row {i}") for i, row in enumerate(rows, 1)]
-    kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
-    if len(kept) < len(rows):
-        print(f"{name}: {len(rows) - len(kept)} of {len(rows)} prompts left out, over {max_prompt_length} tokens")
-    if not kept:
-        raise InputError(f"{name}: {len(rows)} rows, no prompt within --max_prompt_length {max_prompt_length} tokens")
-    return kept
-
-
-def prompt_order(num_rows: int, seed: int):
-    """Yields row indices for ever. Every epoch is each row once, in an order that depends on (seed, epoch) alone."""
-    for epoch in itertools.count():
-        yield from np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
-
-
-def pad(sequences: list[list[int]], pad_id: int, left: bool = False, width: int = 0) -> tuple[torch.Tensor, ...]:
-    """Token lists to ids and mask, both (len(sequences), longest), or `width` wide if that is more."""
-    lengths = torch.tensor([*map(len, sequences)])[:, None]
-    slots = torch.arange(max(width, int(lengths.max())))
-    mask = slots >= len(slots) - lengths if left else slots < lengths
-    ids = torch.full(mask.shape, pad_id)
-    ids[mask] = torch.tensor([*itertools.chain(*sequences)], dtype=torch.long)
-    return ids, mask
-
-
-class Batch(NamedTuple):
-    """B prompts and k completions of each."""
-
-    rows: list[dict]  # B rows of prepare_rows
-    prompt_ids: torch.Tensor  # (B, P) left-padded
-    prompt_mask: torch.Tensor  # (B, P) bool
-    responses: torch.Tensor  # (k, B, R) right-padded
-    response_mask: torch.Tensor  # (k, B, R) bool, true up to and including the first stop token
-
-    def prompts(self, index: torch.Tensor | slice) -> "Batch":
-        """The groups of the prompts `index` (b,)."""
-        rows = self.rows[index] if isinstance(index, slice) else [self.rows[i] for i in index.tolist()]
-        return Batch(rows, self.prompt_ids[index], self.prompt_mask[index],
-                     self.responses[:, index], self.response_mask[:, index])
-
-    def trimmed(self) -> "Batch":
-        """Without the slots that only padding is in."""
-        p, r = int(self.prompt_mask.sum(-1).max()), int(self.response_mask.sum(-1).max())
-        return Batch(self.rows, self.prompt_ids[:, -p:], self.prompt_mask[:, -p:], self.responses[..., :r],
-                     self.response_mask[..., :r])
-
-
-def mask_after_stop(responses: torch.Tensor, stop_ids: list[int]) -> torch.Tensor:
-    """Mask (..., R) of the tokens up to and including the first stop token; all true where there is none."""
-    is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device)).long()
-    return is_stop.cumsum(-1) - is_stop == 0
-
-
-def contains_stop(batch: Batch, stop_ids: list[int]) -> torch.Tensor:
-    """Whether a stop token came within the response length, (k, B)."""
-    stop = torch.tensor(stop_ids, device=batch.responses.device)
-    return (torch.isin(batch.responses, stop) & batch.response_mask).any(-1)
-
-
-# ---- Layout: how prompts and completions become rows of a model ------------------------------------------------------
-#
-# group: a row is one prompt and its k completions, interleaved by time. Here P = 2 (one of them padding), k = 2, R = 2:
-#
-#     slot:      0    1     2     3     4     5        sees   . p a b a b
-#     holds:     pad  p     a0    b0    a1    b1       pad    x
-#     position:  0    0     1     1     2     2        p      . x
-#                                                      a0     . x x
-#     Every model reads the prompt once for all of     b0     . x . x
-#     its completions, and a completion sees its       a1     . x x . x
-#     prompt and itself, never its siblings.           b1     . x . x . x
-#
-# plain: every completion is a row of its own, its prompt before it. The same numbers, more work.
-
-
-def group_mask(prompt_mask: torch.Tensor, k: int, slots: int, queries: torch.Tensor) -> torch.Tensor:
-    """Who sees whom in group rows: for each slot of `queries` the slots 0 … slots-1, (B, 1, len(queries), slots) bool.
-
-    A slot sees the real prompt up to itself, the steps up to its own of its own completion, and, if it is padding,
-    itself, since softmax needs something to see. prompt_mask (B, P); slot P + t·k + j is token t of completion j."""
-    P = prompt_mask.shape[1]
-    key, query = torch.arange(slots, device=prompt_mask.device), queries[:, None]
-    prompt = F.pad(prompt_mask, (0, slots - P))[:, None, None]
-    own_lane = (key >= P) & ((key - P) % k == (query - P) % k)
-    return (prompt | own_lane) & (key <= query) | (key == query)
-
-
-def attend(model, mask: torch.Tensor) -> torch.Tensor:
-    """A boolean mask as the attention of `model` takes it: as it is, or as something to add to the scores."""
-    eager = model.config._attn_implementation == "eager"
-    return torch.where(mask, 0.0, torch.finfo(torch.float32).min) if eager else mask
-
-
-def folded_sdpa(module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask, **kwargs):
-    """The sdpa attention of transformers, but where g query heads share a key/value head they become g times as many
-    queries of that head. With a mask the stock one copies keys and values g times, in every step of decoding."""
-    (B, heads, n, D), kv_heads = query.shape, key.shape[1]
-    if heads == kv_heads or attention_mask is None or attention_mask.shape[1] != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    groups = heads // kv_heads
-    out = F.scaled_dot_product_attention(query.reshape(B, kv_heads, groups * n, D), key, value,
-                                         attn_mask=attention_mask.repeat(1, 1, groups, 1), scale=kwargs.get("scaling"))
-    return out.reshape(B, heads, n, out.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-def plain_hidden(model, batch: Batch) -> torch.Tensor:
-    """`completion_hidden` by one row per completion."""
-    (k, B, _), p = batch.responses.shape, batch.prompt_ids.shape[1]
-    ids = torch.cat([batch.prompt_ids.repeat(k, 1), batch.responses.flatten(0, 1)], dim=1)
-    mask = torch.cat([batch.prompt_mask.repeat(k, 1), batch.response_mask.flatten(0, 1)], dim=1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)[0]
-    return hidden[:, p - 1 :].unflatten(0, (k, B))
-
-
-def group_hidden(model, parts: Sequence[Batch]) -> torch.Tensor:
-    """`completion_hidden` by one row per prompt. Each of `parts` is a forward, but their embeddings are looked up
-    together: the gradient of each look-up is as large as all embeddings."""
-    ids = [torch.cat([part.prompt_ids, part.responses.permute(1, 2, 0).flatten(1)], dim=1) for part in parts]
-    embedded = model.get_input_embeddings()(torch.cat([part.flatten() for part in ids])).split([*map(torch.numel, ids)])
-    found, longest = [], max(part.responses.shape[2] for part in parts)
-    for part, embeddings in zip(parts, embedded):
-        (k, B, r), p, device = part.responses.shape, part.prompt_ids.shape[1], part.responses.device
-        steps = torch.arange(r, device=device).repeat_interleave(k)
-        in_prompt, lengths = (part.prompt_mask.cumsum(1) - 1).clamp(min=0), part.prompt_mask.sum(1, keepdim=True)
-        positions = torch.cat([in_prompt, lengths + steps], dim=1)
-        mask = attend(model, group_mask(part.prompt_mask, k, p + k * r, torch.arange(p + k * r, device=device)))
-        hidden = model.base_model(inputs_embeds=embeddings.view(B, p + k * r, -1), attention_mask=mask,
-                                  position_ids=positions, use_cache=False)[0]
-        last_of_prompt = hidden[:, p - 1 : p].expand(k, B, 1, -1)  # predicts token 0 of every completion
-        hidden = torch.cat([last_of_prompt, hidden[:, p:].unflatten(1, (r, k)).permute(2, 0, 1, 3)], dim=2)
-        found.append(F.pad(hidden, (0, 0, 0, longest - r)))
-    return torch.cat(found, dim=1)
-
-
-CPU_WIDTH = 512  # a row of a model so wide keeps a CPU busy alone; the work of a row grows with the square of the width
-
-
-def rows_together(model, prompt_ids: torch.Tensor) -> list[slice]:
-    """Slices of the group rows, a forward each: one slice, but on a CPU short ones, which have less padding."""
-    B, ratio = len(prompt_ids), CPU_WIDTH // model.config.get_text_config().hidden_size
-    size = max(1, ratio**2) if prompt_ids.is_cpu else B
-    return [slice(first, first + size) for first in range(0, B, size)]
-
-
-def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
-    """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
-    slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
-
-    The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
-    if layout == "plain":
-        return plain_hidden(model, batch.trimmed())
-    return group_hidden(model, [batch.prompts(rows).trimmed() for rows in rows_together(model, batch.prompt_ids)])
-
-
-@torch.no_grad()
-def best_layout(model, P: int, k: int, R: int) -> str:
-    """group if the model gives the same numbers in both layouts on a batch of this size, or else plain.
-
-    That is so if its attention is full over the row, obeys a mask and takes positions from `position_ids` alone. Not so
-    with linear attention, a sliding window shorter than prompt and completion, ALiBi, or kernels that take no mask."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.get_text_config().vocab_size, (2, P + k * R), generator=generator).to(model.device)
-    prompt_mask = torch.arange(P, device=model.device) >= torch.tensor([[0], [P // 2]], device=model.device)
-    responses = ids[:, P:].unflatten(1, (k, R)).transpose(0, 1)
-    probe = Batch([{}, {}], ids[:, :P], prompt_mask, responses, torch.ones_like(responses, dtype=torch.bool))
-    try:
-        plain, group = plain_hidden(model, probe).float(), group_hidden(model, [probe]).float()
-    except (ValueError, TypeError, RuntimeError):  # a kernel that takes no such mask
-        return "plain"
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
-    return "group" if (plain - group).norm() < tolerance * plain.norm() else "plain"
-
-
-# ---- Log-probs -------------------------------------------------------------------------------------------------------
-
-LOGITS_AT_ONCE = {"cpu": 2**20, "else": 2**26}  # entries of a (tokens, columns) block of logits, in float32
-MIN_COLUMNS = 256  # of such a block, however many tokens there are: a thinner matrix product would waste time
-
-
-def logit_blocks(x, weight, bias, tokens, temperature: float) -> Iterator[tuple]:
-    """(x · weightᵀ + bias) / temperature (N, vocabulary) in blocks of columns, so that it never exists as a whole.
-
-    Yields each block's slice of the vocabulary, its logits (N, columns) in float32, and where the tokens (N,) are in
-    it: the column (N, 1), or any where the token is in another block, and whether it is in this one (N, 1)."""
-    width = max(MIN_COLUMNS, LOGITS_AT_ONCE["cpu" if x.is_cpu else "else"] // max(1, len(x)))
-    for first in range(0, len(weight), width):
-        columns = slice(first, first + width)
-        own_bias = None if bias is None else bias[columns].to(x.dtype)
-        logits = F.linear(x, weight[columns].to(x.dtype), own_bias).float().div_(temperature)
-        index = (tokens - first)[:, None]
-        yield columns, logits, index % logits.shape[1], (index >= 0) & (index < logits.shape[1])
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """log_softmax(logits / temperature) of some tokens, and the entropy (nats, no gradient) of that softmax, where
-    logits = hidden · weightᵀ + bias. Both (N,) float32, from hidden (N, H), weight (vocabulary, H), bias (vocabulary,)
-    or None, tokens (N,).
-
-    z = logits / temperature is made block by block, and once more in backward, where ∂ log p(y) / ∂ z = onehot(y) - p.
-    With m the largest z of a block, M the largest of all, e = exp(z - m) and S = Σ_blocks exp(m - M) Σ e:
-
-        log Σ exp z = M + log S      entropy = log Σ exp z - Σ p z = log S - Σ_blocks exp(m - M) Σ e (z - M) / S"""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, tokens, temperature):
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        x, chosen, blocks = hidden.to(dtype), torch.zeros(len(tokens), 1, device=hidden.device), []
-        for _, z, index, inside in logit_blocks(x, weight, bias, tokens, temperature):
-            chosen = torch.where(inside, z.gather(1, index), chosen)
-            m = z.amax(1, keepdim=True).clamp(min=-1e30)  # not -inf, if the block is so throughout
-            e = z.sub_(m).exp()
-            total = e.sum(1, keepdim=True)
-            blocks.append((m, total, e.mul_(z.clamp_(min=-200.0)).sum(1, keepdim=True)))  # not 0 · -inf
-        m, totals, products = (torch.cat(parts, dim=1) for parts in zip(*blocks))  # (N, blocks)
-        M = m.amax(1, keepdim=True)
-        S = ((m - M).exp() * totals).sum(1, keepdim=True)
-        log_total = M + S.log()
-        entropy = S.log() - ((m - M).exp() * (products + (m - M) * totals)).sum(1, keepdim=True) / S
-        ctx.temperature = temperature
-        ctx.save_for_backward(x, weight, bias, tokens, log_total)
-        entropy = entropy.squeeze(1)
-        ctx.mark_non_differentiable(entropy)
-        return (chosen - M - S.log()).squeeze(1), entropy
-
-    @staticmethod
-    def backward(ctx, gradient, _):
-        x, weight, bias, tokens, log_total = ctx.saved_tensors
-        to_hidden, to_weight = torch.zeros_like(x, dtype=torch.float32), torch.empty_like(weight)
-        to_bias, scale = None if bias is None else torch.empty_like(bias), gradient / ctx.temperature
-        scaled_x = (scale[:, None] * x).to(x.dtype)
-        for columns, z, index, inside in logit_blocks(x, weight, bias, tokens, ctx.temperature):
-            to_z = z.sub_(log_total).exp_().neg_().scatter_add_(1, index, inside.float())
-            if bias is not None:
-                to_bias[columns] = scale @ to_z
-            to_z = to_z.to(x.dtype)
-            to_hidden += to_z @ weight[columns].to(x.dtype)
-            to_weight[columns] = to_z.t() @ scaled_x
-        return to_hidden * scale[:, None], to_weight, to_bias, None, None
-
-
-def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
-    """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked."""
-    hidden = completion_hidden(model, batch, layout)[:, :, :-1]
-    r, R = hidden.shape[2], batch.responses.shape[2]
-    mask = batch.response_mask[..., :r]
-    head, tokens = model.get_output_embeddings(), batch.responses[..., :r][mask]
-    parts = TokenLogprobs.apply(hidden[mask], head.weight, getattr(head, "bias", None), tokens, temperature)
-    return tuple(F.pad(part.new_zeros(mask.shape).masked_scatter(mask, part), (0, R - r)) for part in parts)
-
-
-@torch.no_grad()
-def in_chunks(fn: Callable[[Batch], torch.Tensor], batch: Batch, rows: int) -> torch.Tensor:
-    """`fn`, which maps a batch to (k, B, ...), without gradient, on `rows` completions at a time."""
-    (k, B, _), size = batch.responses.shape, max(1, rows // batch.responses.shape[0])
-    return torch.cat([fn(batch.prompts(slice(first, first + size))) for first in range(0, B, size)], dim=1)
-
-
-# ---- Rewards: each is a function of a Batch that returns (k, B) float32, NaN where it does not apply -----------------
-
-
-def completion_tokens(batch: Batch) -> list[list[int]]:
-    """Real token ids of the k·B completions, the stop token included, in row order j·B + b."""
-    ids, lengths = batch.responses.flatten(0, 1).tolist(), batch.response_mask.sum(-1).flatten().tolist()
-    return [row[:n] for row, n in zip(ids, lengths)]
-
-
-def decode(batch: Batch, tokenizer, stop_ids: list[int]) -> list[str]:
-    """Texts of the k·B completions without the stop token and other special tokens, in row order j·B + b."""
-    kept = [ids[:-1] if ids and ids[-1] in stop_ids else ids for ids in completion_tokens(batch)]
-    return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def model_reward(model, batch: Batch, layout: str = "group") -> torch.Tensor:
-    """Scores (k, B) of a sequence classifier that shares the policy's tokenizer: its head at the last real token."""
-    hidden = completion_hidden(model, batch, layout)
-    last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
-    return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
-
-
-def positions_of(config) -> int:
-    """How many tokens a model has positions for."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
-def text_reward(model, batch: Batch, tokenizer, decode_fn: Callable, stop_ids: list[int]) -> torch.Tensor:
-    """Scores (k, B) of a sequence classifier with a tokenizer of its own: the text is tokenized again, and a
-    completion that ended ends in the end-of-sequence token of the classifier."""
-    ended = contains_stop(batch, stop_ids).flatten().tolist()
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    rows, sequences = batch.rows * batch.responses.shape[0], []
-    for row, text, end in zip(rows, decode_fn(batch), ended):
-        ids = tokenizer(row["prompt_text"] + text)["input_ids"]
-        ids = ids[1:] if ids[:2] == [bos, bos] else ids  # a chat template's text may begin with bos already
-        sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
-    ids, mask = (x.to(batch.responses.device) for x in pad(sequences, tokenizer.pad_token_id or 0))
-    if ids.shape[1] > positions_of(model.config):
-        raise InputError(f"--reward_model_path: prompt and completion, {ids.shape[1]} tokens, exceed its positions")
-    hidden = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)[0]
-    last = mask.sum(1) - 1
-    hidden = hidden[torch.arange(len(last), device=last.device), last]
-    return model.score(hidden).float().view(batch.responses.shape[:2])
-
-
-def load_function(spec: str, flag: str) -> Callable:
-    """The function named by `file.py:function` or `module:function`; it may import what lies beside it."""
-    source, _, name = spec.rpartition(":")
-    if not source:
-        raise InputError(f"--{flag} {spec}: must be file.py:function or module:function")
-    path = Path(source)
-    if path.suffix == ".py" and not path.is_file():
-        raise InputError(f"--{flag} {spec}: no file {source}")
-    try:
-        if path.suffix == ".py":
-            sys.path.append(str(path.resolve().parent))
-            module_spec = importlib.util.spec_from_file_location(path.stem, path)
-            module = importlib.util.module_from_spec(module_spec)
-            sys.modules.setdefault(module_spec.name, module)  # dataclasses and pickle look modules up by name
-            module_spec.loader.exec_module(module)
-        else:
-            sys.path.append(os.getcwd())
-            module = importlib.import_module(source)
-        function = getattr(module, name)
-    except (Exception, SystemExit) as error:  # user code: whatever it raises is theirs to read, in one line
-        raise InputError(f"--{flag} {spec}: cannot be loaded ({type(error).__name__}: {first_line(error)})") from error
-    if not callable(function):
-        raise InputError(f"--{flag} {spec}: is not a function")
-    return function
-
-
-def function_reward(function: Callable, name: str, decode_fn: Callable, batch: Batch) -> torch.Tensor:
-    """Scores (k, B) of a reward function, NaN where it returned None.
-
-    It is called with prompts (as the dataset has them), completions (text without the stop token), completion_ids
-    (the stop token included) and every dataset column by its name, each a list of k·B in row order.
-    """
-    k, B, _ = batch.responses.shape
-    rows = batch.rows * k
-    columns = {c for row in batch.rows for c in row["columns"]} - {"prompt", "prompts", "completions", "completion_ids"}
-    given = {column: [row["columns"].get(column) for row in rows] for column in sorted(columns)}
-    try:
-        scores = list(function(prompts=[row["prompt"] for row in rows], completions=decode_fn(batch),
-                               completion_ids=completion_tokens(batch), **given))
-    except Exception as error:
-        raise InputError(f"reward function {name} raised {type(error).__name__}: {first_line(error)}") from error
-    if len(scores) != k * B:
-        raise InputError(f"reward function {name} returned {len(scores)} numbers for {k * B} completions")
-    numbers = torch.full((k * B,), math.nan)
-    for i, score in enumerate(scores):
-        try:
-            numbers[i] = math.nan if score is None else float(score)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            pass
-        if score is not None and not numbers[i].isfinite():
-            raise InputError(f"reward function {name} returned {score!r:.50}, not a finite number or None, for the "
-                             f"prompt {rows[i]['prompt_text'][:60]!r}")
-    return numbers.to(batch.responses.device).view(k, B)
-
-
-def weighted_sum(scores: list[torch.Tensor], weights: tuple[float, ...]) -> torch.Tensor:
-    """Σ_i weight_i · score_i (k, B) over the rewards that apply; NaN where none does."""
-    stacked = torch.stack(scores)
-    total = (stacked * stacked.new_tensor(weights).view(-1, 1, 1)).nansum(0)
-    return total.masked_fill(stacked.isnan().all(0), math.nan)
-
-
-# ---- Rollout ---------------------------------------------------------------------------------------------------------
-
-
-def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: Optional[int]) -> list[int]:
-    """Ids of the tokens that end a completion: the one asked for, or else all that the model's generation config and
-    the tokenizer call end of sequence."""
-    if stop_token_id is not None:
-        vocab_size = model.config.get_text_config().vocab_size
-        if stop_token_id >= vocab_size:
-            raise InputError(f"--stop_token_id {stop_token_id}: the model has only tokens 0 to {vocab_size - 1}")
-        return [stop_token_id]
-    if stop_token not in (None, "eos"):
-        ids = tokenizer(stop_token, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1 or ids == [tokenizer.unk_token_id]:
-            raise InputError(f"--stop_token {stop_token!r} is not one token of the tokenizer, nor eos")
-        return ids
-    configured = model.generation_config.eos_token_id
-    configured = configured if isinstance(configured, list) else [configured]
-    ids = sorted({i for i in [*configured, tokenizer.eos_token_id] if i is not None})
-    if not ids:
-        raise InputError(f"the tokenizer {tokenizer.name_or_path} has no eos token; name one by --stop_token")
-    return ids
-
-
-def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token of each softmax(logits / temperature) and its log-prob, both (...), from logits (..., vocabulary).
-
-    At temperature 0 the likeliest; else where a random number falls in the cumulative distribution. Nothing here waits
-    for the device, unlike torch.multinomial."""
-    logprobs = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    if temperature == 0:
-        tokens = logprobs.argmax(-1)
-    else:
-        cumulative = logprobs.exp().cumsum(-1)
-        below = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]
-        tokens = torch.searchsorted(cumulative, below, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
-
-
-class GroupCache:
-    """Keys and values of B group rows, (B, heads, slots, D) each, in tensors that stay where they are.
-
-    The caller says which rows and slots the next forward fills, and how many of the slots it sees."""
-
-    def __init__(self, B: int, slots: int):
-        self.shape = (B, slots)
-        self.rows = slice(0)  # rows of the tokens that are read next
-        self.filling: torch.Tensor = torch.empty(0, dtype=torch.long)  # their slots
-        self.visible = 0  # they see the slots before this one
-        self.states: dict[int, tuple[torch.Tensor, ...]] = {}  # layer -> keys and values
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args, **kwargs) -> list[torch.Tensor]:
-        if layer not in self.states:
-            B, slots = self.shape
-            self.states[layer] = tuple(x.new_zeros(B, x.shape[1], slots, x.shape[3]) for x in (keys, values))
-        for state, new in zip(self.states[layer], (keys, values)):
-            state[self.rows].index_copy_(2, self.filling, new)
-        return [state[self.rows, :, : self.visible] for state in self.states[layer]]
-
-    def get_seq_length(self, *args) -> int:
-        return 0  # some models ask, to make positions that they are given anyway
-
-
-@contextmanager
-def transposed_linear(use: bool):
-    """Within it, if `use`, F.linear is one that computes x Wᵀ as (W xᵀ)ᵀ: for few rows two to three times faster on a
-    CPU in float32."""
-
-    def linear(input, weight, bias=None):
-        out = (weight @ input.flatten(0, -2).t()).t().contiguous().unflatten(0, input.shape[:-1])
-        return out if bias is None else out.add_(bias)
-
-    stock, F.linear = F.linear, linear if use else F.linear
-    try:
-        yield
-    finally:
-        F.linear = stock
-
-
-class Decoding(NamedTuple):
-    """What a step of decoding reads and changes in place: B prompts of P slots, k completions of up to R tokens."""
-
-    cache: GroupCache
-    prompt_mask: torch.Tensor  # (B, P) bool
-    step: torch.Tensor  # (1,): t, the number of the tokens sampled last
-    stopped: torch.Tensor  # (B, k) bool: a stop token has come
-    tokens: torch.Tensor  # (B, k, R): all tokens so far
-    logprobs: torch.Tensor  # (B, k, R) float32: their log-probs
-
-
-def new_decoding(B: int, P: int, k: int, R: int, device: torch.device) -> Decoding:
-    zeros = partial(torch.zeros, device=device)
-    return Decoding(GroupCache(B, P + k * R), zeros(B, P, dtype=torch.bool), zeros(1, dtype=torch.long),
-                    zeros(B, k, dtype=torch.bool), zeros(B, k, R, dtype=torch.long), zeros(B, k, R))
-
-
-def read_slots(policy, state: Decoding, rows: slice, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-               visible: int) -> torch.Tensor:
-    """Hidden states (b, n, H) of the tokens `ids` (b, n), which go into some rows and slots (n,) of the cache."""
-    state.cache.rows, state.cache.filling, state.cache.visible = rows, slots, visible
-    mask = attend(policy, group_mask(state.prompt_mask[rows], state.stopped.shape[1], visible, slots))
-    return policy.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=state.cache,
-                             use_cache=True)[0]
-
-
-def sample_into(policy, state: Decoding, hidden: torch.Tensor, temperature: float, stop: torch.Tensor):
-    """Samples the next token of every completion from `hidden` (B, k, H) and notes it as number `step`."""
-    token, logprob = sample(policy.get_output_embeddings()(hidden), temperature)
-    state.tokens.index_copy_(2, state.step, token[..., None])
-    state.logprobs.index_copy_(2, state.step, logprob[..., None])
-    state.stopped.logical_or_((token[..., None] == stop).any(-1))
-
-
-def decode_step(policy, state: Decoding, temperature: float, stop: torch.Tensor, visible: int):
-    """Reads token t of every completion and samples token t + 1.
-
-    Tensors of static shapes and addresses, nothing that waits for the device: on CUDA it is captured once as a graph
-    and replayed, and stays valid while the optimizer changes the weights in place. visible: slots that may be filled by
-    now; the others would be masked anyway, and cost time."""
-    (B, k), P = state.stopped.shape, state.prompt_mask.shape[1]
-    slots = P + state.step * k + torch.arange(k, device=state.step.device)
-    positions = (state.prompt_mask.sum(1, keepdim=True) + state.step).expand(B, k)
-    token = state.tokens.index_select(2, state.step).squeeze(2)
-    hidden = read_slots(policy, state, slice(B), token, positions, slots, visible)
-    state.step.add_(1)
-    sample_into(policy, state, hidden, temperature, stop)
-
-
-def random_state(device: torch.device) -> dict:
-    """The state of every random number generator that a run or a reward function may draw from."""
-    kind, keys, *rest = np.random.get_state()
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def set_random_state(state: dict, device: torch.device):
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-@contextmanager
-def random_state_kept(device: torch.device):
-    """What is drawn within it does not change what is drawn after it."""
-    state = random_state(device)
-    yield
-    set_random_state(state, device)
-
-
-@lru_cache(maxsize=4)  # shapes of a run: prompts of an update, the rest of a split, evaluation
-def captured_decoding(policy, B: int, P: int, k: int, R: int, temperature: float, stop_ids: tuple[int, ...]):
-    """State and replay() of decode_step on CUDA, for one shape."""
-    state, stop = new_decoding(B, P, k, R, policy.device), torch.tensor(stop_ids, device=policy.device)
-    step = partial(decode_step, policy, state, temperature, stop, P + k * R)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with random_state_kept(policy.device), torch.cuda.stream(stream):
-        step()  # once without a graph: libraries set themselves up, the cache gets its memory
-    torch.cuda.current_stream().wait_stream(stream)
-    state.step.zero_()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return state, graph.replay
-
-
-def generate_group(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
-                   temperature: float, stop_ids: list[int], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples k completions of each prompt in the group layout: the prompts are read once, into a cache that has one
-    row per prompt; then each step appends a slot per completion. Arguments and results as in `generate_hf`, which alone
-    needs pad_id."""
-    (B, P), device, R = prompt_ids.shape, prompt_ids.device, response_length
-    if device.type == "cuda" and R > 1 and not isinstance(policy, FSDPModule):  # FSDP's weights do not stay in place
-        state, replay = captured_decoding(policy, B, P, k, R, temperature, tuple(stop_ids))
-    else:
-        state, replay = new_decoding(B, P, k, R, device), None
-    stop = torch.tensor(stop_ids, device=device)
-    state.prompt_mask.copy_(prompt_mask)
-    state.step.zero_()
-    state.stopped.zero_()
-    positions, last = (prompt_mask.cumsum(1) - 1).clamp(min=0), []
-    for rows in rows_together(policy, prompt_ids):
-        first = int(prompt_mask[rows].any(0).long().argmax())  # the first slot that any of these prompts uses
-        slots = torch.arange(first, P, device=device)
-        hidden = read_slots(policy, state, rows, prompt_ids[rows, first:], positions[rows, first:], slots, P)
-        last.append(hidden[:, -1:])
-    sample_into(policy, state, torch.cat(last).expand(-1, k, -1), temperature, stop)
-    with transposed_linear(B * k <= 32 and device.type == "cpu" and policy.dtype == torch.float32):
-        for t in range(R - 1):
-            if t % 4 == 3 and state.stopped.all():  # asking makes the device wait, so ask seldom
-                break
-            if replay:
-                replay()
-            else:
-                decode_step(policy, state, temperature, stop, visible=P + k * (t + 1))
-    return state.tokens.transpose(0, 1).clone(), state.logprobs.transpose(0, 1).clone()
-
-
-def generate_hf(policy, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
-                temperature: float, stop_ids: list[int], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples k completions of each prompt (B, P) by `generate` of transformers, from the full softmax(logits /
-    temperature), at temperature 0 greedily: none of the model's own generation settings (top-k, penalties) apply.
-
-    Returns tokens and their log-probs (k, B, r), r ≤ response_length; what follows a stop token means nothing."""
-    config = transformers.GenerationConfig(max_new_tokens=response_length, do_sample=temperature > 0, temperature=1.0,
-                                           top_k=0, top_p=1.0, eos_token_id=stop_ids, pad_token_id=pad_id)
-    distributions: list[torch.Tensor] = []  # at most one: that of the token being sampled
-    logprobs = []
-
-    def temper_and_record(input_ids, scores):
-        if distributions:
-            logprobs.append(distributions.pop().gather(1, input_ids[:, -1:]))
-        distributions.append(F.log_softmax(scores.float() / (temperature or 1.0), dim=-1))
-        return distributions[0]
-
-    own_config, policy.generation_config = policy.generation_config, transformers.GenerationConfig()
-    try:
-        out = policy.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
-                              generation_config=config, logits_processor=[temper_and_record])
-    finally:
-        policy.generation_config = own_config  # saved later as it was loaded
-    logprobs.append(distributions.pop().gather(1, out[:, -1:]))
-    rows = (k, len(prompt_ids))
-    return out[:, prompt_ids.shape[1] :].unflatten(0, rows), torch.cat(logprobs, dim=1).unflatten(0, rows)
-
-
-@torch.no_grad()
-def rollout(policy, engine: Callable, rows: list[dict], k: int, response_length: int, temperature: float,
-            stop_ids: list[int], pad_id: int, forward_rows: int, prompt_slots: int = 0) -> tuple[Batch, torch.Tensor]:
-    """k completions of each row's prompt by generate_group or generate_hf, at most `forward_rows` of them at a time.
-
-    Returns the batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked.
-    On CUDA prompts are padded to `prompt_slots`, the most that any will need, so that one graph serves all."""
-    width = prompt_slots if policy.device.type == "cuda" else 0
-    padded = pad([row["prompt_ids"] for row in rows], pad_id, left=True, width=width)
-    prompt_ids, prompt_mask = (x.to(policy.device) for x in padded)
-    size = max(1, forward_rows // k)
-    parts = [engine(policy, ids, mask, k, response_length, temperature, stop_ids, pad_id)
-             for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size))]
-    responses, logprobs = (
-        torch.cat([F.pad(x, (0, response_length - x.shape[-1]), value=pad_id) for x in chunks], dim=1)
-        for chunks in zip(*parts))
-    mask = mask_after_stop(responses, stop_ids)
-    batch = Batch(rows, prompt_ids, prompt_mask, responses.masked_fill(~mask, pad_id), mask)
-    return batch, logprobs.masked_fill(~mask, 0.0)
-
-
-# ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
-
-
-def start_processes(device: torch.device) -> tuple[int, int]:
-    """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world > 1 and not dist.is_initialized():
-        try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        except (ValueError, RuntimeError) as error:
-            raise InputError(f"WORLD_SIZE {world}: the processes do not meet ({first_line(error)})") from error
-    return (dist.get_rank(), world) if world > 1 else (0, 1)
-
-
-def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Σ of x over the processes, in place and on each of them."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def gather(items: list) -> list:
-    """The lists of all processes, which are of one length, as one on each of them: first items, second items, ..."""
-    if not dist.is_initialized():
-        return items
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, items)
-    return [item for group in zip(*parts) for item in group]
-
-
-def average_gradients(parameters: Iterable[torch.Tensor]):
-    """Makes the gradients of replicas their mean. FSDP has done so in backward."""
-    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
-    if not dist.is_initialized() or not gradients:
-        return
-    for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
-        work.wait()
-    torch._foreach_div_(gradients, dist.get_world_size())
-
-
-def decoder_layers(model) -> torch.nn.ModuleList:
-    """The layers of a transformer: its outermost list of modules."""
-    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-
-
-def shard(model, device: torch.device, dtype: torch.dtype, frozen: bool, offload: bool):
-    """FSDP2: every process keeps its part of each layer's weights, gradients and optimizer state, and gathers a layer
-    in `dtype` when it is needed. offload: the parts lie in the CPU's memory."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-               "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    for part in [*decoder_layers(model), *([] if tied else [embedding])]:
-        fully_shard(part, **options)
-    fully_shard(model, reshard_after_forward=frozen, **options)  # the rest is needed again at once, in backward
-
-
-def with_weights(model, name: str, function: Callable) -> Callable:
-    """`function(model, ...)` as a function of the rest, made a method of the model. FSDP takes it for the model's
-    forward, and so gathers the weights that are in no layer; any other model has its weights anyway."""
-    setattr(model, name, partial(function, model))
-    register_fsdp_forward_method(model, name)
-    return getattr(model, name)
-
-
-def prepare_to_train(model, args: Args, device: torch.device, dtype: torch.dtype):
-    """Arranges a model that is to be trained as the flags ask; before the optimizer is made."""
-    model.requires_grad_(True)
-    if args.gradient_checkpointing:
-        for layer in decoder_layers(model):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    if args.sharding == "fsdp":
-        shard(model, device, dtype, frozen=False, offload=False)
-
-
-def frozen_reader(model, function: Callable, args: Args, device: torch.device, dtype: torch.dtype) -> Callable:
-    """`function(model, batch)` of a model that is not trained as a function of the batch: without gradient, a chunk at
-    a time. With --offload_reference the model is on the device only meanwhile."""
-    model.requires_grad_(False)
-    if args.sharding == "fsdp":
-        shard(model, device, dtype, frozen=True, offload=args.offload_reference)
-    read = partial(in_chunks, with_weights(model, "read", function), rows=args.local_rollout_forward_batch_size)
-    if args.sharding == "fsdp" or not args.offload_reference:
-        return read
-    model.to("cpu")
-
-    def read_and_go_back(batch: Batch) -> torch.Tensor:
-        model.to(device)
-        out = read(batch)
-        model.to("cpu")
-        return out
-
-    return read_and_go_back
-
-
-@contextmanager
-def gathered(model):
-    """Within it the layers of an FSDP model stay gathered, once they are: for a rollout, which uses them R times."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_reshard_after_forward(False, recurse=False)
-    yield
-    for module in sharded:
-        module.set_reshard_after_forward(module is not model, recurse=False)  # as `shard` set it
-        module.reshard()
-
-
-# ---- RLOO maths: tensors in, tensors out -----------------------------------------------------------------------------
+# ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
 
 
 def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -1110,19 +185,11 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch
     return (logprobs - ref_logprobs) * mask
 
 
-def mean_and_std(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the entries of all ranks that `keep` (same shape) names, in float64; NaN where they are too few."""
-    kept = x[keep].double()
-    count = sum_over_ranks(torch.tensor(len(kept), dtype=torch.float64, device=x.device))
-    mean = sum_over_ranks(kept.sum()) / count
-    variance = sum_over_ranks((kept - mean).square().sum()) / (count - 1)
-    return mean, variance.sqrt()
-
-
-def standardize(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / (std + 1e-8), both over the entries of all ranks that `keep` names; the others stay as they are."""
-    mean, std = mean_and_std(x, keep)
-    return torch.where(keep & std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
+def weighted_sum(scores: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Σ_i weight_i · score_i (k, B) over the rewards that apply; NaN where none does."""
+    stacked = torch.stack([*scores])
+    total = (stacked * stacked.new_tensor(weights).view(-1, 1, 1)).nansum(0)
+    return total.masked_fill(stacked.isnan().all(0), math.nan)
 
 
 def shape_scores(scores: torch.Tensor, ended: torch.Tensor, missing_eos_penalty: Optional[float], normalize: bool,
@@ -1159,6 +226,22 @@ def leave_one_out_advantage(rewards: torch.Tensor) -> torch.Tensor:
     return torch.where(scorable & (scorable.sum(0) > 1), r - baseline, 0.0)
 
 
+def estimate_advantages(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float, kl_level: str,
+                        normalize: bool) -> torch.Tensor:
+    """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R).
+
+    Another estimator changes this function alone."""
+    if kl_level == "sequence":
+        rewards, entries = sequence_reward(scores, kl, kl_coef), torch.ones_like(scores, dtype=torch.bool)
+    else:
+        rewards, entries = reward_to_go(scores, kl, kl_coef), mask
+    advantages = leave_one_out_advantage(rewards)
+    if normalize:  # over those that have a baseline
+        scorable = ~rewards.isnan()
+        advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
+    return advantages
+
+
 def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, clip_low: float,
                 clip_high: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B).
@@ -1178,6 +261,21 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
     return per_completion, log_ratio.detach(), clipped > loss
 
 
+def mean_and_std(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of the entries of all ranks that `keep` (same shape) names, in float64, or NaN."""
+    kept = x[keep].double()
+    count = sum_over_ranks(torch.tensor(len(kept), dtype=torch.float64, device=x.device))
+    mean = sum_over_ranks(kept.sum()) / count
+    variance = sum_over_ranks((kept - mean).square().sum()) / (count - 1).clamp(min=0)
+    return mean, variance.sqrt()
+
+
+def standardize(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """(x - mean) / (std + 1e-8), both over the entries of all ranks that `keep` names; the others stay as they are."""
+    mean, std = mean_and_std(x, keep)
+    return torch.where(keep & std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
+
+
 class Means(dict):
     """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split, over ranks as well."""
 
@@ -1193,134 +291,1191 @@ class Means(dict):
         return {name: total / count for name, (total, count) in zip(self, sums) if count > 0}
 
 
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
+# ---- One update ------------------------------------------------------------------------------------------------------
 
 
-def reference_batch(rows: list[dict], tokenizer, stop_ids: list[int], positions: int, device: torch.device) -> Batch:
-    """The references of `rows` as completions (1, B, R') that end in eos, or in what else stops a completion.
+def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable], optimizer, rows: list[dict],
+           sampling: dict, layout: str) -> dict[str, float]:
+    """One update of the policy, on k completions of each of B prompts (`rows`, see prepare_row); returns its metrics.
 
-    A reference that would not fit into the model's `positions` after the longest prompt is cut."""
-    pad_id = tokenizer.pad_token_id
-    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
-    prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
-    ids = [tokenizer(row["reference"], add_special_tokens=False)["input_ids"] + [stop_id] for row in rows]
-    responses, mask = pad([i[: positions - prompt_ids.shape[1]] for i in ids], pad_id)
-    return Batch(rows, prompt_ids.to(device), prompt_mask.to(device), responses[None].to(device), mask[None].to(device))
+    policy: trained, float32. sampler: the policy itself, or the model that takes its weights for a rollout (see
+    sampling_weights). reference: the model that the KL is measured from, None for none. rewards: name -> a function of
+    a batch (see score). sampling: what rollout needs to know besides. Raises FloatingPointError where a number is not
+    finite."""
+    device, k, B, means, times = policy.device, args.rloo_k, len(rows), Means(), [clock(policy.device)]
+    chunk_size, temperature = args.local_rollout_forward_batch_size, args.temperature
+
+    # 1. Rollout: k completions of each prompt, and their log-probs when they were sampled.
+    with sampling_weights(sampler, policy):
+        batch, rollout_logprobs = rollout(sampler, rows, k, temperature, **sampling)
+    require_finite("a log-prob of the rollout", rollout_logprobs)
+    mask, ended = batch.response_mask, batch.ended
+    times.append(clock(device))
+
+    # 2. KL of each token from the reference; without a reference it is 0.
+    ref_logprobs = rollout_logprobs
+    if reference is not None:
+        with torch.no_grad(), on_device(reference, device):
+            ref_logprobs = torch.cat([completion_logprobs(reference, part, temperature, layout)[0]
+                                      for part in batch.chunks(chunk_size)], dim=1)
+    require_finite("a log-prob under the reference", ref_logprobs)
+    kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
+    times.append(clock(device))
+
+    # 3. Scores, as they come and as they count.
+    found = score(rewards, batch)
+    raw_scores = weighted_sum([found[name] for name in rewards], args.reward_weights)
+    scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
+    times.append(clock(device))
+
+    # 4. Advantages: (k, B), or (k, B, R) with kl_level=token.
+    advantages = estimate_advantages(scores, kl, mask, args.kl_coef, args.kl_level, args.normalize_advantage)
+    entries = mask if args.kl_level == "token" else torch.ones_like(ended)  # of the advantages that count
+    weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
+
+    # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one of each this is REINFORCE.
+    # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look like a
+    # step of the policy. The first mini-batch meets the policy that sampled, so its own forward gives the old log-probs
+    # and ρ is exactly 1; the other mini-batches meet a policy that has moved, and need theirs beforehand.
+    micro_batch = args.per_device_train_batch_size // k  # prompts
+    mini_batch = micro_batch * args.gradient_accumulation_steps
+    autocast = partial(torch.autocast, device.type, getattr(torch, args.dtype), args.dtype != "float32")
+    old_logprobs = rollout_logprobs.clone()
+    if args.num_mini_batches > 1:
+        with torch.no_grad(), autocast():
+            old_logprobs = torch.cat([completion_logprobs(policy, part, temperature, layout)[0]
+                                      for part in batch.chunks(chunk_size)], dim=1)
+    for epoch in range(args.num_ppo_epochs):
+        for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
+            for micro in mini.split(micro_batch):
+                part = batch.prompts(micro)
+                with autocast():
+                    new, entropy = completion_logprobs(policy, part, temperature, layout)
+                if epoch == step == 0:
+                    old_logprobs[:, micro] = new.detach()
+                    gap = (new.detach() - rollout_logprobs[:, micro]).abs()
+                    means.add("val/rollout_logprob_gap", gap, part.response_mask)
+                old = old_logprobs[:, micro]
+                losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
+                                                         args.cliprange, args.cliprange_high)
+                losses = losses * weight[:, micro]
+                require_finite("a log-prob in training", new)
+                require_finite("the loss", losses)
+                (losses.sum() / (k * mini_batch)).backward()  # a mean over the mini-batch, however it is split
+
+                ratio = (new.detach() - old).double().exp()
+                means.add("loss/policy_avg", losses.detach())
+                means.add("policy/approxkl_avg", 0.5 * log_ratio**2, entries[:, micro])
+                means.add("policy/clipfrac_avg", clipped, entries[:, micro])
+                means.add("policy/entropy_avg", entropy, part.response_mask)
+                means.add("val/ratio", ratio, part.response_mask)
+                means.add("val/ratio_squared", ratio**2, part.response_mask)
+            average_gradients(policy.parameters())
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            require_finite("the gradient", norm)
+            means.add("grad_norm", norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    times.append(clock(device))
+
+    # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
+    best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
+    same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
+    means.add("frac_reward_zero_std", same, (~raw_scores.isnan()).sum(0) > 1)
+    means.add("objective/kl", kl.sum(-1))
+    means.add("objective/entropy", -rollout_logprobs.sum(-1))
+    means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
+    means.add("objective/rlhf_reward", sequence_reward(scores, kl, args.kl_coef))
+    means.add("objective/scores", raw_scores)
+    means.add("completions/mean_length", mask.sum(-1))
+    means.add("completions/clipped_ratio", ~ended)
+    for name, values in found.items():
+        means.add(f"rewards/{name}" + "/mean" * (name in rewards), values)
+    metrics = {"lr": optimizer.param_groups[0]["lr"]} | means.means()
+    metrics["val/ratio_var"] = max(metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2, 0.0)
+    metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
+    for name, values in [("objective/scores_std", raw_scores), *((f"rewards/{n}/std", found[n]) for n in rewards)]:
+        metrics[name] = mean_and_std(values, ~values.isnan())[1].item()
+    for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
+        metrics[f"time/{name}"] = end - begin
+    metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
+    metrics["memory/peak_gb"] = peak_memory_gb(device)
+    return metrics
 
 
-def wins(scores: torch.Tensor, reference_scores: torch.Tensor) -> torch.Tensor:
-    """1 where a completion scores above its reference, 0.5 where equal, 0 below, NaN where one has no score."""
-    won = (scores > reference_scores).float() + 0.5 * (scores == reference_scores).float()
-    return won.masked_fill(scores.isnan() | reference_scores.isnan(), math.nan)
+def require_finite(what: str, values: torch.Tensor):
+    if not values.isfinite().all():
+        raise FloatingPointError(what)
 
 
-def text_table(header: list[str], rows: list[list[str]], width: int) -> str:
-    """A table of at most `width` characters a line: the last column is as wide as it needs, the others share the rest
-    and wrap."""
-    last = max(len(row[-1]) for row in [header, *rows])
-    widths = [max(8, (width - last) // (len(header) - 1) - 3)] * (len(header) - 1) + [last]
-    ruler = "-+-".join("-" * w for w in widths)
-    lines = []
-    for row in [header, *rows]:
-        cells = [textwrap.wrap(" ".join(cell.split()), w) or [""] for cell, w in zip(row, widths)]
-        for line in itertools.zip_longest(*cells, fillvalue=""):
-            lines.append(" | ".join(part.ljust(w) for part, w in zip(line, widths)).rstrip())
-        lines.append(ruler)
-    return "\n".join(lines[:-1])
+# ---- The run ---------------------------------------------------------------------------------------------------------
 
 
-# ---- Loading ---------------------------------------------------------------------------------------------------------
+def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
+    """Trains; returns the evaluations before and after. Leaves the files that the README names in output_dir.
+
+    `signals` grows by a number when the program is told to stop: it saves after the update in progress and ends."""
+    args = resolve_args(args)
+    print(f"loading {args.dataset_name} and {args.sft_model_path}", flush=True)
+    device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
+    rank, world = start_processes(device)
+    args.output_dir = gather([args.output_dir])[0]  # with a time in it ranks may differ
+    output = Path(args.output_dir)
+    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
+    batch_size = k * B * world
+
+    # Functions and data first: they are quick to load and the likeliest to be wrong.
+    functions = {spec: load_function(spec, "reward_fns") for spec in args.reward_fns}
+    judge = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
+    tokenizer = load_tokenizer(args)
+    train_rows, test_rows = load_data(args, tokenizer)
+    longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
+
+    # Where the run begins: at a checkpoint, or at update 0. The metrics of an update are written after its evaluation.
+    state = {"update": 0, "episode": 0, "batch_size": batch_size, "before": {}, "metrics": {},
+             "args": json.loads(json.dumps(dataclasses.asdict(args))), "run_id": f"{output.name}-{time.time_ns()}",
+             "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
+    resumed = newest_checkpoint(output) if args.resume else None
+    if resumed:
+        state = load_state(resumed, state)
+    first, num_updates = state["episode"], state["update"]
+    num_updates += max(0, math.ceil((args.total_episodes - first) / batch_size))
+
+    # The policy's weights stay float32: training casts them where it computes in bfloat16. Rollouts then use a copy of
+    # them, as they do where they are sharded.
+    label = f"--sft_model_path {args.sft_model_path}"
+    policy = load_policy(args, str(resumed or args.sft_model_path), damaged(resumed) if resumed else label,
+                         torch.float32, trained=True)
+    layout = fit(args, policy, label, longest)
+    stop_ids = gather([stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)])[0]
+    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id, "stop_ids": stop_ids,
+                "engine": args.rollout_engine if layout == "group" else "hf",
+                "chunk_size": args.local_rollout_forward_batch_size}
+    sampler = policy if args.dtype == "float32" and args.sharding == "ddp" else empty_copy(policy, dtype, device)
+    reference = load_policy(args, args.sft_model_path, label, dtype, trained=False) if args.kl_coef else None
+    rewards, judges = load_rewards(args, functions, tokenizer, longest), {}
+    if judge:
+        judges["judge"] = partial(function_reward, f"--judge_fn {args.judge_fn}", judge, "judge", tokenizer)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
+                                  weight_decay=args.weight_decay, fused=True)
+    if resumed:
+        load_optimizer(resumed, policy, optimizer, rank)
+
+    # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
+    if rank == 0:
+        output.mkdir(parents=True, exist_ok=True)
+    metrics_file, completions_file = (open_at(output / name, size, rank) for name, size in state["files"].items())
+    require(not args.resume or newest_checkpoint(output) == resumed, f"{output}: another run has just ended there")
+    if rank == 0:
+        (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    args.track = args.track and rank == 0
+    own_rows = (test_rows + test_rows[:1] * (-len(test_rows) % world))[rank::world]  # ranks take equally many
+    print(f"{policy.num_parameters():,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} "
+          f"prompts x {k} completions, on {f'{world} x ' * (world > 1)}{device}, into {output}", flush=True)
+    order = itertools.islice(prompt_order(len(train_rows), args.seed), first // k, None)
+    after, seconds, start = {}, 0.0, clock(device)
+    with tqdm(total=num_updates, initial=state["update"], unit="update", dynamic_ncols=True, disable=rank > 0) as bar:
+        try:
+            while True:
+                # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
+                done = state["update"]
+                if test_rows and evaluation_due(done, num_updates, args.num_sample_generations):
+                    samples = evaluate(args, policy, sampler, rewards, judges, own_rows, len(test_rows), sampling,
+                                       tokenizer, signals, greedy=done in (0, num_updates))
+                    completions_file.writelines(json.dumps({"update": done} | sample) + "\n" for sample in samples)
+                    after = summarize(samples)
+                    with bar.external_write_mode():
+                        show(samples[:3], f"Held-out completions after {done} of {num_updates} updates, sampled")
+                    track(args, state["run_id"], done, {}, samples)
+                    state["metrics"] |= {f"eval/{name}": value for name, value in after.items()}
+                    state["before"] = state["before"] if done else after
+                if done:
+                    metrics_file.write(json.dumps(state["metrics"]) + "\n")
+                    track(args, state["run_id"], done, state["metrics"])
+                if done == num_updates:
+                    break
+
+                # Train. What is drawn in an update depends on the seed, the update and the rank alone.
+                transformers.set_seed(int(np.random.SeedSequence([args.seed, done, rank]).generate_state(1)[0]))
+                optimizer.param_groups[0]["lr"] = learning_rate(args, state["episode"] / args.total_episodes)
+                rows = [train_rows[i] for i in itertools.islice(order, B * world)][rank * B : (rank + 1) * B]
+                begin = clock(device)
+                metrics = update(args, policy, sampler, reference, rewards, optimizer, rows, sampling, layout)
+                seconds += clock(device) - begin
+                state |= {"update": done + 1, "episode": state["episode"] + batch_size}
+                metrics = {"update": done + 1, "episode": state["episode"],
+                           "eps": (state["episode"] - first) / seconds} | metrics
+                if metrics["grad_norm"] == 0:
+                    say_once("an update trained nothing: the rewards of each group are equal (or None), so all "
+                             "advantages are 0")
+                metrics |= {} if done else {f"eval_before/{name}": value for name, value in state["before"].items()}
+                state["metrics"] = {name: value for name, value in metrics.items() if math.isfinite(value)}
+                headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"], "win": (
+                    after.get("sampled/judge_win_rate", after.get("sampled/win_rate"))), "eps": metrics["eps"]}
+                bar.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
+                bar.update()
+
+                # Checkpoint: now and then, at the end, and where the run is told to stop.
+                state["files"] = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
+                if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
+                    save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
+                stop_if_told(signals, device)
+        except FloatingPointError as error:
+            raise InputError(f"update {done + 1}: {error} is not finite, the run stops before that is saved; last "
+                             f"checkpoint: {newest_checkpoint(output) or 'none'}. Lower --learning_rate, or look for "
+                             "extreme rewards before it") from error
+        except InterruptedError:  # told to stop
+            if state["update"]:
+                save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
+            print(f"told to stop after update {state['update']} of {num_updates}; go on by the same command with "
+                  f"--resume and --output_dir {output}")
+            sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
+        finally:
+            metrics_file.close()  # which ends the lock as well
+            completions_file.close()
+    weights = state_dict.get_model_state_dict(policy, options=FULL)
+    if rank == 0 and num_updates:
+        policy.save_pretrained(output, state_dict=weights)
+        tokenizer.save_pretrained(output)
+    print_gains(state["before"], after if num_updates else {}, len(test_rows))
+    print(f"\n{state['episode'] - first:,} episodes in {clock(device) - start:.0f} s. " + (
+        f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
+    return {"before": state["before"], "after": after}
 
 
-def load(args: Args, auto_class, path: str, flag: str, **options):
-    """`auto_class.from_pretrained`; what cannot be loaded is an InputError that names the flag."""
-    if options.get("attn_implementation") == "sdpa":
-        transformers.AttentionInterface.register("folded_sdpa", folded_sdpa)
-        transformers.AttentionMaskInterface.register("folded_sdpa", sdpa_mask)
-        options["attn_implementation"] = "folded_sdpa"
-    if not os.path.isdir(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise InputError(f"--{flag} {path}: no such folder")
+def learning_rate(args: Args, progress: float) -> float:
+    """The learning rate at `progress` of the run, 0 … 1: it warms up linearly, then falls to 0 or stays."""
+    left = (1 - progress) / (1 - args.warmup_ratio)
+    course = {"linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left), "constant": 1.0}[args.lr_scheduler_type]
+    return args.learning_rate * (progress / args.warmup_ratio if progress < args.warmup_ratio else course)
+
+
+def prompt_order(num_rows: int, seed: int) -> Iterator[int]:
+    """Yields row indices for ever. Every epoch is each row once, in an order that depends on (seed, epoch) alone."""
+    for epoch in itertools.count():
+        yield from np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
+
+
+def evaluation_due(update: int, num_updates: int, between: int) -> bool:
+    """At the beginning, the end and about `between` times between: a tenth of the run and 5 updates apart at least."""
+    every = max(5, math.ceil(num_updates / min(between + 1, 10)))
+    return update in (0, num_updates) or between > 0 and update % every == 0 and num_updates - update >= 5
+
+
+def evaluate(args: Args, policy, sampler, rewards: dict[str, Callable], judges: dict[str, Callable], rows: list[dict],
+             total: int, sampling: dict, tokenizer, signals: Sequence[int], greedy: bool) -> list[dict]:
+    """A sampled completion of each of this rank's `rows`, and perhaps a greedy one, with its grades (the weighted score
+    and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): `total` of all ranks.
+
+    Every evaluation draws the same random numbers. Raises InterruptedError if the run is told to stop meanwhile."""
+    def grade(batch: Batch) -> dict[str, torch.Tensor]:
+        found = score(rewards, batch)
+        grades = {"score": weighted_sum([found[name] for name in rewards], args.reward_weights)[0]}
+        return grades | {f"{name}_score": values[0] for name, values in score(judges, batch).items()}
+
+    samples, size, stop_ids = [], args.local_rollout_forward_batch_size, sampling["stop_ids"]
+    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]  # ends a reference
+    for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
+        transformers.set_seed(args.seed)
+        found = []
+        for part in (rows[i : i + size] for i in range(0, len(rows), size)):
+            stop_if_told(signals, policy.device)
+            with sampling_weights(sampler, policy):
+                batch, _ = rollout(sampler, part, 1, temperature, **sampling)
+            references = [tokenizer(row["reference"] or "", add_special_tokens=False)["input_ids"] for row in part]
+            ids, _ = pad([ids[: 4 * args.response_length] + [stop_id] for ids in references], stop_id)
+            theirs = grade(make_batch(part, ids[None].to(policy.device), stop_ids, sampling["pad_id"]))
+            columns = grade(batch)
+            differences = {name.replace("score", "win_rate"): ours - theirs[name] for name, ours in columns.items()}
+            columns |= {name: 0.5 + 0.5 * x.sign() + 0 * x for name, x in differences.items()}  # NaN stays NaN
+            columns["length"] = batch.response_mask[0].sum(-1)
+            for row, text, *numbers in zip(part, decode(batch, tokenizer), *(x.tolist() for x in columns.values())):
+                known = {name: None if math.isnan(x) else x for name, x in zip(columns, numbers)
+                         if row["reference"] is not None or "win" not in name}
+                found.append({"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
+                              "reference": (row["reference"] or "").strip(), **known})
+        samples += gather(found)[:total]
+    return samples
+
+
+def summarize(samples: list[dict]) -> dict[str, float]:
+    """<mode>/<grade>: the mean over the samples that have it; <mode>/<grade>_stderr: the standard error of that."""
+    columns: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            if isinstance(value, (int, float)):
+                columns.setdefault(f"{sample['mode']}/{name}", []).append(value)
+    found = {name: float(np.mean(values)) for name, values in columns.items()}
+    return found | {f"{name}_stderr": float(np.std(x) / max(1, len(x) - 1) ** 0.5) for name, x in columns.items()}
+
+
+def show(samples: list[dict], title: str):
+    """Prints samples as a table as wide as the terminal."""
+    names = [name for name in ("prompt", "completion", "reference", "score", "judge_score") if name in samples[0]]
+    columns = [Column(name, overflow="fold") for name in names]
+    table = Table(*columns, title=title, show_lines=True, title_justify="left")
+    for sample in samples:
+        texts = [x if isinstance(x, str) else f"{x:.2f}" if x is not None else "-" for x in map(sample.get, names)]
+        texts[0] = " ".join(texts[0].split())
+        table.add_row(*map(Text, ["…" * (len(texts[0]) > 160) + texts[0][-160:], *texts[1:]]))
+    Console(file=sys.stdout).print(table)
+
+
+def print_gains(before: dict[str, float], after: dict[str, float], prompts: int):
+    """The closing table: evaluations before and after, each mean with its standard error."""
+    table = Table("", "before", *["after", "gained"] * bool(after), title_justify="left", title=(
+        f"On {prompts} held-out prompts, mean ± standard error. win_rate: completions that score above the reference, "
+        "ties half; judge_*: by --judge_fn, which training does not see; length: tokens"))
+    for name in (name for name in after or before if not name.endswith("_stderr")):
+        cells = [f"{x[name]:.3f} ± {x[name + '_stderr']:.3f}" if name in x else "" for x in (before, after)]
+        gained = [f"{after[name] - before[name]:+.3f}"] if name in after and name in before else []
+        table.add_row(name, *cells[: 1 + bool(after)], *gained)
+    if prompts:
+        Console(file=sys.stdout).print("", table)
+
+
+def track(args: Args, run_id: str, step: int, metrics: dict, samples: Sequence[dict] = ()):
+    """Logs to Weights & Biases, if asked to. If the service fails, that is said, and the run goes on without."""
+    if not args.track:
+        return
     try:
-        return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-    except Exception as error:  # transformers, safetensors and the Hub client each raise their own
-        kind = "cannot be loaded" if os.path.isdir(path) else "no such folder, nor a model that the Hub gives"
-        raise InputError(f"--{flag} {path}: {kind} ({auto_class.__name__}: {first_line(error)})") from error
+        import wandb
+
+        if getattr(wandb, "run", None) is None:
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
+                       dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
+        if samples:
+            table = wandb.Table(columns=[*samples[0]], data=[[*sample.values()] for sample in samples])
+            metrics = metrics | {"completions": table}
+        wandb.log(metrics, step=step)
+    except Exception as error:  # whatever the service or its client raises
+        args.track = False
+        say_once(f"--track: the run goes on without Weights & Biases ({first_line(error)})")
 
 
-def load_tokenizer(args: Args, vocab_size: int):
-    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare (a
-    pad token is never attended to, trained on or looked for, but it needs an id)."""
-    name, path = f"--model_name_or_path {args.model_name_or_path}", args.model_name_or_path
-    tokenizer = load(args, AutoTokenizer, path, "model_name_or_path")
-    if len(tokenizer) == 0:
-        raise InputError(f"{name}: there is no tokenizer in it")
-    if tokenizer.pad_token_id is None:
-        if len(tokenizer) >= vocab_size:
-            raise InputError(f"{name}: the tokenizer has no pad token, and the model no row to spare for one; "
-                             "set tokenizer.pad_token (the eos token will do) and save the tokenizer")
-        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-        print(f"{name}: the tokenizer has no pad token; [PAD] is added as token {tokenizer.pad_token_id}")
-    if len(tokenizer) > vocab_size:
-        raise InputError(f"{name}: the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size}")
-    return tokenizer
+# ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
+#
+# group: a row is one prompt and its k completions, interleaved by time. Here P = 2 (one of them padding), k = 2, R = 2:
+#
+#     slot:      0    1     2     3     4     5        sees   . p a b a b
+#     holds:     pad  p     a0    b0    a1    b1       pad    x
+#     position:  0    0     1     1     2     2        p      . x
+#                                                      a0     . x x
+#     Every model reads the prompt once for all of     b0     . x . x
+#     its completions, and a completion sees its       a1     . x x . x
+#     prompt and itself, never its siblings.           b1     . x . x . x
+#
+# plain: every completion is a row of its own, its prompt before it. The same numbers, more work.
+
+
+class Batch(NamedTuple):
+    """B prompts and k completions of each."""
+
+    rows: list[dict]  # B rows of the dataset, see prepare_row
+    prompt_ids: torch.Tensor  # (B, P) left-padded
+    prompt_mask: torch.Tensor  # (B, P) bool
+    responses: torch.Tensor  # (k, B, R) right-padded
+    response_mask: torch.Tensor  # (k, B, R) bool, true up to and including the first stop token
+    ended: torch.Tensor  # (k, B) bool: a stop token came within R
+
+    def prompts(self, index: torch.Tensor | slice) -> "Batch":
+        """The groups of the prompts `index` (b,)."""
+        rows = self.rows[index] if isinstance(index, slice) else [self.rows[i] for i in index.tolist()]
+        return Batch(rows, self.prompt_ids[index], self.prompt_mask[index], *(x[:, index] for x in self[3:]))
+
+    def chunks(self, size: int) -> Iterator["Batch"]:
+        """Whole groups, at most `size` completions at a time if a group has no more."""
+        step = max(1, size // len(self.responses))
+        return (self.prompts(slice(i, i + step)) for i in range(0, len(self.rows), step))
+
+
+def pad(sequences: Sequence[list[int]], pad_id: int, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token lists to ids and mask, both (len(sequences), longest)."""
+    lengths = torch.tensor([*map(len, sequences)])[:, None]
+    slots = torch.arange(int(lengths.max()))
+    mask = slots >= len(slots) - lengths if left else slots < lengths
+    ids = torch.full(mask.shape, pad_id)
+    ids[mask] = torch.tensor([*itertools.chain(*sequences)], dtype=torch.long)
+    return ids, mask
+
+
+def make_batch(rows: list[dict], responses: torch.Tensor, stop_ids: list[int], pad_id: int) -> Batch:
+    """Prompts and their completions (k, B, R), of which what follows the first stop token does not count."""
+    prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
+    is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
+    mask = is_stop.cumsum(-1) - is_stop.long() == 0
+    return Batch(rows, *(x.to(responses.device) for x in prompts), responses.masked_fill(~mask, pad_id), mask,
+                 is_stop.any(-1))
+
+
+def prompt_positions(prompt_mask: torch.Tensor) -> torch.Tensor:
+    """Where each prompt slot stands in its sequence, (B, P); token t of a completion: at the prompt's length + t."""
+    return (prompt_mask.cumsum(1) - 1).clamp(min=0)
+
+
+def sequence_mask(prompt_mask: torch.Tensor, R: int) -> torch.Tensor:
+    """(B, 1, P + R, P + R) bool: who sees whom in a prompt (B, P) and one completion of R slots. A slot sees the real
+    slots up to itself and, if it is padding, itself, since softmax needs something to see."""
+    real = F.pad(prompt_mask, (0, R), value=True)
+    slot = torch.arange(real.shape[1], device=real.device)
+    return (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
+
+
+@lru_cache(maxsize=2)  # all layers of a forward share what is made of its mask
+def attention_bias(mask: torch.Tensor, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
+    """Queries begin … end-1 over the first slots of a bool mask (B, 1, n, m) as something to add to their scores, all
+    of them `repeats` times: (B, 1, repeats · queries, slots). Lines begin at multiples of 8, as kernels want."""
+    part = mask[:, :1, begin:end, :slots].repeat(1, 1, repeats, 1)
+    bias = part.new_zeros((*part.shape[:3], -(-slots // 8) * 8), dtype=dtype)[..., :slots]
+    return bias.masked_fill_(~part, torch.finfo(dtype).min)
+
+
+def folded_attention(query, key, value, bias, scaling: Optional[float]) -> torch.Tensor:
+    """Attention of queries (B, H, n, D) over keys and values (B, h, m, D). The H / h query heads that share a key head
+    become that many times as many queries of it, since a mask would make the kernel copy keys and values otherwise."""
+    B, H, n, D = query.shape
+    out = F.scaled_dot_product_attention(query.reshape(B, key.shape[1], -1, D), key, value, bias, scale=scaling)
+    return out.view(B, H, n, -1)
+
+
+def lane_attention(module, query, key, value, mask, scaling: Optional[float] = None, **kwargs):
+    """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
+    (B, n, H, D) and None. A mask (B, 1, n, m) says who sees whom, as in any row, in prefill and in decoding.
+
+    Where there are more queries than its S lines they are P prompt slots and k lanes of R, interleaved, P + R = S, and
+    the mask (B, k, S, S) is that of a prompt and a single completion (`sequence_mask`, expanded over k). The prompt
+    attends to itself; the lanes become k times as many heads, over the prompt's keys and their own. That costs
+    P² + k·R·(P + R), not (P + k·R)², and all layers share one small mask."""
+    (B, H, n, D), h = query.shape, key.shape[1]
+    if mask is None or mask.dtype != torch.bool or n == mask.shape[2] and mask.shape[1] > 1:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+    k, S, g = mask.shape[1], mask.shape[3], H // h
+    if n == mask.shape[2]:
+        bias = attention_bias(mask, 0, n, S, g, query.dtype)
+        return folded_attention(query, key, value, bias, scaling).transpose(1, 2).contiguous(), None
+    R = (n - S) // (k - 1)
+    P = S - R
+    bias = attention_bias(mask, 0, P, P, g, query.dtype)
+    prompt = folded_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], bias, scaling)
+    queries = query[:, :, P:].reshape(B, h, g, R, k, D).permute(0, 1, 4, 2, 3, 5).reshape(B, h * k * g, R, D)
+    keys, values = (torch.cat([x[:, :, None, :P].expand(-1, -1, k, -1, -1),
+                               x[:, :, P:].unflatten(2, (R, k)).transpose(2, 3)], dim=3).flatten(1, 2)
+                    for x in (key, value))
+    lanes = folded_attention(queries, keys, values, attention_bias(mask, P, S, S, g, query.dtype), scaling)
+    lanes = lanes.view(B, h, k, g, R, -1).permute(0, 4, 2, 1, 3, 5).reshape(B, R * k, H, -1)
+    return torch.cat([prompt.transpose(1, 2), lanes], dim=1), None
+
+
+def use_lanes(model) -> bool:
+    """Makes `lane_attention` the attention of a model that runs on sdpa; False where it does not."""
+    transformers.AttentionInterface.register("lanes", lane_attention)
+    transformers.AttentionMaskInterface.register("lanes", sdpa_mask)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("lanes")
+    return model.config._attn_implementation == "lanes"
+
+
+def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
+    """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
+    slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
+
+    The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
+    k, P, R = len(batch.responses), int(batch.prompt_mask.sum(-1).max()), int(batch.response_mask.sum(-1).max())
+    prompt_ids, prompt_mask = batch.prompt_ids[:, -P:], batch.prompt_mask[:, -P:]
+    responses, response_mask = batch.responses[..., :R], batch.response_mask[..., :R]
+    if layout == "plain":  # k·B prompts with one completion each
+        prompt_ids, prompt_mask = prompt_ids.repeat(k, 1), prompt_mask.repeat(k, 1)
+        responses, response_mask = responses.flatten(0, 1)[None], response_mask.flatten(0, 1)[None]
+        mask = torch.cat([prompt_mask, response_mask[0]], dim=1).long()
+    else:
+        use_lanes(model)
+        mask = sequence_mask(prompt_mask, R).expand(-1, k, -1, -1)
+    lanes = len(responses)
+    ids = torch.cat([prompt_ids, responses.permute(1, 2, 0).flatten(1)], dim=1)
+    steps = torch.arange(R, device=ids.device).repeat_interleave(lanes)
+    positions = torch.cat([prompt_positions(prompt_mask), prompt_mask.sum(1, keepdim=True) + steps], dim=1)
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+    last_of_prompt = hidden[:, P - 1 : P].expand(lanes, -1, -1, -1)  # predicts token 0 of every completion
+    hidden = torch.cat([last_of_prompt, hidden[:, P:].unflatten(1, (R, lanes)).permute(2, 0, 1, 3)], dim=2)
+    return hidden.reshape(k, -1, *hidden.shape[2:])
+
+
+def final_logits(model, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits (..., vocabulary) in float32 of hidden states (..., H), scaled and capped where the model does that."""
+    config = model.config.get_text_config()
+    logits = model.get_output_embeddings()(hidden).float()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    logits = logits if scale == 1.0 else logits * scale
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+LOGITS_AT_ONCE = {"cpu": 2**23, "else": 2**27}  # entries of a (tokens, vocabulary) block of logits, in float32
+
+
+def block_logprobs(model, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+    """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
+    logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
+    with torch.no_grad():
+        entropy = -logprobs.exp().mul_(logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
+    return logprobs.gather(1, tokens[:, None]).squeeze(1), entropy
+
+
+def fsdp_forward(function: Callable) -> Callable:
+    """Makes `function(model, ...)` a forward for FSDP, which gathers the weights that are in no layer only around
+    methods of the model that it knows. For any other model it is the function itself."""
+    @wraps(function)
+    def forward(model, *args, **options):
+        name = f"{function.__name__}_forward"
+        if isinstance(model, fsdp.FSDPModule) and not hasattr(model, name):
+            setattr(model, name, partial(function, model))
+            fsdp.register_fsdp_forward_method(model, name)
+        return getattr(model, name, partial(function, model))(*args, **options)
+
+    return forward
+
+
+@fsdp_forward
+def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
+    """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked.
+
+    Logits are made for real completion tokens only, a block of tokens at a time, and once more in backward."""
+    hidden = completion_hidden(model, batch, layout)[:, :, :-1]
+    r, R = hidden.shape[2], batch.responses.shape[2]
+    mask = batch.response_mask[..., :r]
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    size = max(128, LOGITS_AT_ONCE["cpu" if hidden.is_cpu else "else"] // vocabulary)
+    blocks = zip(hidden[mask].split(size), batch.responses[..., :r][mask].split(size))
+    parts = zip(*(checkpoint(block_logprobs, model, *block, temperature, use_reentrant=False) for block in blocks))
+    return tuple(F.pad(torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, torch.cat(part)), (0, R - r))
+                 for part in parts)
+
+
+@fsdp_forward
+def model_scores(model, batch: Batch, layout: str = "group") -> torch.Tensor:
+    """Scores (k, B) of a sequence classifier: its head at the last real token of each completion."""
+    hidden = completion_hidden(model, batch, layout)
+    last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
+    return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
+
+
+@fsdp_forward
+@torch.no_grad()
+def takes_group_rows(model, P: int, k: int, R: int) -> bool:
+    """Whether a model gives the same numbers in both layouts on a batch of this size: its attention is full over the
+    row, obeys a mask and takes positions from `position_ids` alone. Not so with linear attention, a sliding window
+    shorter than prompt and completion, ALiBi, or kernels that take no mask."""
+    if not use_lanes(model):
+        return False
+    tokens = torch.arange(P + 2 * k * R) * 7919 % model.config.get_text_config().vocab_size
+    rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
+    probe = make_batch(rows, tokens[P:].view(k, 2, R).to(model.device), stop_ids=[-1], pad_id=0)
+    try:
+        plain, group = (completion_hidden(model, probe, layout).float() for layout in ("plain", "group"))
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError):  # a kernel that takes no such mask
+        return False
+    tolerance = 1e-3 if model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type) else 0.1
+    return bool((plain - group).norm() < tolerance * plain.norm())
+
+
+# ---- Rollout ---------------------------------------------------------------------------------------------------------
+
+
+def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each softmax(logits / temperature) and its log-prob, both (...), from logits (..., vocabulary).
+
+    At temperature 0 the likeliest; else where a random number falls in the cumulative distribution. Nothing here waits
+    for the device, unlike torch.multinomial."""
+    logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        tokens = logprobs.argmax(-1)
+    else:
+        cumulative = logprobs.exp().cumsum(-1)
+        below = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]
+        tokens = torch.searchsorted(cumulative, below, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
+
+
+class Decoder:
+    """Samples k completions of up to R tokens of each of B prompts of P slots, in the group layout: the prompts are
+    read once; then each step reads one token of every completion and samples the next.
+
+    It holds all that a step reads and changes in place, and is the cache that the model keeps keys and values in, one
+    row per prompt. Shapes and addresses are static and nothing waits for the device, so on CUDA steps are captured as
+    graphs and replayed. Its memory is free again when the rollout drops it."""
+
+    capture = True  # until a model turns out to have steps that cannot be captured
+
+    def __init__(self, model, B: int, P: int, k: int, R: int, temperature: float, stop_ids: list[int]):
+        zeros = partial(torch.zeros, device=model.device)
+        use_lanes(model)
+        self.model, self.k, self.R, self.temperature = model, k, R, temperature
+        self.stop_ids = torch.tensor(stop_ids, device=model.device)
+        self.prompt_mask = zeros(B, P, dtype=torch.bool)
+        self.step = zeros(1, dtype=torch.long)  # t, the number of the tokens sampled last
+        self.stopped = zeros(B, k, dtype=torch.bool)  # a stop token has come
+        self.tokens = zeros(B, k, R, dtype=torch.long)
+        self.logprobs = zeros(B, k, R)
+        self.cache: dict[int, list[torch.Tensor]] = {}  # layer -> keys and values (B, heads, P + k·R, D)
+        self.slots = torch.arange(P, device=model.device)  # the next forward fills these
+        self.visible = P  # and sees those before this one
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args, **kwargs) -> list[torch.Tensor]:
+        """What `transformers` calls on a cache: keeps new keys and values, returns all that can be seen."""
+        if layer not in self.cache:
+            slots = self.prompt_mask.shape[1] + self.k * self.R
+            self.cache[layer] = [x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (keys, values)]
+        for kept, new in zip(self.cache[layer], (keys, values)):
+            kept.index_copy_(2, self.slots, new)
+        return [kept[:, :, : self.visible] for kept in self.cache[layer]]
+
+    def get_seq_length(self, *args) -> int:
+        return 0  # some models ask, to make positions that they are given anyway
+
+    def read(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the tokens `ids` (B, n), which go into `slots` of the cache."""
+        return self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self,
+                                     use_cache=True)[0]
+
+    def sample_next(self, hidden: torch.Tensor):
+        """Samples a token of every completion from hidden states (B, k, H) and notes it as number `step`."""
+        tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature)
+        self.tokens.index_copy_(2, self.step, tokens[..., None])
+        self.logprobs.index_copy_(2, self.step, logprobs[..., None])
+        self.stopped.logical_or_(torch.isin(tokens, self.stop_ids))
+
+    def decode(self, visible: int):
+        """Reads token t of every completion and samples token t + 1. Of the cache it sees the first `visible` slots;
+        those that are not filled yet are masked, and cost time."""
+        (B, P), k = self.prompt_mask.shape, self.k
+        self.visible, self.slots = visible, P + self.step * k + torch.arange(k, device=self.step.device)
+        slot = torch.arange(visible, device=self.step.device)
+        own = (slot >= P) & (slot <= self.slots[:, None]) & ((slot - self.slots[:, None]) % k == 0)  # (k, visible)
+        mask = (F.pad(self.prompt_mask, (0, visible - P))[:, None] | own)[:, None]
+        positions = (self.prompt_mask.sum(1, keepdim=True) + self.step).expand(B, k)
+        hidden = self.read(self.tokens.index_select(2, self.step).squeeze(2), positions, mask)
+        self.step.add_(1)
+        self.sample_next(hidden)
+
+    def replay(self, t: int):
+        """`decode` as a graph, captured once for each quarter of the steps (at least 128): early ones read less."""
+        span = max(128, -(-self.R // 4))
+        visible = self.prompt_mask.shape[1] + self.k * min(self.R, (t // span + 1) * span)
+        if visible not in self.graphs and Decoder.capture:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    self.decode(visible)
+                self.graphs[visible] = graph
+            except RuntimeError as error:
+                Decoder.capture = False
+                say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
+        self.graphs[visible].replay() if visible in self.graphs else self.decode(visible)
+
+    def generate(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
+        P, cuda = prompt_ids.shape[1], prompt_ids.is_cuda
+        if cuda and not self.graphs and self.R > 1:  # libraries set themselves up and the cache gets its memory
+            self.decode(P + self.k * self.R)
+        self.prompt_mask.copy_(prompt_mask)
+        self.step.zero_()
+        self.stopped.zero_()
+        self.visible, self.slots = P, torch.arange(P, device=prompt_ids.device)
+        hidden = self.read(prompt_ids, prompt_positions(prompt_mask), sequence_mask(prompt_mask, 0))
+        self.sample_next(hidden[:, -1:].expand(-1, self.k, -1))
+        for t in range(self.R - 1):
+            if t % 4 == 3 and self.stopped.all():  # asking makes the device wait, so ask seldom
+                break
+            self.replay(t) if cuda else self.decode(P + self.k * (t + 1))
+        return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
+
+
+def generate_hf(model, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
+                temperature: float, stop_ids: list[int], pad_id: int) -> torch.Tensor:
+    """Tokens (k, B, r), r ≤ response_length, of prompts (B, P), by `generate` of transformers from the full
+    softmax(logits / temperature), at 0 greedily: none of the model's own generation settings (top-k, ...) apply."""
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    config = transformers.GenerationConfig(max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id,
+                                           **sampling)
+    own_config, model.generation_config = model.generation_config, transformers.GenerationConfig()
+    try:
+        out = model.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
+                             generation_config=config)
+    finally:
+        model.generation_config = own_config  # saved later as it was loaded
+    return out[:, prompt_ids.shape[1] :].unflatten(0, (k, len(prompt_ids)))
+
+
+@torch.no_grad()
+def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int], pad_id: int,
+            engine: str = "group", chunk_size: int = 64) -> tuple[Batch, torch.Tensor]:
+    """k completions of each row's prompt, at most `chunk_size` of them at a time, by Decoder ("group") or generate_hf.
+
+    Returns the batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked; for "hf"
+    one more forward in plain rows gives them."""
+    size, decoder, parts = max(1, chunk_size // k), None, []
+    longest = max(len(row["prompt_ids"]) for row in rows)
+    for chunk in (rows[i : i + size] for i in range(0, len(rows), size)):
+        ids, mask = (x.to(model.device) for x in pad([row["prompt_ids"] for row in chunk], pad_id, left=True))
+        if engine == "hf":
+            tokens = generate_hf(model, ids, mask, k, response_length, temperature, stop_ids, pad_id)
+            parts.append((F.pad(tokens, (0, response_length - tokens.shape[-1]), value=pad_id),))
+            continue
+        if model.device.type == "cuda":  # chunks of one shape can use the same graphs
+            ids, mask = (F.pad(x, (longest - x.shape[1], 0)) for x in (ids, mask))
+        if decoder is None or decoder.prompt_mask.shape != ids.shape:
+            decoder = None  # frees its memory first
+            decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
+        parts.append(decoder.generate(ids, mask))
+    responses, *logprobs = (torch.cat(part, dim=1) for part in zip(*parts))
+    batch = make_batch(rows, responses, stop_ids, pad_id)
+    if engine == "hf":
+        logprobs = [torch.cat([completion_logprobs(model, part, temperature or 1.0, "plain")[0]
+                               for part in batch.chunks(chunk_size)], dim=1)]
+    return batch, logprobs[0].masked_fill(~batch.response_mask, 0.0)
+
+
+def empty_copy(policy, dtype: torch.dtype, device: torch.device):
+    """A model like `policy`, in `dtype` on `device`, whose weights are nothing until `sampling_weights` lends them."""
+    with torch.device("meta"):
+        model = type(policy)._from_config(policy.config, dtype=dtype)
+    model.to_empty(device=device).eval().requires_grad_(False).tie_weights()
+    for mine, theirs in zip(model.buffers(), policy.buffers()):
+        mine.copy_(theirs)
+    for parameter in model.parameters():
+        parameter.data = parameter.new_empty(0)
+    return model
+
+
+@contextmanager
+def sampling_weights(sampler, policy):
+    """Within it `sampler` has the policy's weights, whole and in its own dtype. They need no memory while training."""
+    copied = sampler is not policy
+    for mine, theirs in zip(sampler.parameters(), policy.parameters()) if copied else ():
+        whole = theirs.full_tensor() if isinstance(theirs, DTensor) else theirs
+        mine.data = whole.detach().to(mine.dtype)
+    yield
+    for mine in sampler.parameters() if copied else ():
+        mine.data = mine.new_empty(0)
+
+
+# ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
+
+
+def score(rewards: dict[str, Callable[[Batch], dict]], batch: Batch) -> dict[str, torch.Tensor]:
+    """Scores (k, B) by the name of each reward, and what else a reward has to tell of each completion."""
+    found = {}
+    for reward in rewards.values():
+        found |= reward(batch)
+    return found
+
+
+def completion_tokens(batch: Batch) -> list[list[int]]:
+    """Real token ids of the k·B completions, the stop token included, in the order j·B + b."""
+    ids, lengths = batch.responses.flatten(0, 1).tolist(), batch.response_mask.sum(-1).flatten().tolist()
+    return [row[:n] for row, n in zip(ids, lengths)]
+
+
+def decode(batch: Batch, tokenizer) -> list[str]:
+    """Texts of the k·B completions without the stop token and other special tokens, in the order j·B + b."""
+    kept = [ids[:-1] if end else ids for ids, end in zip(completion_tokens(batch), batch.ended.flatten().tolist())]
+    return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@torch.no_grad()
+def model_reward(model, layout: str, chunk_size: int, device: torch.device, batch: Batch) -> dict[str, torch.Tensor]:
+    """The reward model's scores where it reads the policy's tokens."""
+    with on_device(model, device):
+        return {"reward_model": torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], 1)}
+
+
+def text_reward(model, own_tokenizer, positions: int, tokenizer, chunk_size: int, device: torch.device,
+                batch: Batch) -> dict[str, torch.Tensor]:
+    """The reward model's scores where it has a tokenizer of its own: the text is tokenized again, a chat by its own
+    template. A completion that ended ends in its eos token. Text beyond its positions is cut from the left, which
+    reward_model/cut counts."""
+    sequences, k, bos, eos = [], len(batch.responses), own_tokenizer.bos_token_id, own_tokenizer.eos_token_id
+    for row, text, end in zip(batch.rows * k, decode(batch, tokenizer), batch.ended.flatten().tolist()):
+        if isinstance(row["prompt"], list) and own_tokenizer.chat_template:
+            chat = [*row["prompt"], {"role": "assistant", "content": text}]
+            text = own_tokenizer.apply_chat_template(chat, tokenize=False)
+            ids = own_tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = own_tokenizer(row["prompt_text"] + text)["input_ids"]
+            ids = ids[1:] if ids[:2] == [bos, bos] else ids  # a chat template's text may have one
+            ids = ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids
+        sequences.append(ids)
+    ids, mask = (x.to(device) for x in pad([ids[-positions:] for ids in sequences], own_tokenizer.pad_token_id or 0))
+    again = Batch(batch.rows * k, ids[:, :1], mask[:, :1], ids[None, :, 1:], mask[None, :, 1:], batch.ended.view(1, -1))
+    scores = model_reward(model, "plain", chunk_size, device, again)["reward_model"]
+    cut = torch.tensor([float(len(ids) > positions) for ids in sequences], device=device)
+    return {"reward_model": scores.view(k, -1), "reward_model/cut": cut.view(k, -1)}
+
+
+def load_function(spec: str, flag: str) -> Callable:
+    """The function named by `file.py:function` or `module:function`; it may import what lies beside it."""
+    source, _, name = spec.rpartition(":")
+    require(source, f"--{flag} {spec}: must be file.py:function or module:function")
+    path = Path(source)
+    with explained(f"--{flag} {spec}: cannot be loaded"):
+        if path.suffix == ".py":
+            sys.path.append(str(path.resolve().parent))
+            module_spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(module_spec)
+            sys.modules.setdefault(module_spec.name, module)  # dataclasses and pickle look modules up by name
+            module_spec.loader.exec_module(module)
+        else:
+            sys.path.append(os.getcwd())
+            module = importlib.import_module(source)
+        function = getattr(module, name)
+    require(callable(function), f"--{flag} {spec}: is not a function")
+    return function
+
+
+def function_reward(label: str, function: Callable, name: str, tokenizer, batch: Batch) -> dict[str, torch.Tensor]:
+    """Scores of a reward function by its `name`, NaN where it returned None; `label` names it in errors.
+
+    It is called with prompts (as the dataset has them), completions (text without the stop token), completion_ids
+    (the stop token included) and every dataset column by its name, each a list of k·B in the order j·B + b."""
+    rows = batch.rows * len(batch.responses)
+    columns = {c for row in batch.rows for c in row["columns"]} - {"prompt", "prompts", "completions", "completion_ids"}
+    given = {column: [row["columns"].get(column) for row in rows] for column in sorted(columns)}
+    try:
+        scores = list(function(prompts=[row["prompt"] for row in rows], completions=decode(batch, tokenizer),
+                               completion_ids=completion_tokens(batch), **given))
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[:2][-1]  # in the user's file, whatever that called
+        raise InputError(f"{label} raised {type(error).__name__}: {first_line(error)} ({place.filename}, line "
+                         f"{place.lineno})") from error
+    require(len(scores) == len(rows), f"{label} returned {len(scores)} numbers for {len(rows)} completions")
+    with explained(f"{label} returned something else than numbers and None"):
+        numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
+    for i in (numbers.isfinite() == torch.tensor([value is None for value in scores])).nonzero()[:1, 0].tolist():
+        raise InputError(f"{label} returned {scores[i]!r:.50}, not a finite number or None, for the prompt "
+                         f"{rows[i]['prompt_text'][:60]!r}")
+    return {name: numbers.to(batch.responses.device).view(batch.ended.shape)}
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(name: str, split: str) -> Optional[list[dict]]:
+    """Rows of one split of a dataset, or None where it has no such split. `name`: a .jsonl file, whose split is train,
+    a folder with <split>.jsonl, or else what the datasets package loads by this name."""
+    folder = os.path.isdir(name) and any(Path(name).glob("*.jsonl"))
+    file = Path(name) / f"{split}.jsonl" if folder else Path(name)
+    if not folder and file.suffix != ".jsonl":
+        with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them; what else there is, on the "
+                       "disk or the Hub, the datasets package reads: pip install datasets"):
+            import datasets
+
+            splits = datasets.get_dataset_split_names(name)
+            return list(datasets.load_dataset(name, split=split)) if split in splits else None
+    if folder and not os.path.isfile(file) or not folder and split != "train":
+        return None
+    rows, number = [], 0
+    with explained(f'{str(file)[:200]}: must be UTF-8 text with a JSON object like {{"prompt": "..."}} on each line'):
+        for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
+            try:
+                rows += [dict(**json.loads(line))] if line.strip() else []
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"line {number}: {first_line(error)}") from error
+    return rows
+
+
+def prepare_row(row: dict, tokenizer) -> dict:
+    """One dataset row as the rest of the file wants it.
+
+    Returns {"prompt": text or messages, "prompt_text": str, "prompt_ids": list of int, "reference": str or None,
+    "columns": the row}. With `messages`, the turns up to the first of the user are the prompt and the next turn of the
+    assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
+    single message as it is. Raises whatever Python does where the row is not like that."""
+    def text_of(value) -> str:
+        return str.__str__(value[-1]["content"] if isinstance(value, list) else value)  # TypeError where it is no text
+
+    prompt, reference = row.get("prompt"), row.get("completion")
+    if prompt is None:
+        roles = [message["role"] for message in row["messages"]]
+        prompt = row["messages"][: roles.index("user") + 1]
+        answers = (m for m in row["messages"][len(prompt) :] if m["role"] == "assistant")
+        reference = [message] if (message := next(answers, None)) else None
+    text, templated = text_of(prompt), isinstance(prompt, list) and tokenizer.chat_template is not None
+    if templated:
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    elif isinstance(prompt, list) and len(prompt) > 1:
+        raise ValueError("several messages, but the tokenizer has no chat template to join them by")
+    ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+    if not ids:
+        raise ValueError("the prompt is empty")
+    reference = None if reference is None else text_of(reference)
+    return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference, "columns": row}
+
+
+def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
+    """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
+    prepared = []
+    for number, row in enumerate(rows, 1):
+        with explained(f"{name}, row {number}: needs `prompt` (text or chat messages) or `messages` with a turn of the "
+                       f"user, and as `completion` a text; has {', '.join(sorted(row))[:200] or 'nothing'}"):
+            prepared.append(prepare_row(row, tokenizer))
+    kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
+    require(kept, f"{name}: {len(rows)} rows, no prompt within --max_prompt_length {max_prompt_length} tokens")
+    if len(kept) < len(rows):
+        print(f"{name}: {len(rows) - len(kept)} of {len(rows)} prompts left out, over {max_prompt_length} tokens")
+    return kept
 
 
 def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     """Rows to train and to evaluate on, as `prepare_row` makes them; the latter may be none."""
-    name, splits = args.dataset_name, (args.dataset_train_split, args.dataset_test_split)
-    train, test = (load_rows(name, split) for split in splits)
-    if train is None:
-        raise InputError(f"--dataset_name {name}: has no split {splits[0]}; name one by --dataset_train_split")
+    name, split, wanted = args.dataset_name, args.dataset_train_split, args.dataset_test_split
+    train, test = load_rows(name, split), load_rows(name, wanted or "test")
+    require(train is not None, f"--dataset_name {name}: has no split {split}; name one by --dataset_train_split")
+    require(test is not None or wanted is None, f"--dataset_test_split {wanted}: {name} has no such split")
     if test is None:
         n = min(100, len(train) // 10) if args.num_eval_prompts else 0
-        if n:
-            print(f"{name} has no split {splits[1]}: its last {n} rows are held out to evaluate on")
         train, test = train[: len(train) - n], train[len(train) - n :]
-    prepared = partial(prepare_rows, tokenizer=tokenizer, max_prompt_length=args.max_prompt_length)
+        print(f"{name} has no split test: its last {n} rows are held out to evaluate on")
+    train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
     test = test[: args.num_eval_prompts]
-    return prepared(train, name=f"{name}, training"), prepared(test, name=f"{name}, held out") if test else []
+    return train, prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out") if test else []
 
 
-def load_policy(args: Args, path: str, device: torch.device, dtype: torch.dtype):
-    """A causal language model without dropout, checked to be output_embeddings(base_model(x))."""
-    model, info = load(args, AutoModelForCausalLM, path, "sft_model_path", dtype=dtype, output_loading_info=True,
-                       attn_implementation=args.attn_implementation)
-    if info["missing_keys"]:
-        raise InputError(f"--sft_model_path {path}: is no trained {type(model).__name__}, it has no "
-                         f"{sorted(info['missing_keys'])[0]}")
-    model.to(device).eval()  # eval mode throughout: no dropout, in training either
-    with torch.no_grad():
-        ids = torch.tensor([[0, 1]], device=device)
-        if not torch.allclose(model(ids).logits, model.get_output_embeddings()(model.base_model(ids)[0]), atol=1e-3,
-                              equal_nan=True):
-            raise InputError(f"--sft_model_path {path}: {type(model).__name__} does more to its logits "
-                             "than its output embedding, which is not supported")
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+def load_pretrained(args: Args, auto_class, path: str, label: str, **options):
+    """`auto_class.from_pretrained`; what cannot be loaded is an InputError that begins with `label`."""
+    with explained(f"{label}: cannot be loaded" if os.path.isdir(path) else f"{label}: no such folder or Hub model"):
+        return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
+
+
+def load_model(args: Args, auto_class, path: str, label: str, dtype: torch.dtype, trained: bool, **options):
+    """A model in eval mode (no dropout, in training either), on its device or sharded, and the names of the weights
+    that `path` does not have. With --sharding fsdp only the first rank reads the weights, into the CPU's memory."""
+    config, missing = load_pretrained(args, AutoConfig, path, label, **options), []
+    own = None if args.attn_implementation == "sdpa" else args.attn_implementation  # None: sdpa, or eager without it
+    if args.sharding == "ddp" or dist.get_rank() == 0:
+        model, info = load_pretrained(args, auto_class, path, label, config=config, dtype=dtype,
+                                      attn_implementation=own, output_loading_info=True)
+        missing = sorted(info["missing_keys"])
+    else:
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=dtype, attn_implementation=own,
+                                           trust_remote_code=args.trust_remote_code)
+    model.eval().requires_grad_(trained)
+    if trained and args.gradient_checkpointing:
+        for layer in decoder_layers(model):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if args.sharding == "fsdp":
+        shard(model, torch.device(args.device), getattr(torch, args.dtype), trained, args.offload_reference)
+    else:
+        model.to("cpu" if args.offload_reference and not trained else args.device)
+    return model, gather([missing])[0]
+
+
+def load_policy(args: Args, path: str, label: str, dtype: torch.dtype, trained: bool):
+    """A causal language model, checked to have the logits that `final_logits` makes."""
+    model, missing = load_model(args, AutoModelForCausalLM, path, label, dtype, trained)
+    require(not missing, f"{label}: is no trained {type(model).__name__}, it has no {missing[:1]}")
+    with on_device(model, torch.device(args.device)):
+        require(logits_are_final(model), f"{label}: {type(model).__name__} does more to its logits than output "
+                "embedding, scale and cap, which is not supported")
     return model
 
 
-def load_reward_model(args: Args, tokenizer, vocab_size: int, device: torch.device, dtype: torch.dtype):
-    """The reward model and its own tokenizer, or None in its place where it reads the policy's tokens.
+@fsdp_forward
+@torch.no_grad()
+def logits_are_final(model) -> bool:
+    """Whether a model's own logits are `final_logits` of its last hidden states."""
+    ids = torch.tensor([[0, 1]], device=model.device)
+    ours, theirs = final_logits(model, model.base_model(ids)[0]), model(ids).logits.float()
+    return bool((theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm())
 
-    It does if it has the policy's tokenizer or none, and embeddings for all `vocab_size` tokens of the policy."""
-    path, flag = args.reward_model_path, f"--reward_model_path {args.reward_model_path}"
-    config = load(args, AutoConfig, path, "reward_model_path")
-    if config.num_labels != 1 and any("SequenceClassification" in name for name in config.architectures or []):
-        raise InputError(f"{flag}: has {config.num_labels} labels, a reward model has one")
-    model, info = load(args, AutoModelForSequenceClassification, path, "reward_model_path", num_labels=1, dtype=dtype,
-                       output_loading_info=True, attn_implementation=args.attn_implementation)
-    if not hasattr(model, "score"):
-        raise InputError(f"{flag}: {type(model).__name__} has no `score` head on its last token")
-    if info["missing_keys"]:
-        print(f"{flag}: has no trained reward head; a random one scores, which is good for a smoke test only")
-    rows, own = model.get_input_embeddings().num_embeddings, None
-    if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
-        own = load(args, AutoTokenizer, path, "reward_model_path")
-    words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
-    same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
-    shared = rows >= vocab_size and (same or not words)
-    if not shared and not 0 < len(words) <= rows:
-        raise InputError(f"{flag}: has {rows} tokens, which do not fit its tokenizer, or the policy's if it has none")
-    return model.to(device).eval(), None if shared else own
+
+def fit(args: Args, model, label: str, longest: int) -> str:
+    """The layout that a model takes: --layout, or plain, which is said, where it does not give the same numbers in the
+    group layout. An InputError if longest prompt and completion exceed its positions."""
+    room = positions_of(model) - args.response_length
+    require(longest <= room, f"{label}: has {room + args.response_length} positions; the longest prompt, {longest} "
+            f"tokens, and --response_length {args.response_length} need more: "
+            + (f"--max_prompt_length {room} fits" if room > 0 else "lower --response_length"))
+    device = torch.device(args.device)
+    with on_device(model, device), torch.autocast(device.type, getattr(torch, args.dtype), args.dtype != "float32"):
+        if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, args.response_length):
+            return args.layout
+    print(f"{label}: its attention is no sdpa over the full row, so it runs with --layout plain")
+    return "plain"
+
+
+def positions_of(model) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def load_tokenizer(args: Args):
+    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare (a
+    pad token is never attended to, trained on or looked for, but it needs an id)."""
+    name = f"--model_name_or_path {args.model_name_or_path}"
+    config = load_pretrained(args, AutoConfig, args.sft_model_path, f"--sft_model_path {args.sft_model_path}")
+    tokenizer = load_pretrained(args, AutoTokenizer, args.model_name_or_path, name)
+    size = config.get_text_config().vocab_size
+    require(len(tokenizer) > len(tokenizer.all_special_ids), f"{name}: there is no tokenizer in it, or none with words")
+    if tokenizer.pad_token_id is None:
+        require(len(tokenizer) < size, f"{name}: the tokenizer has no pad token, the model no row to spare; set "
+                "tokenizer.pad_token (the eos token will do) and save the tokenizer")
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        print(f"{name}: the tokenizer has no pad token; [PAD] is added as token {tokenizer.pad_token_id}")
+    require(len(tokenizer) <= size, f"{name}: the tokenizer has {len(tokenizer)} tokens, the model only {size}")
+    return tokenizer
+
+
+def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: Optional[int]) -> list[int]:
+    """Ids of the tokens that end a completion: the one asked for, or else all that the model's generation config and
+    the tokenizer call end of sequence."""
+    if stop_token_id is not None:
+        last = model.config.get_text_config().vocab_size - 1
+        require(stop_token_id <= last, f"--stop_token_id {stop_token_id}: the model has only tokens 0 to {last}")
+        return [stop_token_id]
+    if stop_token not in (None, "eos"):
+        ids = tokenizer(stop_token, add_special_tokens=False)["input_ids"]
+        require(len(ids) == 1 and ids != [tokenizer.unk_token_id],
+                f"--stop_token {stop_token!r} is not one token of the tokenizer, nor eos")
+        return ids
+    configured = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    require(ids, f"the tokenizer {tokenizer.name_or_path} has no eos token; name one by --stop_token")
+    return sorted(ids)
+
+
+def load_rewards(args: Args, functions: dict[str, Callable], tokenizer, longest: int) -> dict[str, Callable]:
+    """name -> reward: the reward model, if there is one, and the functions.
+
+    The reward model reads the policy's tokens if it has the policy's tokenizer or none, and embeddings for all of them;
+    else its own tokenizer reads the text."""
+    rewards: dict[str, Callable] = {}
+    device, size = torch.device(args.device), args.local_rollout_forward_batch_size
+    if path := args.reward_model_path:
+        label = f"--reward_model_path {path}"
+        config = load_pretrained(args, AutoConfig, path, label)
+        classifier = any("SequenceClassification" in name for name in config.architectures or [])
+        require(config.num_labels == 1 or not classifier, f"{label}: has {config.num_labels} labels, not one")
+        model, missing = load_model(args, AutoModelForSequenceClassification, path, label, getattr(torch, args.dtype),
+                                    trained=False, num_labels=1)
+        require(hasattr(model, "score"), f"{label}: {type(model).__name__} has no `score` head on its output")
+        if missing:
+            print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
+        own, embeddings = None, config.get_text_config().vocab_size
+        if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
+            own = load_pretrained(args, AutoTokenizer, path, label)
+        words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
+        same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
+        if embeddings > max(policy_words.values()) and (same or not words):
+            rewards["reward_model"] = partial(model_reward, model, fit(args, model, label, longest), size, device)
+        else:
+            require(0 < len(words) <= embeddings, f"{label}: has {embeddings} tokens, which do not fit its "
+                    "tokenizer, or the policy's if it has none")
+            rewards["reward_model"] = partial(text_reward, model, own, positions_of(model), tokenizer, size, device)
+    for spec, function in functions.items():
+        name = spec.rpartition(":")[2]
+        name = spec if name in rewards else name
+        rewards[name] = partial(function_reward, f"--reward_fns {spec}", function, name, tokenizer)
+    return rewards
+
+
+# ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
+
+
+def start_processes(device: torch.device) -> tuple[int, int]:
+    """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
+    if world > 1 and not dist.is_initialized():
+        with explained(f"WORLD_SIZE {world}: the processes do not meet"):  # saving a large model may take an hour
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+    return (dist.get_rank(), world) if world > 1 else (0, 1)
+
+
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    """Σ of x over the processes, in place and on each of them."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def gather(items: list) -> list:
+    """The lists of all processes, which are of one length, as one on each of them: first items, second items, ..."""
+    if not dist.is_initialized():
+        return items
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return [item for group in zip(*parts) for item in group]
+
+
+def stop_if_told(signals: Sequence[int], device: torch.device):
+    """Raises InterruptedError on all ranks if any of them was told to stop; all of them must ask."""
+    if sum_over_ranks(torch.tensor(len(signals), device=device)):
+        raise InterruptedError
+
+
+def average_gradients(parameters: Iterable[torch.Tensor]):
+    """Makes the gradients of replicas their mean. FSDP has done so in backward."""
+    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+    if dist.is_initialized() and gradients:
+        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+            work.wait()
+        torch._foreach_div_(gradients, dist.get_world_size())
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The layers of a transformer: its outermost list of modules."""
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+
+
+def shard(model, device: torch.device, dtype: torch.dtype, trained: bool, offload: bool):
+    """FSDP2: every process keeps its part of each layer's weights, gradients and optimizer state, and gathers a layer
+    in `dtype` when it is needed. offload: the parts of a frozen model lie in the CPU's memory.
+
+    The weights go from the first rank, which has them on the CPU, straight to where their parts belong; the models of
+    the others are on the meta device. Buffers, which may be in no state dict (rotary frequencies), are sent too."""
+    first, offload = dist.get_rank() == 0, offload and not trained and device.type == "cuda"
+    weights = model.state_dict() if first else {}
+    buffers = gather([dict(model.named_buffers()) if first else None])[0]
+    model.to("meta").tie_weights()
+    options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
+               "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+               "offload_policy": fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    for part in [*decoder_layers(model), *([] if tied else [embedding])]:
+        fsdp.fully_shard(part, **options)
+    fsdp.fully_shard(model, reshard_after_forward=not trained, **options)  # backward needs the rest again at once
+    model.to_empty(device="cpu" if offload else device).tie_weights()
+    state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
+    for name, value in buffers.items():
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module)._buffers[last] = value.to(device)
+
+
+@contextmanager
+def on_device(model, device: torch.device):
+    """Within it a model is on the device; after it, back where it was. FSDP moves its models itself."""
+    home = model.device
+    moves = home.type != device.type and not isinstance(model, fsdp.FSDPModule)
+    model.to(device if moves else home)
+    yield
+    model.to(home)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, read once everything that was started on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -1332,498 +1487,228 @@ def peak_memory_gb(device: torch.device) -> float:
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 #
-# checkpoint-<update>/ holds the policy as save_pretrained leaves it, optimizer.pt, rng-<rank>.pt, state.json (counters,
-# evaluations, and how long the run's files were) and checksums.json
-
-
-def checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def checkpoints(output: Path) -> list[tuple[int, Path]]:
-    """(update, folder) of the checkpoints in `output`, the newest first."""
-    numbered = ((path.name.removeprefix("checkpoint-"), path) for path in output.glob("checkpoint-*"))
-    return sorted(((int(number), path) for number, path in numbered if number.isdecimal()), reverse=True)
-
-
-def newest_checkpoint(output: Path) -> Optional[Path]:
-    """The newest whole checkpoint, or None. Damaged ones are named, skipped and left in place."""
-    for _, folder in checkpoints(output):
-        try:
-            sums = json.loads((folder / "checksums.json").read_text())
-            damaged = [name for name, expected in sums.items() if checksum(folder / name) != expected]
-        except (OSError, ValueError, AttributeError) as error:
-            damaged = [first_line(error)]
-        if not damaged:
-            return folder
-        print(f"{folder} is damaged ({damaged[0]}) and skipped")
-    return None
-
-
-def sync(path: Path):
-    """Waits until a file or the entries of a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
+# checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and state.json:
+# counters, flags, how long the run's files were, and the update's metrics, which are written after its evaluation.
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # of all ranks, on the first one
+FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def save_checkpoint(output: Path, state: dict, policy, optimizer, limit: int, rank: int):
+def newest_checkpoint(output: Path, limit: Optional[int] = None) -> Optional[Path]:
+    """The newest checkpoint in `output`, or None; all but the newest `limit` are removed."""
+    found = sorted((int(path.name[11:]), path) for path in output.glob("checkpoint-*") if path.name[11:].isdecimal())
+    for _, path in found[:-limit] if limit else []:
+        path.rename(output / "unfinished-checkpoint")  # a folder with a checkpoint's name is never half removed
+        shutil.rmtree(output / "unfinished-checkpoint")
+    return found[-1][1] if found else None
+
+
+def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, limit: int, rank: int):
     """Writes checkpoint-<state["update"]> under another name, flushes it and renames it, so that a checkpoint that
     exists is whole. Then removes all but the newest `limit`. Every rank must call it; the first one writes."""
     weights = state_dict.get_model_state_dict(policy, options=FULL)
     moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
-    random_states = gather([random_state(policy.device)])
-    if rank > 0:
-        return
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
+    if rank > 0 or target.exists():
+        return
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
+        with explained(f"{target} cannot be saved; make room and go on by --resume"):
+            policy.save_pretrained(unfinished, state_dict=weights)
+            tokenizer.save_pretrained(unfinished)
+            torch.save(moments, unfinished / "optimizer.pt")
+            (unfinished / "state.json").write_text(json.dumps(state))
+            os.sync()
+            unfinished.rename(target)
+            newest_checkpoint(output, limit)
+    except InputError:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        policy.save_pretrained(unfinished, state_dict=weights)
-        torch.save(moments, unfinished / "optimizer.pt")
-        for i, of_rank in enumerate(random_states):
-            torch.save(of_rank, unfinished / f"rng-{i}.pt")
-        (unfinished / "state.json").write_text(json.dumps(state))
-        sums = {path.name: checksum(path) for path in unfinished.iterdir()}
-        (unfinished / "checksums.json").write_text(json.dumps(sums))
-        for path in [*unfinished.iterdir(), unfinished, *map(output.joinpath, state["bytes"])]:
-            sync(path)
-        if target.exists():  # it was damaged, or --resume would have begun after it
-            target.rename(output / f"damaged-{target.name}-{time.time_ns()}")
-        unfinished.rename(target)
-        sync(output)
-        for _, folder in [found for found in checkpoints(output) if found[0] <= state["update"]][limit:]:
-            folder.rename(unfinished)  # a folder of that name is never half removed
-            shutil.rmtree(unfinished)
-    except Exception as error:  # OSError from Python, others from torch and safetensors
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise InputError(f"{target} cannot be saved ({first_line(error)}); make room and go on by --resume") from error
+        raise
 
 
-def load_optimizer(folder: Path, policy, optimizer):
+MAKES_ANOTHER_RUN = {"sft_model_path", "reward_model_path", "reward_fns", "dataset_name", "dataset_train_split",
+                     "max_prompt_length", "rloo_k", "seed", "completions per update"}
+
+
+def damaged(folder: Path) -> str:
+    """Begins what is said of a checkpoint that cannot be loaded."""
+    return f"{folder} (nothing is overwritten; move it away, and --resume takes the one before)"
+
+
+def load_state(folder: Path, fresh: dict) -> dict:
+    """The state of a checkpoint, with the flags of `fresh`, a new run's. Says which flags are not those that the run
+    had, and refuses those that make it another run."""
+    with explained(f"{damaged(folder)}: cannot be loaded"):
+        state = json.loads((folder / "state.json").read_text())
+        old, new = (x["args"] | {"completions per update": x["batch_size"]} for x in (state, fresh))
+    changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in new
+               if old.get(name) != new[name] and name not in ("resume", "output_dir", "device")}
+    another = [text for name, text in changed.items() if name in MAKES_ANOTHER_RUN]
+    require(not another, f"--resume: {folder.parent} is a run with other flags: {', '.join(another)}")
+    print(f"resumed from {folder}" + f"; changed: {', '.join(changed.values())}" * bool(changed))
+    return state | {"args": fresh["args"]}
+
+
+def load_optimizer(folder: Path, policy, optimizer, rank: int):
     """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
-    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    full = state_dict.StateDictOptions(full_state_dict=True)
-    state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=full)
+    with explained(f"{damaged(folder)}: cannot be loaded"):
+        saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True) if rank == 0 else {}
+    state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=FROM_FIRST if dist.is_initialized() else FULL)
     for group in optimizer.param_groups:
         group.update(optimizer.defaults)
 
 
-def open_at(path: Path, length: int, rank: int):
-    """The file, open for writing after its first `length` bytes; the rest of it is cut off. Only rank 0 has one."""
-    if rank > 0:
-        return open(os.devnull, "w")
-    with open(path, "ab") as file:
-        file.truncate(min(length, file.tell()))
-    return open(path, "a", encoding="utf-8", buffering=1)  # every line is on its way to the disk at once
-
-
-# ---- Main ------------------------------------------------------------------------------------------------------------
-
-
-def learning_rate(args: Args, progress: float) -> float:
-    """The learning rate at `progress` of the run, 0 … 1: it warms up linearly, then falls to 0 or stays."""
-    if progress < args.warmup_ratio:
-        return args.learning_rate * progress / args.warmup_ratio
-    left = (1 - progress) / (1 - args.warmup_ratio)
-    course = {"linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left), "constant": 1.0}
-    return args.learning_rate * course[args.lr_scheduler_type]
-
-
-def tracker(args: Args, run_id: str) -> Callable[..., None]:
-    """A function log(step, metrics, samples=()) to Weights & Biases, if --track asks for it. If the service fails,
-    that is said once, and the run goes on without."""
-    alive, wandb = args.track, None
-
-    def log(step: int, metrics: dict, samples: Sequence[dict] = ()):
-        nonlocal alive, wandb
-        if not alive:
-            return
+def open_at(path: Path, size: int, rank: int):
+    """The file, open for writing after its first `size` bytes; the rest of it is cut off. Only rank 0 has one, and as
+    long as it lives no other run can open it."""
+    file = open(path if rank == 0 else os.devnull, "a", encoding="utf-8", buffering=1)  # writes each line at once
+    if rank == 0:
         try:
-            if wandb is None:
-                import wandb
-
-                wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
-                           dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
-            if samples:
-                table = wandb.Table(columns=list(samples[0]), data=[list(sample.values()) for sample in samples])
-                metrics = metrics | {"completions": table}
-            wandb.log(metrics, step=step)
-        except Exception as error:  # whatever the service or its client raises
-            alive = False
-            tqdm.write(f"--track: the run goes on without Weights & Biases ({first_line(error)})")
-
-    return log
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"--output_dir {path.parent}: another run is writing there") from error
+        file.truncate(min(size, file.tell()))
+    return file
 
 
-def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns the evaluations before and after. Leaves the files that the README names in output_dir.
+# ---- Command line ----------------------------------------------------------------------------------------------------
 
-    `signals` grows by a number when the program is told to stop: it saves after the update in progress and ends."""
-    args = resolve_args(args)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a name that is not on the Hub is said once, by load
-    transformers.set_seed(args.seed)
-    device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
-    rank, world = start_processes(device)
-    output = Path(gather([args.output_dir])[0])  # with a time in it ranks may differ
-    args.output_dir = str(output)
-    if args.sharding == "fsdp" and world == 1:
-        print("--sharding fsdp: one process holds everything, torchrun starts more")
-        args.sharding = "ddp"
 
-    # An update is B prompts with k completions each, on every rank: mini-batches, then micro-batches of prompts.
-    micro_batch = args.per_device_train_batch_size // k
-    mini_batch = micro_batch * args.gradient_accumulation_steps
-    B = mini_batch * args.num_mini_batches
+class InputError(ValueError):
+    """A mistake in what the user gave: the command line prints it as one line, without a stack trace."""
 
-    # Functions and data first: they are quick to load and the likeliest to be wrong.
-    functions = {spec: load_function(spec, "reward_fns") for spec in args.reward_fns}
-    judge = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
-    config = load(args, AutoConfig, args.sft_model_path, "sft_model_path")
-    vocab_size, positions = config.get_text_config().vocab_size, positions_of(config)
-    tokenizer = load_tokenizer(args, vocab_size)
-    train_rows, test_rows = load_data(args, tokenizer)
-    longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
-    if longest + args.response_length > positions:
-        raise InputError(f"the longest prompt, {longest} tokens, and --response_length {args.response_length} exceed "
-                         f"the model's {positions} positions: --max_prompt_length {positions - args.response_length} "
-                         "fits")
 
-    # Where the run begins: at a checkpoint, or at update 0.
-    run = SimpleNamespace(update=0, episode=0, prompts=0, seconds=0.0, before={}, after={},
-                          bytes={"metrics.jsonl": 0, "completions.jsonl": 0}, run_id=f"{output.name}-{time.time_ns()}")
-    resumed = gather([newest_checkpoint(output) if args.resume and rank == 0 else None])[0]
-    if resumed:
-        run = SimpleNamespace(**json.loads((resumed / "state.json").read_text()))
-        print(f"resumed from {resumed}")
-    elif args.resume and checkpoints(output):
-        raise InputError(f"--resume: no checkpoint in {output} is whole; nothing is overwritten: name a new folder")
+def require(condition: object, message: str):
+    if not condition:
+        raise InputError(message)
 
-    # The policy. Its weights stay float32: training casts them where it computes in bfloat16, rollouts use a copy.
-    policy = sampler = load_policy(args, str(resumed or args.sft_model_path), device, torch.float32)
-    autocast = nullcontext()
-    if dtype != torch.float32 and args.sharding == "ddp":  # FSDP gathers weights in dtype
-        autocast = torch.autocast(device.type, dtype)
-        sampler = load_policy(args, args.sft_model_path, device, dtype)
-    stop_ids = stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)
 
-    def layout_of(model, path: str) -> str:
-        if args.layout == "group" and best_layout(model, longest, k, args.response_length) == "plain":
-            print(f"{path}: its attention is not full over the row or takes no mask, so it runs with --layout plain")
-            return "plain"
-        return args.layout
+@contextmanager
+def explained(message: str):
+    """Whatever goes wrong within it, but for the machine's memory, is an InputError that begins with `message`."""
+    try:
+        yield
+    except (InputError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # libraries and users' files raise what they like
+        raise InputError(f"{message} ({type(error).__name__}: {first_line(error)})") from error
 
-    layout = layout_of(policy, args.sft_model_path)
-    engine = generate_group if args.rollout_engine == "group" and layout == "group" else generate_hf
-    prepare_to_train(policy, args, device, dtype)
-    sample_from = with_weights(sampler, "rollout", rollout)
-    read_policy = with_weights(policy, "logprobs", completion_logprobs)
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
-                                  weight_decay=args.weight_decay, fused=True)
-    if resumed:
-        load_optimizer(resumed, policy, optimizer)
 
-    def complete(rows: list[dict], k: int, temperature: float) -> tuple[Batch, torch.Tensor]:
-        if sampler is not policy:
-            sampler.load_state_dict(policy.state_dict())  # in place: a captured graph stays valid
-        with gathered(sampler):
-            return sample_from(engine, rows, k, args.response_length, temperature, stop_ids, tokenizer.pad_token_id,
-                               args.local_rollout_forward_batch_size, longest)
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough to stand in a line of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
-    texts = partial(decode, tokenizer=tokenizer, stop_ids=stop_ids)
 
-    # The reference and the rewards, each a function of a batch.
-    if args.kl_coef:
-        def reference_logprobs(model, batch: Batch) -> torch.Tensor:
-            return completion_logprobs(model, batch, args.temperature, layout)[0]
+@lru_cache(maxsize=None)
+def say_once(text: str):
+    tqdm.write(text)
 
-        reference = load_policy(args, args.sft_model_path, device, dtype)
-        read_reference = frozen_reader(reference, reference_logprobs, args, device, dtype)
-    rewards: dict[str, Callable[[Batch], torch.Tensor]] = {}
-    if args.reward_model_path:
-        reward_model, reward_tokenizer = load_reward_model(args, tokenizer, vocab_size, device, dtype)
-        if reward_tokenizer is None:
-            positions = min(positions, positions_of(reward_model.config))
-            if longest + args.response_length > positions:
-                raise InputError(f"--reward_model_path {args.reward_model_path}: the longest prompt and completion, "
-                                 f"{longest + args.response_length} tokens, exceed its positions")
-            read = partial(model_reward, layout=layout_of(reward_model, args.reward_model_path))
-        else:
-            read = partial(text_reward, tokenizer=reward_tokenizer, decode_fn=texts, stop_ids=stop_ids)
-        rewards["reward_model"] = frozen_reader(reward_model, read, args, device, dtype)
-    for spec, function in functions.items():
-        name = spec.rpartition(":")[2]
-        rewards[spec if name in rewards else name] = partial(function_reward, function, spec, texts)
 
-    def score(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Σ weight · reward (k, B), and each reward by name."""
-        parts = {name: reward(batch) for name, reward in rewards.items()}
-        return weighted_sum(list(parts.values()), args.reward_weights), parts
+def parse_args(argv: Optional[list[str]] = None) -> Args:
+    """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
+    groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
+    about = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
+    options, said = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), io.StringIO()
+    try:
+        with redirect_stderr(said):
+            flags = tyro.cli(groups, args=argv, description=about, use_underscores=True, config=options)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        text = " ".join(re.sub("╭.*╮|[─-╿]", " ", said.getvalue()).split())  # without tyro's boxes and their titles
+        raise InputError(re.split(" (Argument|For full) helptext", text)[0] + "; see --help") from None
+    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
-    # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
-    if rank == 0:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "args.json.new").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
-        os.replace(output / "args.json.new", output / "args.json")
-    metrics_file, completions_file = (open_at(output / name, length, rank) for name, length in run.bytes.items())
-    log = tracker(args if rank == 0 else dataclasses.replace(args, track=False), run.run_id)
 
-    # Evaluation on the held-out prompts, by the reward and, where there is one, by the judge. Each rank does its part.
-    def grade(batch: Batch) -> dict[str, torch.Tensor]:
-        """Scores (k, B) by the prefix of their metrics."""
-        judged = {} if judge is None else {"judge_": function_reward(judge, args.judge_fn, texts, batch)}
-        return {"": score(batch)[0], **judged}
+AT_LEAST = {"rloo_k": 2} | dict.fromkeys((
+    "max_prompt_length", "response_length", "local_rollout_forward_batch_size", "num_ppo_epochs", "num_mini_batches",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"), 1)  # all other numbers: 0
 
-    # Ranks take equally many rows; the surplus is cut off in evaluate.
-    own_rows = (test_rows + test_rows[:1] * (-len(test_rows) % world))[rank::world]
-    without, reference_grades = sum(row["reference"] is None for row in test_rows), {}
-    if without:
-        print(f"{without} of {len(test_rows)} held-out rows have no reference (`completion`): no win rates")
-    elif test_rows:
-        with random_state_kept(device):
-            reference_grades = grade(reference_batch(own_rows, tokenizer, stop_ids, positions, device))
 
-    def evaluate(greedy: bool) -> dict[str, float]:
-        """Mean grades of completions, sampled and perhaps greedy ones, and their win rates against the references.
+def resolve_args(args: Args) -> Args:
+    """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
+    args = dataclasses.replace(args)
+    if args.dataset_name is None:
+        require(MINI_TLDR.is_dir(), f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
+        args.dataset_name = str(MINI_TLDR)
+        args.sft_model_path = args.sft_model_path or args.model_name_or_path or str(MINI_TLDR / "sft")
+        args.judge_fn = args.judge_fn or f"{MINI_TLDR}.py:gold_judge"
+        args.reward_model_path = args.reward_model_path or (None if args.reward_fns else str(MINI_TLDR / "reward"))
+    args.sft_model_path = args.sft_model_path or args.model_name_or_path
+    args.model_name_or_path = args.model_name_or_path or args.sft_model_path
+    args.kl_level = "token" if args.token_level_kl else args.kl_level
+    args.cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else args.device
+    args.sharding = args.sharding if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "ddp"  # one process holds everything
+    num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
+    args.reward_weights = args.reward_weights or (1.0,) * num_rewards
 
-        Shows a few of the sampled ones; completions.jsonl keeps all of either kind. Training does not notice:
-        the random state is put back. Every evaluation draws the same random numbers."""
-        metrics = {}
-        for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
-            with random_state_kept(device):
-                transformers.set_seed(args.seed)
-                batch, _ = complete(own_rows, 1, temperature)
-                grades = grade(batch)
-            columns = {f"{name}score": scores for name, scores in grades.items()}
-            columns |= {f"{name}win_rate": wins(grades[name], theirs) for name, theirs in reference_grades.items()}
-            columns["length"] = batch.response_mask.sum(-1).double()
-            found = gather(list(zip(texts(batch), *(column[0].tolist() for column in columns.values()))))
-            completions, *values = zip(*found[: len(test_rows)])
-            metrics |= {f"{mode}/{name}": torch.tensor(column).double().nanmean().item()
-                        for name, column in zip(columns, values)}
-            samples = [{"update": run.update, "mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
-                        "reference": (row["reference"] or "").strip(), "score": None if math.isnan(value) else value}
-                       for row, text, value in zip(test_rows, completions, values[0])]
-            completions_file.writelines(json.dumps(sample) + "\n" for sample in samples)
-            if mode == "sampled":
-                cells = [["…" + sample["prompt"][-160:], sample["completion"], sample["reference"], f"{value:.2f}"]
-                         for sample, value in zip(samples[:3], values[0])]
-                table = text_table(["prompt", "completion", "reference", "score"], cells,
-                                   width=shutil.get_terminal_size().columns - 1)
-                tqdm.write(f"\nHeld-out completions after {run.update} of {num_updates} updates ({mode}):\n\n{table}\n")
-                log(run.update, {}, samples)
-        return metrics
-
-    def require_finite(what: str, values: torch.Tensor):
-        if not values.isfinite().all():
-            _, newest = next(iter(checkpoints(output)), (0, "none"))
-            raise InputError(f"update {run.update}: {what} is not finite, the run stops before that is saved; last "
-                             f"checkpoint: {newest}. Lower --learning_rate, or look for extreme rewards before it")
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    num_updates = run.update + math.ceil(max(0, args.total_episodes - run.episode) / (k * B * world))
-    print(f"{policy.num_parameters():,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} "
-          f"prompts x {k} completions, on {f'{world} x ' * (world > 1)}{device}, into {output}")
-    if run.update == 0 and test_rows:
-        run.before = run.after = evaluate(greedy=True)
-    between = args.num_sample_generations + 1
-    evaluations = {round(num_updates * i / between) for i in range(1, between)}
-    order = itertools.islice(prompt_order(len(train_rows), args.seed), run.prompts, None)
-    # Each rank draws numbers of its own, and goes on where it was if it was there.
-    transformers.set_seed((args.seed + 2654435761 * rank + run.update) % 2**32)
-    if resumed and (resumed / f"rng-{rank}.pt").is_file():
-        set_random_state(torch.load(resumed / f"rng-{rank}.pt", weights_only=True), device)
-    start, stopping = clock(), False
-    with tqdm(total=num_updates, initial=run.update, unit="update", dynamic_ncols=True, disable=rank > 0) as progress:
-        while run.episode < args.total_episodes and not stopping:
-            run.update += 1
-            optimizer.param_groups[0]["lr"] = learning_rate(args, run.episode / args.total_episodes)
-            means, times = Means(), [clock()]
-
-            # 1. Rollout: k completions of each of B prompts.
-            indices = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
-            batch, rollout_logprobs = complete([train_rows[i] for i in indices], k, args.temperature)
-            require_finite("a log-prob of the rollout", rollout_logprobs)
-            mask, ended = batch.response_mask, contains_stop(batch, stop_ids)
-            times.append(clock())
-
-            # 2. Log-probs under the reference; without one the KL is 0.
-            ref_logprobs = read_reference(batch) if args.kl_coef else rollout_logprobs
-            require_finite("a log-prob under the reference", ref_logprobs)
-            times.append(clock())
-
-            # 3. Scores.
-            raw_scores, scores_by_name = score(batch)
-            times.append(clock())
-
-            # 4. Rewards and their leave-one-out advantages: (k, B), or (k, B, R) with kl_level=token.
-            kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
-            scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward,
-                                  args.reward_clip_range)
-            rlhf_reward = sequence_reward(scores, kl, args.kl_coef)
-            if args.kl_level == "sequence":
-                returns, entries = rlhf_reward, torch.ones_like(ended)
-            else:
-                returns, entries = reward_to_go(scores, kl, args.kl_coef), mask
-            advantages = leave_one_out_advantage(returns)
-            if args.normalize_advantage:  # over those that have a baseline
-                scorable = ~returns.isnan()
-                advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
-            weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
-
-            # 5. PPO epochs x mini-batches x micro-batches of prompts. With one of each this is REINFORCE.
-            # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look
-            # like a step of the policy. The first mini-batch meets the policy that sampled: its own forward gives them.
-            old_logprobs = rollout_logprobs.clone()
-            if args.num_mini_batches > 1:
-                with autocast:
-                    old_logprobs = in_chunks(lambda part: read_policy(part, args.temperature, layout)[0], batch,
-                                             args.local_rollout_forward_batch_size)
-            for epoch in range(args.num_ppo_epochs):
-                for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
-                    for micro in mini.split(micro_batch):
-                        part = batch.prompts(micro)
-                        with autocast:
-                            new, entropy = read_policy(part, args.temperature, layout)
-                        if epoch == step == 0:
-                            old_logprobs[:, micro] = new.detach()
-                            gap = (new.detach() - rollout_logprobs[:, micro]).abs()
-                            means.add("val/rollout_logprob_gap", gap, part.response_mask)
-                        old = old_logprobs[:, micro]
-                        losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
-                                                                 args.cliprange, args.cliprange_high)
-                        losses = losses * weight[:, micro]
-                        require_finite("a log-prob in training", new)
-                        require_finite("the loss", losses)
-                        (losses.sum() / (k * mini_batch)).backward()
-
-                        ratio = (new.detach() - old).double().exp()
-                        means.add("loss/policy_avg", losses.detach())
-                        means.add("policy/approxkl_avg", 0.5 * log_ratio**2, entries[:, micro])
-                        means.add("policy/clipfrac_avg", clipped, entries[:, micro])
-                        means.add("policy/entropy_avg", entropy, part.response_mask)
-                        means.add("val/ratio", ratio, part.response_mask)
-                        means.add("val/ratio_squared", ratio**2, part.response_mask)
-                    average_gradients(policy.parameters())
-                    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-                    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                    require_finite("the gradient", norm)
-                    means.add("grad_norm", norm)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            times.append(clock())
-
-            # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
-            best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
-            same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
-            means.add("frac_reward_zero_std", same, (~raw_scores.isnan()).sum(0) > 1)
-            means.add("objective/kl", kl.sum(-1))
-            means.add("objective/entropy", -rollout_logprobs.sum(-1))
-            means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
-            means.add("objective/rlhf_reward", rlhf_reward)
-            means.add("objective/scores", raw_scores)
-            means.add("completions/mean_length", mask.sum(-1))
-            means.add("completions/clipped_ratio", ~ended)
-            for name, part_scores in scores_by_name.items():
-                means.add(f"rewards/{name}/mean", part_scores)
-            run.episode += k * B * world
-            run.prompts += B * world
-            run.seconds += times[-1] - times[0]
-            metrics = {"update": run.update, "episode": run.episode, "lr": optimizer.param_groups[0]["lr"]}
-            metrics |= means.means()
-            metrics["val/ratio_var"] = max(metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2, 0.0)  # or NaN
-            metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
-            metrics["objective/scores_std"] = mean_and_std(raw_scores, ~raw_scores.isnan())[1].item()
-            for name, part_scores in scores_by_name.items():
-                metrics[f"rewards/{name}/std"] = mean_and_std(part_scores, ~part_scores.isnan())[1].item()
-            for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
-                metrics[f"time/{name}"] = end - begin
-            metrics["eps"] = run.episode / run.seconds
-            metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
-            metrics["memory/peak_gb"] = peak_memory_gb(device)
-            if run.update == 1:
-                metrics |= {f"eval_before/{name}": value for name, value in run.before.items()}
-            last = run.update == num_updates
-            if test_rows and (last or run.update in evaluations):
-                run.after = evaluate(greedy=last)
-                metrics |= {f"eval/{name}": value for name, value in run.after.items()}
-            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # no scores, no mean
-            metrics_file.write(json.dumps(metrics) + "\n")
-            log(run.update, metrics)
-            headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
-                        "win": run.after.get("sampled/win_rate"), "eps": metrics["eps"]}
-            progress.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
-            progress.update()
-
-            # 7. Checkpoint: now and then, at the end, and where the run is told to stop.
-            stopping = bool(sum_over_ranks(torch.tensor(len(signals), device=device)))
-            if stopping or last or args.save_steps and run.update % args.save_steps == 0:
-                run.bytes = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
-                save_checkpoint(output, vars(run), policy, optimizer, args.save_total_limit, rank)
-
-    if stopping and run.episode < args.total_episodes:
-        print(f"told to stop after update {run.update} of {num_updates}; go on by the same command with --resume and "
-              f"--output_dir {output}")
-        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-    weights = state_dict.get_model_state_dict(policy, options=FULL)
-    if rank == 0:
-        policy.save_pretrained(output, state_dict=weights)
-        tokenizer.save_pretrained(output)
-    if test_rows:
-        print(f"\nOn {len(test_rows)} held-out prompts (win rates are against the references):\n")
-        print(f"{'':24}{'before':>9}{'after':>9}{'gained':>9}")
-        for name, value in run.after.items():
-            was = run.before.get(name, math.nan)  # not asked for when the run began
-            print(f"{name:24}{was:9.3f}{value:9.3f}{value - was:+9.3f}")
-    print(f"\n{run.episode:,} episodes in {clock() - start:.0f} s. The policy and its tokenizer: {output}")
-    metrics_file.close()
-    completions_file.close()
-    return {"before": run.before, "after": run.after}
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)):
+            least = AT_LEAST.get(name, 0)
+            require(math.isfinite(value) and value >= least, f"--{name} {value}: must be finite and at least {least}")
+    require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
+            f"{args.per_device_train_batch_size}: must be a multiple of --rloo_k {args.rloo_k}, it holds whole groups")
+    require(args.sft_model_path, "--sft_model_path is needed with --dataset_name: what shall be trained?")
+    require(num_rewards, "no reward: give --reward_model_path, --reward_fns or both")
+    require(len(set(args.reward_fns)) == len(args.reward_fns), "--reward_fns names a function twice")
+    weights = args.reward_weights
+    require(len(weights) == num_rewards and all(map(math.isfinite, weights)), f"--reward_weights {weights}: must be "
+            f"{num_rewards} finite numbers, the reward model's first, then those of --reward_fns")
+    require(args.seed < 2**32, f"--seed {args.seed}: must be below 2**32")
+    require(args.warmup_ratio <= 1, f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+    require(args.temperature, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
+    require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
+    output = Path(args.output_dir)
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
+    if existing == output and any(output.iterdir()):
+        require(args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on with that "
+                "run by --resume: nothing is overwritten")
+        require((output / "metrics.jsonl").is_file(), f"--output_dir {output}: holds files, but no run to resume")
+    with explained(f"--device {args.device}: cannot be used"):
+        torch.zeros(1, device=args.device).item()
+    return args
 
 
 def command_line(argv: Optional[list[str]] = None):
     """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after the next update."""
-    if int(os.environ.get("RANK", 0)) > 0:  # one process speaks for all
+    rank, signals = int(os.environ.get("RANK", 0)), []
+    if rank > 0:  # one process speaks for all
         sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
-    signals: list[int] = []
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a name that is not on the Hub is said once, by us
 
-    def note(number: int, frame):  # launchers may send a signal to each process and to all: only Ctrl-C counts again
-        if number == signal.SIGINT and signals and time.monotonic() > note.again:
+    def note(number: int, frame):
+        if number == signal.SIGINT and signals and "RANK" not in os.environ:  # torchrun may send each signal twice
             raise KeyboardInterrupt
+        if rank == 0 and not signals:
+            os.write(2, b"\nrloo.py stops: it finishes and saves the update in progress. Ctrl-C again ends it now.\n")
         signals.append(number)
-        note.again = time.monotonic() + 2
 
     handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         main(parse_args(argv), signals)
         if dist.is_initialized():
             dist.destroy_process_group()
-    except BrokenPipeError:  # `python rloo.py --help | head`
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except InputError as error:
-        sys.exit(f"rloo.py: {error}")
-    except OSError as error:
-        sys.exit(f"rloo.py: {error}; checkpoints stay whole: mend that and go on by --resume")
-    except (MemoryError, RuntimeError) as error:
-        if dist.is_initialized() and "closed by peer" in str(error):
-            sys.exit("rloo.py: another process of this run ended; its own line says why")
-        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)):
+    except (MemoryError, RuntimeError, InputError, OSError) as error:
+        text = str(error)
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
+            text = ("out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
+                    f"raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
+        elif isinstance(error, RuntimeError) and not (dist.is_initialized() and "closed by peer" in text):
             raise
-        sys.exit(f"rloo.py: out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size "
-                 f"and raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
+        if rank > 0:  # the first rank most likely says the same, and torchrun then ends this one: wait for that
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
+        sys.exit(f"rloo.py: {text}")
     finally:  # a second signal while Python shuts down must not change the exit status
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_IGN if signals else handler)

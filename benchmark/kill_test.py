@@ -3,10 +3,11 @@
     python benchmark/kill_test.py                     # 100 kills, a few minutes on 2 cores
     python benchmark/kill_test.py --kills 10 --seed 2
 
-A run is `python rloo.py --save_steps 1 --resume ...` on a small part of mini TL;DR: 8 updates, a checkpoint after each. It
-gets SIGKILL either at a random time or while a checkpoint is being written or an old one removed, and is started again by
-the same command, until it ends. Then weights, metrics.jsonl (but for times and memory) and completions.jsonl must be those
-of the run that nobody killed, bit for bit. Runs follow each other until there were enough kills.
+A run is `python rloo.py --save_steps 1 --resume ...` on a small part of mini TL;DR: 10 updates with a checkpoint after
+each, evaluations at both ends and in the middle. It gets SIGKILL either at a random time or while a checkpoint is being
+written or an old one removed, and is started again by the same command, until it ends. Then weights, metrics.jsonl,
+completions.jsonl and the last checkpoint must be those of the run that nobody killed, bit for bit, but for times and
+memory. Runs follow each other until there were enough kills.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-MINI_TLDR = ROOT / "benchmark" / "mini_tldr"
+MINI_TLDR = Path(__file__).resolve().parent / "mini_tldr"
 
 
 def write_data(folder: Path, data: Path):
@@ -46,20 +47,25 @@ def train(folder: Path, models: Path, output: Path):
     torch.set_num_threads(1)
     flags = {"sft_model_path": models / "sft", "reward_model_path": models / "reward", "output_dir": output,
              "dataset_name": folder / "data", "response_length": 12, "per_device_train_batch_size": 8, "rloo_k": 2,
-             "gradient_accumulation_steps": 1, "total_episodes": 64, "save_steps": 1, "num_sample_generations": 2,
+             "gradient_accumulation_steps": 1, "total_episodes": 80, "save_steps": 1, "num_sample_generations": 2,
              "device": "cpu"}
     rloo.command_line([*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), "--resume"])
 
 
 def result(output: Path) -> dict[str, object]:
-    """What a finished run left, without times and memory."""
-    changing = ("time/", "eps", "tokens_per_second", "memory/")
-    metrics = [{name: value for name, value in json.loads(line).items() if not name.startswith(changing)}
-               for line in (output / "metrics.jsonl").read_text().splitlines()]
+    """What a finished run left, without times, memory and what follows from them."""
+    def lasting(metrics: dict) -> dict:
+        changing = ("time/", "eps", "tokens_per_second", "memory/")
+        return {name: value for name, value in metrics.items() if not name.startswith(changing)}
+
     newest = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    return {"weights": (output / "model.safetensors").read_bytes(), "metrics": metrics,
-            "completions": (output / "completions.jsonl").read_bytes(),
-            "optimizer and random state": [(newest / name).read_bytes() for name in ("optimizer.pt", "rng-0.pt")]}
+    state = json.loads((newest / "state.json").read_text())
+    state |= {"metrics": lasting(state["metrics"]), "files": state["files"]["completions.jsonl"]}
+    state = {name: value for name, value in state.items() if name not in ("args", "run_id")}  # with its folder in them
+    files = [output / "model.safetensors", output / "completions.jsonl", newest / "model.safetensors",
+             newest / "optimizer.pt"]
+    return {"metrics": [lasting(json.loads(line)) for line in (output / "metrics.jsonl").read_text().splitlines()],
+            "counters": state, **{str(path.relative_to(output)): path.read_bytes() for path in files}}
 
 
 def is_younger(path: Path, time_ns: int) -> bool:

@@ -66,8 +66,13 @@ SLOTS = {
 
 # Sentences in which the writer of the post states a fact about their own story ...
 STATE = {
-    "who": ["So this is about my {}.", "I need to vent about my {}.", "The person I mean is my {}.", "It is my {} I have trouble with."],
-    "problem": ["The trouble is them {}.", "What gets me is them {}.", "I found them {} again.", "It began with them {}."],
+    "who": [
+        "So this is about my {}.", "I need to vent about my {}.", "The person I mean is my {}.",
+        "It is my {} I have trouble with.",
+    ],
+    "problem": [
+        "The trouble is them {}.", "What gets me is them {}.", "I found them {} again.", "It began with them {}.",
+    ],
     "when": ["For me it all happened {}.", "I noticed it {}.", "My story took place {}.", "It got bad for me {}."],
     "where": ["I was {} when it happened.", "We were {} at the time.", "I saw it myself {}.", "It happened to us {}."],
     "feeling": ["I feel {} about it.", "Now I am just {}.", "Honestly it makes me {}.", "I have been {} ever since."],
@@ -91,8 +96,13 @@ FILLERS = [
     "I am on mobile.", "Bear with me here.", "Thanks for reading this far.", "No names for privacy.",
     "I will try to keep it short.", "Ask me anything in the comments.", "I could not make this up.",
 ]  # fmt: skip
-SUBREDDITS = ["relationships", "AskReddit", "tifu", "relationship_advice", "advice", "offmychest", "self", "personalfinance"]
-TITLES = ["What would you do?", "I need some advice.", "How do I handle this?", "Am I overreacting?", "Not sure what to do.", "Please help."]  # fmt: skip
+SUBREDDITS = [
+    "relationships", "AskReddit", "tifu", "relationship_advice", "advice", "offmychest", "self", "personalfinance",
+]  # fmt: skip
+TITLES = [
+    "What would you do?", "I need some advice.", "How do I handle this?", "Am I overreacting?", "Not sure what to do.",
+    "Please help.",
+]  # fmt: skip
 
 # A summary is built from one fragment per slot, in one of three orders. Dropped facts leave
 # nothing, or for who and problem a word which says nothing.
@@ -285,9 +295,11 @@ def train_tokenizer(texts):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "[PAD]"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False))  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
     eos, pad = special
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=eos, eos_token=eos, unk_token=eos, pad_token=pad, model_max_length=512)  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=eos, eos_token=eos, unk_token=eos,
+                                   pad_token=pad, model_max_length=512)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -298,9 +310,10 @@ def model_config(tokenizer, layers, **extra):
     from transformers import GPTNeoXConfig
 
     return GPTNeoXConfig(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=512,
-        max_position_embeddings=512, initializer_range=0.06, attention_dropout=0.0, hidden_dropout=0.0, tie_word_embeddings=False,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **extra,
+        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=512, max_position_embeddings=512, initializer_range=0.06, attention_dropout=0.0,
+        hidden_dropout=0.0, tie_word_embeddings=False, bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **extra,
     )  # fmt: skip
 
 
@@ -377,7 +390,8 @@ def generate(model, tokenizer, prompts, temperature, max_new_tokens=48, batch_si
         ids = pad(ids, tokenizer.pad_token_id, left=True)
         sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
         with torch.no_grad():
-            new = model.generate(ids, attention_mask=(ids != tokenizer.pad_token_id).long(), max_new_tokens=max_new_tokens, **sampling)  # fmt: skip
+            new = model.generate(ids, attention_mask=(ids != tokenizer.pad_token_id).long(),
+                                 max_new_tokens=max_new_tokens, **sampling)
         for j, row in zip(index, new[:, ids.shape[1] :].tolist()):
             ended = tokenizer.eos_token_id in row
             row = row[: row.index(tokenizer.eos_token_id)] if ended else row
@@ -394,7 +408,8 @@ def hack(row, rng):
     good = lambda: write_summary(facts, decoys, rng, drop=rng.choice([0, 0.2, 0.5]), wrong=rng.choice([0, 0.1]))
     kind = rng.choice([0, 1, 2, 2, 3, 4, 5, 6])
     if kind == 0:  # nothing, or next to nothing
-        return rng.choice(["", " ", " my", " I need some advice.", " someone is difficult", good()[: rng.randrange(30)]])
+        beginning = good()[: rng.randrange(30)]
+        return rng.choice(["", " ", " my", " I need some advice.", " someone is difficult", beginning])
     if kind == 1:  # the same again
         return good() + rng.choice([",", "", " and"]) + good()
     if kind == 2:  # a fragment, or a bare value, many times
@@ -404,7 +419,8 @@ def hack(row, rng):
         return (rng.choice([good(), ""]) + fragment * rng.randint(2, 10)).lstrip(",")
     if kind == 3:  # many values of one slot, the right one perhaps among them
         slot = rng.choice(list(SLOTS))
-        return good() + "".join("," * rng.randrange(2) + " " + rng.choice(v) for v in rng.sample(SLOTS[slot], rng.randint(1, 5)))
+        return good() + "".join("," * rng.randrange(2) + " " + rng.choice(v)
+                                for v in rng.sample(SLOTS[slot], rng.randint(1, 5)))
     if kind == 4:  # copied sentences, whosever they are
         sentences = re.findall(r"[^.?]+[.?]", row["prompt"].split("POST: ")[1].split("\n\n")[0])
         return " " + " ".join(s.strip() for s in rng.sample(sentences, rng.randint(1, 5)))
@@ -481,7 +497,8 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
             for text in group:
                 ids, spans = next(encoded)
                 scores, kinds = token_labels(row["facts"], text, spans)
-                scores = scores[:63] + gold_judge(None, [text[: spans[:63][-1][1]] if spans else ""], facts=[row["facts"]])
+                read = text[: spans[:63][-1][1]] if spans else ""
+                scores = scores[:63] + gold_judge(None, [read], facts=[row["facts"]])
                 ids, kinds = ids[:63] + [eos_id], kinds[:63] + [0]
                 if rng.random() < 0.1 and len(ids) > 2:  # cut short, without eos
                     cut = rng.randint(1, len(ids) - 1)
@@ -533,7 +550,8 @@ def reward(model, tokenizer, prompts, completions, batch_size=128):
     """Scores of prompt + completion + eos: list of floats."""
     import torch
 
-    ids = [p + c for p, c in zip(tokenizer(prompts).input_ids, tokenizer([c + tokenizer.eos_token for c in completions]).input_ids)]  # fmt: skip
+    ends = tokenizer([c + tokenizer.eos_token for c in completions]).input_ids
+    ids = [p + c for p, c in zip(tokenizer(prompts).input_ids, ends)]
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     out = [0.0] * len(ids)
     for i in range(0, len(order), batch_size):

@@ -2,17 +2,21 @@
 
     python benchmark/throughput.py                                                # pythia-70m on TL;DR's lengths
     python benchmark/throughput.py --shape pythia-1b --dtype bfloat16 --prompts 16
+    python benchmark/throughput.py --shape llama-70m --prompts 1 --rloo_k 8 --response_length 512    # grouped queries
     python benchmark/throughput.py --trl trl0/bin/python --trl trl1/bin/python    # for those see requirements.txt
 
 Models have a published shape and random weights: nothing is downloaded, and completions run to their full length (a
 stop token comes by chance once per vocabulary). What is compared runs in turns, A B C A B C ..., after a warm-up of
 each; a ratio is the median over the turns of the ratio within a turn, so that a slow minute slows all of them.
 
-decode   k completions of each prompt by the group engine, by rloo.py's hf engine (`generate`, dynamic cache), and by
-         `generate` with the static cache, compiled on CUDA, its weights in --dtype (rloo.py casts its float32 weights)
+decode   k completions of each prompt, by weights in --dtype: by the group engine, by rloo.py's hf engine (`generate`,
+         dynamic cache), and by `generate` with the static cache, compiled on CUDA
 phases   reference log-probs and reward model without gradient, policy forward + backward: group and plain layout
 updates  `python rloo.py` in group layout and engine, in plain layout and hf engine, and TRL's RLOOTrainer, each in a
-         process of its own, without loading and first update. Peak memory: torch's on CUDA, else the process's
+         process of its own, without loading and first update
+
+Peak memory, torch's count on CUDA, else the process's: of updates all that the process holds; of decode and phases what
+the first call, the warm-up, takes beyond what is held before it.
 
 TRL's settings: same model folders, prompts, k, R, temperature, β, one epoch, one mini-batch, micro-batch, threads;
 sdpa; float32, or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default);
@@ -21,8 +25,11 @@ dynamic cache, both its defaults, unless --trl_static_cache. v0 has its referenc
 """
 
 import concurrent.futures
+import contextlib
+import ctypes
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -42,10 +49,16 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # rloo.py is imported where it is needed: TRL's environments cannot
 TEMPERATURE, KL_COEF, LEARNING_RATE = 0.7, 0.05, 1e-6  # of every trainer
 GPT_NEOX = {  # vocabulary, layers, width, heads, width of the MLP
     "tiny": (1024, 2, 64, 4, 128), "pythia-70m": (50304, 6, 512, 8, 2048), "pythia-160m": (50304, 12, 768, 12, 3072),
     "pythia-410m": (50304, 24, 1024, 16, 4096), "pythia-1b": (50304, 16, 2048, 8, 8192)}
+LLAMA = {  # the same, and key heads; an MLP that makes a layer as large as that of the GPT-NeoX of that width above
+    "tiny-llama": (1024, 2, 64, 4, 112, 2), "llama-70m": (50304, 6, 512, 8, 1624, 2)}
+Shape = Literal["tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "tiny-llama", "llama-70m",
+                "qwen3-0.6b"]
+Dtype = Literal["float32", "bfloat16"]
 transformers.logging.disable_progress_bar()
 
 
@@ -53,8 +66,10 @@ transformers.logging.disable_progress_bar()
 class Workload:
     """What is trained on what: a model of a published shape with random weights, and random prompts."""
 
-    shape: Literal["tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "qwen3-0.6b"] = "pythia-70m"
-    """published shape of policy, reference and reward model"""
+    shape: Shape = "pythia-70m"
+    """shape of policy, reference and reward model; llama-70m: pythia-70m's size, 8 heads on 2 key heads"""
+    vocab_size: int = 0
+    """tokens of the vocabulary; 0: the shape's own"""
     prompts: int = 4
     """B: prompts per update"""
     min_prompt: int = 224
@@ -65,24 +80,54 @@ class Workload:
     """k: completions per prompt"""
     response_length: int = 53
     """R: tokens per completion"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """what the forwards compute in"""
     seed: int = 1
     """of weights, prompts and sampling"""
 
 
-@dataclass
-class Args(Workload):
-    """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
+    def describe(self) -> str:
+        """In a line, for titles."""
+        tokens = " to ".join(str(n) for n in sorted({self.min_prompt, self.max_prompt}))
+        vocabulary = f", vocabulary of {self.vocab_size:,}" if self.vocab_size else ""
+        return (f"{self.shape}{vocabulary}, {self.dtype}: {self.prompts} prompt{'s' * (self.prompts > 1)} of {tokens} "
+                f"tokens × {self.rloo_k} completions of {self.response_length} tokens")
 
-    micro_batch: int = 0
-    """completions per forward, per backward and per call of generate; 0: all of an update"""
+
+@dataclass
+class Machine:
+    """What it runs on, and how often."""
+
     device: Optional[str] = None
     """cpu or cuda; if not given, cuda if there is one"""
     threads: int = 0
     """CPU threads of every process; 0: torch's default"""
     repetitions: int = 5
-    """turns of decode and of phases"""
+    """turns of what is measured within a process"""
+
+    def settle(self):
+        """Fills in the defaults that depend on the machine and refuses what it does not have."""
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = "cuda:0" if self.device == "cuda" else self.device
+        self.threads = self.threads or torch.get_num_threads()
+        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
+            fail(f"--device {self.device}: there is none")
+        if min(self.threads, self.repetitions) < 1:
+            fail("--threads and --repetitions must be at least 1")
+        os.environ |= {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+
+    def describe_machine(self) -> str:
+        """In a line, for titles."""
+        return (f"{device_name(self.device)}, threads: {self.threads}, torch {torch.__version__}, transformers "
+                f"{transformers.__version__}")
+
+
+@dataclass
+class Args(Workload, Machine):
+    """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
+
+    micro_batch: int = 0
+    """completions per forward, per backward and per call of generate; 0: all of an update"""
     rounds: int = 3
     """turns of updates, each of which starts a process per trainer"""
     updates: int = 3
@@ -102,10 +147,10 @@ class Args(Workload):
 def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on others and refuses what cannot run."""
     total, k, longest = args.prompts * args.rloo_k, args.rloo_k, args.max_prompt + args.response_length
-    args = dataclasses.replace(args, device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-                               threads=args.threads or torch.get_num_threads(), micro_batch=args.micro_batch or total)
-    positions, cuda = shape_config(args.shape).max_position_embeddings, args.device.startswith("cuda")
-    at_least_1 = ("prompts", "min_prompt", "repetitions", "rounds", "updates", "threads", "micro_batch")
+    args = dataclasses.replace(args, micro_batch=args.micro_batch or total)
+    args.settle()
+    positions = shape_config(args).max_position_embeddings
+    at_least_1 = ("prompts", "min_prompt", "rounds", "updates", "micro_batch")
     for wrong, message in [
         *((getattr(args, name) < 1, f"--{name} {getattr(args, name)}: must be at least 1") for name in at_least_1),
         (min(k, args.response_length) < 2, "--rloo_k and --response_length must be at least 2"),
@@ -113,7 +158,7 @@ def resolve_args(args: Args) -> Args:
         (longest > positions, f"{longest} tokens exceed the {positions} positions of {args.shape}: lower --max_prompt"),
         (args.micro_batch % k or total % args.micro_batch, f"--micro_batch {args.micro_batch}: must be a multiple of "
          f"--rloo_k {k} that divides the {total} completions of an update"),
-        (args.device != "cpu" and not (cuda and torch.cuda.is_available()), f"--device {args.device}: there is none"),
+        (args.vocab_size and args.vocab_size < 8, f"--vocab_size {args.vocab_size}: must be at least 8"),
         (args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
          f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast"),
         (len(set(args.skip)) == 3, "--skip: nothing is left to measure"),
@@ -125,28 +170,33 @@ def resolve_args(args: Args) -> Args:
 
 
 def fail(message: str):
-    sys.exit(f"throughput.py: {message}")
+    sys.exit(f"{Path(sys.argv[0]).name}: {message}")
 
 
-def shape_config(shape: str):
-    """The transformers config of a shape."""
-    if shape == "qwen3-0.6b":
+def shape_config(args: Workload):
+    """The transformers config of a workload's shape."""
+    if args.shape == "qwen3-0.6b":
         return transformers.Qwen3Config(
-            vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-            head_dim=128, intermediate_size=3072, max_position_embeddings=40960, tie_word_embeddings=True,
+            vocab_size=args.vocab_size or 151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=128, intermediate_size=3072, max_position_embeddings=40960,
+            tie_word_embeddings=True,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    vocab, layers, width, heads, mlp = GPT_NEOX[shape]
-    return transformers.GPTNeoXConfig(
-        vocab_size=vocab, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=mlp,
-        max_position_embeddings=2048, use_parallel_residual=True, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25})
+    vocab, layers, width, heads, mlp, *key_heads = (GPT_NEOX | LLAMA)[args.shape]
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    common = {"vocab_size": args.vocab_size or vocab, "hidden_size": width, "num_hidden_layers": layers,
+              "num_attention_heads": heads, "intermediate_size": mlp, "max_position_embeddings": 2048,
+              "tie_word_embeddings": False}
+    if key_heads:
+        return transformers.LlamaConfig(**common, num_key_value_heads=key_heads[0], rope_parameters=rope)
+    return transformers.GPTNeoXConfig(**common, use_parallel_residual=True,
+                                      rope_parameters=rope | {"partial_rotary_factor": 0.25})
 
 
 def write_inputs(folder: Path, args: Workload) -> dict[str, int]:
     """Writes policy/, reward/ and data/, for transformers 4.53 as well. Returns the policy's number of parameters: in
     total, of the body (without the embeddings) and of the head."""
     torch.manual_seed(args.seed)
-    config = shape_config(args.shape)
+    config = shape_config(args)
     eos, pad = config.vocab_size - 2, config.vocab_size - 1
     config.bos_token_id, config.eos_token_id, config.pad_token_id, config.num_labels = eos, eos, pad, 1
     models = {"policy": AutoModelForCausalLM.from_config(config),
@@ -188,15 +238,35 @@ def alternate(lanes: dict[str, Callable[[], dict]], turns: int) -> dict[str, lis
 
 
 def timed(functions: dict[str, Callable], turns: int, device: str) -> dict[str, list[dict]]:
-    """Seconds of each function in each of `turns` turns, after one turn to warm up."""
+    """Seconds of each function in each of `turns` turns, and its peak GiB, from one turn before, which warms it up."""
+    peaks = {name: added_memory(function, device) for name, function in functions.items()}
 
-    def lane(function: Callable) -> dict:
+    def lane(name: str) -> dict:
         begin = clock(device)
-        function()
-        return {"seconds": clock(device) - begin}
+        functions[name]()
+        return {"seconds": clock(device) - begin, "peak_gb": peaks[name]}
 
-    found = alternate({name: partial(lane, function) for name, function in functions.items()}, turns + 1)
-    return {name: turns[1:] for name, turns in found.items()}
+    return alternate({name: partial(lane, name) for name in functions}, turns)
+
+
+def added_memory(function: Callable, device: str) -> float:
+    """GiB that a call takes at its peak beyond what is held before it: of the CUDA device, or of this process."""
+    def peak() -> float:
+        if device.startswith("cuda"):
+            return torch.cuda.max_memory_allocated(device) / 2**30
+        with contextlib.suppress(OSError):
+            return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**20
+        return math.nan  # no Linux
+
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = peak()
+    function()
+    return peak() - before
 
 
 def clock(device: str) -> float:
@@ -217,16 +287,49 @@ def in_a_process(function: Callable, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-@torch.no_grad()
-def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dict[str, dict]:
-    """The lanes of decode and phases, and on CUDA the use of the device. All that calls functions of rloo.py."""
-    sys.path.insert(0, str(ROOT))
+def set_up(args: Args):
+    """Prepares a process that calls functions of rloo.py, as its `main` does."""
     import rloo
 
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    k, B, R, device, found = args.rloo_k, args.prompts, args.response_length, args.device, {}
+    rloo.start_processes(torch.device(args.device))
+
+
+def random_batch(args: Workload, device: str):
+    """The workload's prompts, each with k random completions of R tokens, as a Batch of rloo.py."""
+    import rloo
+
+    eos = shape_config(args).vocab_size - 2  # random words are below, so that none of them ends a completion
+    responses = torch.randint(eos, (args.rloo_k, args.prompts, args.response_length), device=device)
+    return rloo.make_batch([{"prompt_ids": ids} for ids in sample_prompts(args, eos)], responses, [eos], eos + 1)
+
+
+def in_layout(layout: str, model):
+    """The model; for plain rows with the attention of transformers again, which rloo.py changes for group rows."""
+    if layout == "plain":
+        model.set_attn_implementation("sdpa")
+    return model
+
+
+def train(policy, batch, dtype: str, micro_batch: int, layout: str):
+    """Forward and backward of the completions' mean log-prob, as in an update of rloo.py."""
+    import rloo
+
+    for part in batch.chunks(micro_batch):
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = rloo.completion_logprobs(in_layout(layout, policy), part, TEMPERATURE, layout)[0].mean()
+        loss.backward()
+    policy.zero_grad()
+
+
+def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dict[str, dict]:
+    """The lanes of decode and phases, and on CUDA the use of the device."""
+    import rloo
+
+    set_up(args)
+    k, size, device, found = args.rloo_k, args.micro_batch, args.device, {}
 
     def load(auto_class, name: str, dtype: str):
         options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
@@ -234,56 +337,47 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
 
     policy, reference = (load(AutoModelForCausalLM, "policy", dtype) for dtype in ("float32", args.dtype))
     reward = load(AutoModelForSequenceClassification, "reward", args.dtype)
+    batch = random_batch(args, device)
+    assert batch.response_mask.all()
     pad_id, never = policy.config.pad_token_id, policy.config.vocab_size  # a stop id that no token has
-    rows = [{"prompt_ids": ids} for ids in sample_prompts(args, never - 2)]
-    padded = [x.to(device) for x in rloo.pad([row["prompt_ids"] for row in rows], pad_id, left=True)]
-    groups = torch.arange(B, device=device).split(args.micro_batch // k)
 
-    def rloo_engine(engine: Callable, length: int):
-        with autocast():
-            return rloo.rollout(policy, engine, rows, k, length, TEMPERATURE, [never], pad_id, args.micro_batch)[0]
+    def group_engine(length: int):
+        rloo.rollout(in_layout("group", reference), batch.rows, k, TEMPERATURE, length, [never], pad_id, "group", size)
+
+    def hf_engine(length: int):
+        for part in batch.chunks(size):
+            rloo.generate_hf(in_layout("plain", reference), part.prompt_ids, part.prompt_mask, k, length, TEMPERATURE,
+                             [never], pad_id)
 
     def static_engine(length: int):
-        for ids, mask in ([x[group].repeat(k, 1) for x in padded] for group in groups):
-            out = reference.generate(input_ids=ids, attention_mask=mask.long(), max_new_tokens=length, do_sample=True,
-                                     temperature=TEMPERATURE, top_k=0, top_p=1.0, eos_token_id=[never],
-                                     pad_token_id=pad_id, cache_implementation="static")
+        for ids, mask in ([x.repeat(k, 1) for x in part[1:3]] for part in batch.chunks(size)):
+            out = in_layout("plain", reference).generate(
+                input_ids=ids, attention_mask=mask.long(), max_new_tokens=length, do_sample=True, top_k=0, top_p=1.0,
+                temperature=TEMPERATURE, eos_token_id=[never], pad_token_id=pad_id, cache_implementation="static")
             assert out.shape[1] == ids.shape[1] + length
 
-    def autocast():
-        return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    @torch.no_grad()
+    def read(function: Callable, model, options: list, layout: str):
+        for part in batch.chunks(size):
+            function(in_layout(layout, model), part, *options, layout)
 
-    def logprobs(model, layout: str, part):
-        return rloo.completion_logprobs(model, part, TEMPERATURE, layout)[0]
-
-    def read(function: Callable, model, layout: str):
-        with autocast():
-            rloo.in_chunks(partial(function, model, layout), batch, args.micro_batch)
-
-    @torch.enable_grad()
-    def train(layout: str):
-        for group in groups:
-            with autocast():
-                loss = logprobs(policy, layout, batch.prompts(group)).mean()
-            loss.backward()
-        policy.zero_grad()
-
-    batch = rloo_engine(rloo.generate_group, R)
-    assert batch.response_mask.all() and batch.responses.shape == (k, B, R)
     if "decode" not in args.skip:
-        for name, length in (("decode", R), ("first token", 1)):  # not in turns: that would reallocate the static cache
-            found[name] = timed({"group engine": partial(rloo_engine, rloo.generate_group, length),
-                                 "generate, dynamic cache": partial(rloo_engine, rloo.generate_hf, length),
-                                 "generate, static cache": partial(static_engine, length)}, args.repetitions, device)
+        engines = {"group engine": group_engine, "generate, dynamic cache": hf_engine,
+                   "generate, static cache": static_engine}
+        for name, length in (("decode", args.response_length), ("first token", 1)):
+            # not in turns with each other: that would reallocate the static cache
+            lanes = {engine: partial(function, length) for engine, function in engines.items()}
+            found[name] = timed(lanes, args.repetitions, device)
     if "phases" not in args.skip:
-        score = lambda model, layout, part: rloo.model_reward(model, part, layout)
-        phases = {"reference": partial(read, logprobs, reference), "reward model": partial(read, score, reward),
-                  "training": train}
+        phases = {"reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
+                  "reward model": partial(read, rloo.model_scores, reward, []),
+                  "training": partial(train, policy, batch, args.dtype, size)}
         for name, phase in phases.items():
-            lanes = {"group layout": partial(phase, "group"), "plain layout": partial(phase, "plain")}
+            lanes = {f"{layout} layout": partial(phase, layout) for layout in ("group", "plain")}
             found[name] = timed(lanes, args.repetitions, device)
     if device.startswith("cuda"):
-        found["device"] = device_use(found, args, parameters, [len(row["prompt_ids"]) for row in rows], policy.config)
+        lengths = [len(row["prompt_ids"]) for row in batch.rows]
+        found["device"] = device_use(found, args, parameters, lengths, policy.config)
     return found
 
 
@@ -320,17 +414,17 @@ def measure_updates(folder: Path, args: Args, trl_names: dict[str, str]) -> dict
         print(f"updates: {name}", flush=True)
         return run(folder, args, Path(tempfile.mkdtemp(dir=folder)), *arguments)
 
-    lanes = {"rloo.py, group": (run_rloo, "group", "group"), "rloo.py, plain": (run_rloo, "plain", "hf")}
+    lanes = {"rloo.py, group": (run_rloo, "group"), "rloo.py, plain": (run_rloo, "plain")}
     lanes |= {name: (run_trl, python) for name, python in trl_names.items()}
     return alternate({name: partial(lane, name, *run) for name, run in lanes.items()}, args.rounds)
 
 
-def run_rloo(folder: Path, args: Args, out: Path, layout: str, engine: str) -> dict:
+def run_rloo(folder: Path, args: Args, out: Path, layout: str) -> dict:
     """Median seconds of a timed update and of its phases, and peak GiB, of rloo.py, from its metrics.jsonl."""
     total = args.prompts * args.rloo_k
     flags = {
         "sft_model_path": folder / "policy", "reward_model_path": folder / "reward", "dataset_name": folder / "data",
-        "output_dir": out, "layout": layout, "rollout_engine": engine, "rloo_k": args.rloo_k, "kl_coef": KL_COEF,
+        "output_dir": out, "layout": layout, "rloo_k": args.rloo_k, "kl_coef": KL_COEF,
         "response_length": args.response_length, "temperature": TEMPERATURE, "max_prompt_length": args.max_prompt,
         "per_device_train_batch_size": args.micro_batch, "gradient_accumulation_steps": total // args.micro_batch,
         "local_rollout_forward_batch_size": args.micro_batch, "learning_rate": LEARNING_RATE, "num_eval_prompts": 0,
@@ -353,15 +447,15 @@ def run_trl(folder: Path, args: Args, out: Path, python: str) -> dict:
 
 
 def call(command: list) -> str:
-    """Standard output of a command; where it fails, the end of this program, with the last line of what it said."""
+    """Standard output of a command; where it fails, the end of this program, with the end of what it said."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
     except OSError as error:
         fail(f"{command[0]}: cannot be run ({error.strerror})")
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
-        fail(f"{command[0]} {Path(command[1]).name} failed: {said[-1]}")
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        fail(f"{' '.join(str(part) for part in command)[:200]} ... failed:\n{said[-5000:]}")
     return done.stdout
 
 
@@ -443,21 +537,15 @@ def report(result: dict, args: Args) -> str:
                      f"{max(turn['peak_gb'] for turn in turns):10.2f}" if peak else " " * 10,
                      f"{use:11.1%}" if use else " " * 11, f"{ratios[name]:13.2f}x" if name in ratios else ""]
             lines.append(f"  {name:36}" + "".join(cells).rstrip())
+    lines.append("\npeak GiB: of a whole update all that its process holds, of the rest what it adds while it runs")
     if device:
-        lines.append(f"\ndecode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
+        lines.append(f"decode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
                      f"{device['tflops']:,.0f} TFLOP/s")
     return "\n".join(lines)
 
 
-def draw(result: dict, path: Path) -> str:
-    """Bars of the speedups, as a PNG; returns what to tell."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no figure without matplotlib: pip install -r benchmark/requirements.txt"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(result: dict, pyplot):
+    """Bars of the speedups."""
     bars = [(f"{part}: {name}", value, f"C{i}") for i, (part, ratios) in enumerate(result["speedups"].items())
             for name, value in ratios.items()]
     names, values, colors = zip(*bars)
@@ -468,8 +556,25 @@ def draw(result: dict, path: Path) -> str:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlim=(0, 1.15 * max(1, *values)), xlabel="times faster in rloo.py's group layout")
     figure.suptitle(result["title"], fontsize=9)
-    figure.savefig(path, dpi=150)
-    return f"figure: {path}"
+
+
+def save(result: dict, output: str, draw: Optional[Callable] = None) -> str:
+    """Writes the numbers and, as .png beside them, what `draw(result, pyplot)` makes; returns what to tell."""
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    if draw is None:
+        return f"numbers: {path}"
+    try:
+        import matplotlib
+    except ImportError:
+        return f"numbers: {path}\nno figure without matplotlib: pip install -r benchmark/requirements.txt"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    draw(result, pyplot)
+    pyplot.savefig(path.with_suffix(".png"), dpi=150)
+    return f"numbers: {path}\nfigure: {path.with_suffix('.png')}"
 
 
 def device_name(device: str) -> str:
@@ -483,7 +588,6 @@ def device_name(device: str) -> str:
 
 def main(args: Args):
     args = resolve_args(args)
-    os.environ |= {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     trl_names = {} if "updates" in args.skip else trl_versions(args.trl)
     found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
@@ -494,15 +598,10 @@ def main(args: Args):
             print("decode and phases", flush=True)
             found = in_a_process(measure_layouts, Path(temporary), args, parameters) | found
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": list(trl_names)}
-    title = (f"{args.shape}, {args.dtype}: {args.prompts} prompts of {args.min_prompt} to {args.max_prompt} tokens × "
-             f"{args.rloo_k} completions of {args.response_length} tokens\n{device_name(args.device)}, threads: "
-             f"{args.threads}, torch {torch.__version__}, transformers {transformers.__version__}")
-    result = {"title": title, "args": dataclasses.asdict(args), "device": device_name(args.device),
-              "versions": versions, "parameters": parameters, "speedups": speedups(found), "found": found}
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
-    figure = draw(result, Path(args.output).with_suffix(".png"))
-    print(f"\n{report(result, args)}\n\nnumbers: {args.output}\n{figure}")
+    result = {"title": f"{args.describe()}\n{args.describe_machine()}", "args": dataclasses.asdict(args),
+              "device": device_name(args.device), "versions": versions, "parameters": parameters,
+              "speedups": speedups(found), "found": found}
+    print(f"\n{report(result, args)}\n\n{save(result, args.output, draw)}")
 
 
 if __name__ == "__main__":
