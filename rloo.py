@@ -12,7 +12,7 @@ divergence from the reference model; its baseline is the mean reward of the k - 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
-Order of the file: flags, the maths, one update, the run; who stops there knows RLOO. What serves them comes after: rows
+Order of the file: flags, the maths, one update, the run; who stops there knows RLOO. What they call comes after: rows
 and attention, rollout, rewards, data, models, processes, checkpoints, command line.
 Left out on purpose: no value model, no LoRA, no inference server, no tensor parallelism, no tools or several turns.
 
@@ -95,7 +95,7 @@ class Rollout:
     temperature: float = 0.7  # of the softmax that completions are sampled from and scored by
     stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
     stop_token_id: Optional[int] = None  # the same by its id
-    rollout_engine: Literal["group", "hf"] = "group"  # the group layout, or `generate`, which --layout plain takes
+    rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, as with --layout plain
     local_rollout_forward_batch_size: int = 64  # completions per forward where no gradient is needed
 
 
@@ -181,7 +181,9 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
 
 
 def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """kl_t = log π(y_t) - log π_ref(y_t) of the sampled token (the k1 estimator, nats), (k, B, R), 0 where masked."""
+    """kl_t = log π(y_t) - log π_ref(y_t) of the sampled token (the k1 estimator, nats), (k, B, R), 0 where masked.
+
+    π is the policy that sampled: a number of the rollout, through which no gradient flows."""
     return (logprobs - ref_logprobs) * mask
 
 
@@ -230,7 +232,7 @@ def estimate_advantages(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tens
                         normalize: bool) -> torch.Tensor:
     """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R).
 
-    Another estimator changes this function alone."""
+    Another estimator changes this function alone; a KL in the loss would go beside policy_loss in `update`."""
     if kl_level == "sequence":
         rewards, entries = sequence_reward(scores, kl, kl_coef), torch.ones_like(scores, dtype=torch.bool)
     else:
@@ -330,13 +332,13 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
 
     # 4. Advantages: (k, B), or (k, B, R) with kl_level=token.
     advantages = estimate_advantages(scores, kl, mask, args.kl_coef, args.kl_level, args.normalize_advantage)
-    entries = mask if args.kl_level == "token" else torch.ones_like(ended)  # of the advantages that count
+    entries = mask if args.kl_level == "token" else torch.ones_like(ended)  # the advantages that count in means
     weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one of each this is REINFORCE.
     # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look like a
     # step of the policy. The first mini-batch meets the policy that sampled, so its own forward gives the old log-probs
-    # and ρ is exactly 1; the other mini-batches meet a policy that has moved, and need theirs beforehand.
+    # and ρ is exactly 1: no step lies between. The other mini-batches meet one that has moved: they need theirs now.
     micro_batch = args.per_device_train_batch_size // k  # prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
     autocast = partial(torch.autocast, device.type, getattr(torch, args.dtype), args.dtype != "float32")
@@ -361,7 +363,7 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
                 losses = losses * weight[:, micro]
                 require_finite("a log-prob in training", new)
                 require_finite("the loss", losses)
-                (losses.sum() / (k * mini_batch)).backward()  # a mean over the mini-batch, however it is split
+                (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 
                 ratio = (new.detach() - old).double().exp()
                 means.add("loss/policy_avg", losses.detach())
@@ -433,9 +435,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
 
     # Where the run begins: at a checkpoint, or at update 0. The metrics of an update are written after its evaluation.
-    state = {"update": 0, "episode": 0, "batch_size": batch_size, "before": {}, "metrics": {},
-             "args": json.loads(json.dumps(dataclasses.asdict(args))), "run_id": f"{output.name}-{time.time_ns()}",
-             "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
+    state = {"update": 0, "episode": 0, "batch_size": batch_size, "prompts": len(train_rows), "before": {},
+             "metrics": {}, "files": {"metrics.jsonl": 0, "completions.jsonl": 0},
+             "args": json.loads(json.dumps(dataclasses.asdict(args))), "run_id": f"{output.name}-{time.time_ns()}"}
     resumed = newest_checkpoint(output) if args.resume else None
     if resumed:
         state = load_state(resumed, state)
@@ -448,7 +450,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     policy = load_policy(args, str(resumed or args.sft_model_path), damaged(resumed) if resumed else label,
                          torch.float32, trained=True)
     layout = fit(args, policy, label, longest)
-    stop_ids = gather([stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)])[0]
+    stop_ids = gather([rank or stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)])[0]
     sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id, "stop_ids": stop_ids,
                 "engine": args.rollout_engine if layout == "group" else "hf",
                 "chunk_size": args.local_rollout_forward_batch_size}
@@ -465,9 +467,12 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
     if rank == 0:
         output.mkdir(parents=True, exist_ok=True)
-    metrics_file, completions_file = (open_at(output / name, size, rank) for name, size in state["files"].items())
-    require(not args.resume or newest_checkpoint(output) == resumed, f"{output}: another run has just ended there")
+    metrics_file, completions_file = files = [open_locked(output / name, rank) for name in state["files"]]
+    require(newest_checkpoint(output) == resumed, f"--output_dir {output}: another run has just ended there")
     if rank == 0:
+        for file, size in zip(files, state["files"].values()):
+            file.truncate(min(size, file.tell()))
+            file.seek(0, os.SEEK_END)
         (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
     args.track = args.track and rank == 0
     own_rows = (test_rows + test_rows[:1] * (-len(test_rows) % world))[rank::world]  # ranks take equally many
@@ -536,8 +541,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             completions_file.close()
     weights = state_dict.get_model_state_dict(policy, options=FULL)
     if rank == 0 and num_updates:
-        policy.save_pretrained(output, state_dict=weights)
-        tokenizer.save_pretrained(output)
+        with explained(f"{output}: the policy cannot be saved; make room and go on by --resume"):
+            policy.save_pretrained(output, state_dict=weights)
+            tokenizer.save_pretrained(output)
     print_gains(state["before"], after if num_updates else {}, len(test_rows))
     print(f"\n{state['episode'] - first:,} episodes in {clock(device) - start:.0f} s. " + (
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
@@ -584,7 +590,7 @@ def evaluate(args: Args, policy, sampler, rewards: dict[str, Callable], judges: 
             with sampling_weights(sampler, policy):
                 batch, _ = rollout(sampler, part, 1, temperature, **sampling)
             references = [tokenizer(row["reference"] or "", add_special_tokens=False)["input_ids"] for row in part]
-            ids, _ = pad([ids[: 4 * args.response_length] + [stop_id] for ids in references], stop_id)
+            ids, _ = pad([ids[: args.response_length - 1] + [stop_id] for ids in references], stop_id)
             theirs = grade(make_batch(part, ids[None].to(policy.device), stop_ids, sampling["pad_id"]))
             columns = grade(batch)
             differences = {name.replace("score", "win_rate"): ours - theirs[name] for name, ours in columns.items()}
@@ -724,8 +730,8 @@ def sequence_mask(prompt_mask: torch.Tensor, R: int) -> torch.Tensor:
 
 @lru_cache(maxsize=2)  # all layers of a forward share what is made of its mask
 def attention_bias(mask: torch.Tensor, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
-    """Queries begin … end-1 over the first slots of a bool mask (B, 1, n, m) as something to add to their scores, all
-    of them `repeats` times: (B, 1, repeats · queries, slots). Lines begin at multiples of 8, as kernels want."""
+    """Lines begin … end-1 of a bool mask (B, 1, n, m), first `slots` columns, as a bias of the scores; the block of
+    lines is repeated: (B, 1, repeats · lines, slots). In memory lines begin at multiples of 8, which kernels want."""
     part = mask[:, :1, begin:end, :slots].repeat(1, 1, repeats, 1)
     bias = part.new_zeros((*part.shape[:3], -(-slots // 8) * 8), dtype=dtype)[..., :slots]
     return bias.masked_fill_(~part, torch.finfo(dtype).min)
@@ -739,31 +745,39 @@ def folded_attention(query, key, value, bias, scaling: Optional[float]) -> torch
     return out.view(B, H, n, -1)
 
 
+def lanes_attention(query, key, value, bias, scaling: Optional[float], P: int, k: int) -> torch.Tensor:
+    """Attention of the lanes alone, (B, k·R, H, D): k times as many heads over the prompt's keys and their own."""
+    (B, H, _, D), h = query.shape, key.shape[1]
+    queries = query[:, :, P:].reshape(B, h, H // h, -1, k, D).permute(0, 1, 4, 2, 3, 5).reshape(B, H * k, -1, D)
+    keys, values = (torch.cat([x[:, :, None, :P].expand(-1, -1, k, -1, -1),
+                               x[:, :, P:].unflatten(2, (-1, k)).transpose(2, 3)], dim=3).flatten(1, 2)
+                    for x in (key, value))
+    lanes = folded_attention(queries, keys, values, bias, scaling)
+    return lanes.unflatten(1, (h, k, -1)).permute(0, 4, 2, 1, 3, 5).reshape(B, -1, H, lanes.shape[-1])
+
+
 def lane_attention(module, query, key, value, mask, scaling: Optional[float] = None, **kwargs):
     """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
     (B, n, H, D) and None. A mask (B, 1, n, m) says who sees whom, as in any row, in prefill and in decoding.
 
-    Where there are more queries than its S lines they are P prompt slots and k lanes of R, interleaved, P + R = S, and
-    the mask (B, k, S, S) is that of a prompt and a single completion (`sequence_mask`, expanded over k). The prompt
-    attends to itself; the lanes become k times as many heads, over the prompt's keys and their own. That costs
-    P² + k·R·(P + R), not (P + k·R)², and all layers share one small mask."""
-    (B, H, n, D), h = query.shape, key.shape[1]
-    if mask is None or mask.dtype != torch.bool or n == mask.shape[2] and mask.shape[1] > 1:
+    If n > S, the mask's lines, these are group rows: P prompt slots and k lanes of R, interleaved, so that n = P + k·R
+    and S = P + R; the mask (B, k, S, S) is that of a prompt and a single completion (`sequence_mask`, expanded over k).
+    The prompt attends to itself, and each lane to the prompt and itself. That costs P² + k·R·(P + R), not (P + k·R)²,
+    and all layers share one small mask. Backward copies keys and values to the lanes again, instead of keeping them."""
+    n, g = query.shape[2], query.shape[1] // key.shape[1]
+    special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
+    if special or mask is None or mask.dtype != torch.bool or n == mask.shape[2] and mask.shape[1] > 1:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    k, S, g = mask.shape[1], mask.shape[3], H // h
+    k, S = mask.shape[1], mask.shape[3]
     if n == mask.shape[2]:
         bias = attention_bias(mask, 0, n, S, g, query.dtype)
         return folded_attention(query, key, value, bias, scaling).transpose(1, 2).contiguous(), None
-    R = (n - S) // (k - 1)
-    P = S - R
+    P = S - (n - S) // (k - 1)
     bias = attention_bias(mask, 0, P, P, g, query.dtype)
     prompt = folded_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], bias, scaling)
-    queries = query[:, :, P:].reshape(B, h, g, R, k, D).permute(0, 1, 4, 2, 3, 5).reshape(B, h * k * g, R, D)
-    keys, values = (torch.cat([x[:, :, None, :P].expand(-1, -1, k, -1, -1),
-                               x[:, :, P:].unflatten(2, (R, k)).transpose(2, 3)], dim=3).flatten(1, 2)
-                    for x in (key, value))
-    lanes = folded_attention(queries, keys, values, attention_bias(mask, P, S, S, g, query.dtype), scaling)
-    lanes = lanes.view(B, h, k, g, R, -1).permute(0, 4, 2, 1, 3, 5).reshape(B, R * k, H, -1)
+    bias = attention_bias(mask, P, S, S, g, query.dtype)
+    lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False,
+                       preserve_rng_state=False)
     return torch.cat([prompt.transpose(1, 2), lanes], dim=1), None
 
 
@@ -823,8 +837,8 @@ def block_logprobs(model, hidden: torch.Tensor, tokens: torch.Tensor, temperatur
 
 
 def fsdp_forward(function: Callable) -> Callable:
-    """Makes `function(model, ...)` a forward for FSDP, which gathers the weights that are in no layer only around
-    methods of the model that it knows. For any other model it is the function itself."""
+    """Makes `function(model, ...)` a forward for FSDP, which gathers the weights outside the layers (embedding, norm,
+    head) only during methods that are registered with it. For any other model it is the function itself."""
     @wraps(function)
     def forward(model, *args, **options):
         name = f"{function.__name__}_forward"
@@ -862,7 +876,7 @@ def model_scores(model, batch: Batch, layout: str = "group") -> torch.Tensor:
 
 @fsdp_forward
 @torch.no_grad()
-def takes_group_rows(model, P: int, k: int, R: int) -> bool:
+def takes_group_rows(model, P: int, k: int, R: int, device: torch.device | str = "cpu") -> bool:
     """Whether a model gives the same numbers in both layouts on a batch of this size: its attention is full over the
     row, obeys a mask and takes positions from `position_ids` alone. Not so with linear attention, a sliding window
     shorter than prompt and completion, ALiBi, or kernels that take no mask."""
@@ -870,14 +884,15 @@ def takes_group_rows(model, P: int, k: int, R: int) -> bool:
         return False
     tokens = torch.arange(P + 2 * k * R) * 7919 % model.config.get_text_config().vocab_size
     rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
-    probe = make_batch(rows, tokens[P:].view(k, 2, R).to(model.device), stop_ids=[-1], pad_id=0)
+    probe = make_batch(rows, tokens[P:].view(k, 2, R).to(device), stop_ids=[-1], pad_id=0)
     try:
         plain, group = (completion_hidden(model, probe, layout).float() for layout in ("plain", "group"))
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, RuntimeError):  # a kernel that takes no such mask
         return False
-    tolerance = 1e-3 if model.dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type) else 0.1
+    rounded = model.dtype != torch.float32 or torch.is_autocast_enabled(probe.responses.device.type)
+    tolerance = 0.1 if rounded else 1e-3
     return bool((plain - group).norm() < tolerance * plain.norm())
 
 
@@ -907,7 +922,7 @@ class Decoder:
     row per prompt. Shapes and addresses are static and nothing waits for the device, so on CUDA steps are captured as
     graphs and replayed. Its memory is free again when the rollout drops it."""
 
-    capture = True  # until a model turns out to have steps that cannot be captured
+    capture = True  # until a step waits for the device
 
     def __init__(self, model, B: int, P: int, k: int, R: int, temperature: float, stop_ids: list[int]):
         zeros = partial(torch.zeros, device=model.device)
@@ -920,8 +935,6 @@ class Decoder:
         self.tokens = zeros(B, k, R, dtype=torch.long)
         self.logprobs = zeros(B, k, R)
         self.cache: dict[int, list[torch.Tensor]] = {}  # layer -> keys and values (B, heads, P + k·R, D)
-        self.slots = torch.arange(P, device=model.device)  # the next forward fills these
-        self.visible = P  # and sees those before this one
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args, **kwargs) -> list[torch.Tensor]:
@@ -965,32 +978,34 @@ class Decoder:
         """`decode` as a graph, captured once for each quarter of the steps (at least 128): early ones read less."""
         span = max(128, -(-self.R // 4))
         visible = self.prompt_mask.shape[1] + self.k * min(self.R, (t // span + 1) * span)
-        if visible not in self.graphs and Decoder.capture:
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph):
-                    self.decode(visible)
-                self.graphs[visible] = graph
-            except RuntimeError as error:
-                Decoder.capture = False
-                say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
-        self.graphs[visible].replay() if visible in self.graphs else self.decode(visible)
+        if visible not in self.graphs:
+            self.graphs[visible] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[visible]):
+                self.decode(visible)
+        self.graphs[visible].replay()
 
     def generate(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
         P, cuda = prompt_ids.shape[1], prompt_ids.is_cuda
-        if cuda and not self.graphs and self.R > 1:  # libraries set themselves up and the cache gets its memory
-            self.decode(P + self.k * self.R)
+        if cuda and not self.cache and self.R > 1 and Decoder.capture:
+            torch.cuda.set_sync_debug_mode("error")
+            try:  # a step without a graph: libraries set themselves up, the cache gets its memory, and a wait raises
+                self.decode(P + self.k * self.R)
+            except RuntimeError as error:
+                Decoder.capture = False
+                say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
+            torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
         self.stopped.zero_()
-        self.visible, self.slots = P, torch.arange(P, device=prompt_ids.device)
+        self.slots = torch.arange(P, device=prompt_ids.device)  # the next forward fills these
+        self.visible = P  # and its attention reads the slots before this one
         hidden = self.read(prompt_ids, prompt_positions(prompt_mask), sequence_mask(prompt_mask, 0))
         self.sample_next(hidden[:, -1:].expand(-1, self.k, -1))
         for t in range(self.R - 1):
             if t % 4 == 3 and self.stopped.all():  # asking makes the device wait, so ask seldom
                 break
-            self.replay(t) if cuda else self.decode(P + self.k * (t + 1))
+            self.replay(t) if cuda and Decoder.capture else self.decode(P + self.k * (t + 1))
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
 
@@ -1031,6 +1046,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
             decoder = None  # frees its memory first
             decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
         parts.append(decoder.generate(ids, mask))
+    attention_bias.cache_clear()
     responses, *logprobs = (torch.cat(part, dim=1) for part in zip(*parts))
     batch = make_batch(rows, responses, stop_ids, pad_id)
     if engine == "hf":
@@ -1040,7 +1056,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
 
 
 def empty_copy(policy, dtype: torch.dtype, device: torch.device):
-    """A model like `policy`, in `dtype` on `device`, whose weights are nothing until `sampling_weights` lends them."""
+    """A model like `policy`, in `dtype` on `device`; its weights are empty until `sampling_weights` fills them."""
     with torch.device("meta"):
         model = type(policy)._from_config(policy.config, dtype=dtype)
     model.to_empty(device=device).eval().requires_grad_(False).tie_weights()
@@ -1090,7 +1106,9 @@ def decode(batch: Batch, tokenizer) -> list[str]:
 def model_reward(model, layout: str, chunk_size: int, device: torch.device, batch: Batch) -> dict[str, torch.Tensor]:
     """The reward model's scores where it reads the policy's tokens."""
     with on_device(model, device):
-        return {"reward_model": torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], 1)}
+        scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
+    require_finite("a score of the reward model", scores)
+    return {"reward_model": scores}
 
 
 def text_reward(model, own_tokenizer, positions: int, tokenizer, chunk_size: int, device: torch.device,
@@ -1145,14 +1163,15 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
     columns = {c for row in batch.rows for c in row["columns"]} - {"prompt", "prompts", "completions", "completion_ids"}
     given = {column: [row["columns"].get(column) for row in rows] for column in sorted(columns)}
     try:
-        scores = list(function(prompts=[row["prompt"] for row in rows], completions=decode(batch, tokenizer),
-                               completion_ids=completion_tokens(batch), **given))
+        scores = function(prompts=[row["prompt"] for row in rows], completions=decode(batch, tokenizer),
+                          completion_ids=completion_tokens(batch), **given)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[:2][-1]  # in the user's file, whatever that called
         raise InputError(f"{label} raised {type(error).__name__}: {first_line(error)} ({place.filename}, line "
                          f"{place.lineno})") from error
-    require(len(scores) == len(rows), f"{label} returned {len(scores)} numbers for {len(rows)} completions")
-    with explained(f"{label} returned something else than numbers and None"):
+    with explained(f"{label} returned {scores!r:.50}, not a list of numbers and None"):
+        scores = list(scores)
+        require(len(scores) == len(rows), f"{label} returned {len(scores)} numbers for {len(rows)} completions")
         numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
     for i in (numbers.isfinite() == torch.tensor([value is None for value in scores])).nonzero()[:1, 0].tolist():
         raise InputError(f"{label} returned {scores[i]!r:.50}, not a finite number or None, for the prompt "
@@ -1177,6 +1196,7 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
             return list(datasets.load_dataset(name, split=split)) if split in splits else None
     if folder and not os.path.isfile(file) or not folder and split != "train":
         return None
+    require(os.path.isfile(file), f"--dataset_name {name[:200]}: no such file")
     rows, number = [], 0
     with explained(f'{str(file)[:200]}: must be UTF-8 text with a JSON object like {{"prompt": "..."}} on each line'):
         for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
@@ -1195,7 +1215,7 @@ def prepare_row(row: dict, tokenizer) -> dict:
     assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
     single message as it is. Raises whatever Python does where the row is not like that."""
     def text_of(value) -> str:
-        return str.__str__(value[-1]["content"] if isinstance(value, list) else value)  # TypeError where it is no text
+        return str.__str__(value[-1]["content"] if isinstance(value, list) else value)  # TypeError if it is no text
 
     prompt, reference = row.get("prompt"), row.get("completion")
     if prompt is None:
@@ -1217,6 +1237,7 @@ def prepare_row(row: dict, tokenizer) -> dict:
 
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
+    require(rows, f"{name}: there are no rows")
     prepared = []
     for number, row in enumerate(rows, 1):
         with explained(f"{name}, row {number}: needs `prompt` (text or chat messages) or `messages` with a turn of the "
@@ -1238,7 +1259,8 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     if test is None:
         n = min(100, len(train) // 10) if args.num_eval_prompts else 0
         train, test = train[: len(train) - n], train[len(train) - n :]
-        print(f"{name} has no split test: its last {n} rows are held out to evaluate on")
+        held_out = f"its last {n} rows are held out to evaluate on" if n else "nothing is evaluated"
+        print(f"{name} has no split test: {held_out}")
     train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
     test = test[: args.num_eval_prompts]
     return train, prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out") if test else []
@@ -1282,16 +1304,16 @@ def load_policy(args: Args, path: str, label: str, dtype: torch.dtype, trained: 
     model, missing = load_model(args, AutoModelForCausalLM, path, label, dtype, trained)
     require(not missing, f"{label}: is no trained {type(model).__name__}, it has no {missing[:1]}")
     with on_device(model, torch.device(args.device)):
-        require(logits_are_final(model), f"{label}: {type(model).__name__} does more to its logits than output "
-                "embedding, scale and cap, which is not supported")
+        final = logits_are_final(model, torch.tensor([[0, 1]], device=args.device))
+    require(final, f"{label}: {type(model).__name__} does more to its logits than output embedding, scale and cap: not "
+            "supported")
     return model
 
 
 @fsdp_forward
 @torch.no_grad()
-def logits_are_final(model) -> bool:
-    """Whether a model's own logits are `final_logits` of its last hidden states."""
-    ids = torch.tensor([[0, 1]], device=model.device)
+def logits_are_final(model, ids: torch.Tensor) -> bool:
+    """Whether a model's own logits are `final_logits` of its last hidden states, tried on some tokens (1, n)."""
     ours, theirs = final_logits(model, model.base_model(ids)[0]), model(ids).logits.float()
     return bool((theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm())
 
@@ -1305,9 +1327,9 @@ def fit(args: Args, model, label: str, longest: int) -> str:
             + (f"--max_prompt_length {room} fits" if room > 0 else "lower --response_length"))
     device = torch.device(args.device)
     with on_device(model, device), torch.autocast(device.type, getattr(torch, args.dtype), args.dtype != "float32"):
-        if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, args.response_length):
+        if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, args.response_length, device):
             return args.layout
-    print(f"{label}: its attention is no sdpa over the full row, so it runs with --layout plain")
+    print(f"{label}: its attention is no sdpa over the full row, so it runs with --layout plain, rollouts by generate")
     return "plain"
 
 
@@ -1464,11 +1486,11 @@ def shard(model, device: torch.device, dtype: torch.dtype, trained: bool, offloa
 @contextmanager
 def on_device(model, device: torch.device):
     """Within it a model is on the device; after it, back where it was. FSDP moves its models itself."""
-    home = model.device
-    moves = home.type != device.type and not isinstance(model, fsdp.FSDPModule)
-    model.to(device if moves else home)
+    home, sharded = model.device, isinstance(model, fsdp.FSDPModule)
+    if home.type != device.type and not sharded:
+        model.to(device)
     yield
-    model.to(home)
+    model.reshard() if sharded else model.to(home)  # the optimizer wants FSDP's own parts
 
 
 def clock(device: torch.device) -> float:
@@ -1490,7 +1512,7 @@ def peak_memory_gb(device: torch.device) -> float:
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and state.json:
 # counters, flags, how long the run's files were, and the update's metrics, which are written after its evaluation.
 
-FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # of all ranks, on the first one
+FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all ranks, for the first one
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -1527,11 +1549,12 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
 
 
 MAKES_ANOTHER_RUN = {"sft_model_path", "reward_model_path", "reward_fns", "dataset_name", "dataset_train_split",
-                     "max_prompt_length", "rloo_k", "seed", "completions per update"}
+                     "max_prompt_length", "rloo_k", "seed", "model_name_or_path", "completions per update",
+                     "training prompts"}
 
 
 def damaged(folder: Path) -> str:
-    """Begins what is said of a checkpoint that cannot be loaded."""
+    """First words of the message about a checkpoint that cannot be loaded."""
     return f"{folder} (nothing is overwritten; move it away, and --resume takes the one before)"
 
 
@@ -1540,7 +1563,8 @@ def load_state(folder: Path, fresh: dict) -> dict:
     had, and refuses those that make it another run."""
     with explained(f"{damaged(folder)}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
-        old, new = (x["args"] | {"completions per update": x["batch_size"]} for x in (state, fresh))
+        old, new = (x["args"] | {"completions per update": x["batch_size"], "training prompts": x["prompts"]}
+                    for x in (state, fresh))
     changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in new
                if old.get(name) != new[name] and name not in ("resume", "output_dir", "device")}
     another = [text for name, text in changed.items() if name in MAKES_ANOTHER_RUN]
@@ -1558,16 +1582,14 @@ def load_optimizer(folder: Path, policy, optimizer, rank: int):
         group.update(optimizer.defaults)
 
 
-def open_at(path: Path, size: int, rank: int):
-    """The file, open for writing after its first `size` bytes; the rest of it is cut off. Only rank 0 has one, and as
-    long as it lives no other run can open it."""
+def open_locked(path: Path, rank: int):
+    """The file, to write at its end; as long as it is open no other run can open it. Only rank 0 has one."""
     file = open(path if rank == 0 else os.devnull, "a", encoding="utf-8", buffering=1)  # writes each line at once
     if rank == 0:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(f"--output_dir {path.parent}: another run is writing there") from error
-        file.truncate(min(size, file.tell()))
     return file
 
 
@@ -1659,7 +1681,7 @@ def resolve_args(args: Args) -> Args:
     require(len(weights) == num_rewards and all(map(math.isfinite, weights)), f"--reward_weights {weights}: must be "
             f"{num_rewards} finite numbers, the reward model's first, then those of --reward_fns")
     require(args.seed < 2**32, f"--seed {args.seed}: must be below 2**32")
-    require(args.warmup_ratio <= 1, f"--warmup_ratio {args.warmup_ratio}: must be at most 1")
+    require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.temperature, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     output = Path(args.output_dir)

@@ -87,8 +87,8 @@ def tiny(tmp_path_factory) -> Path:
         model.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
     rng = random.Random(0)
-    rows = [{"prompt": " ".join(rng.choices(WORDS, k=rng.randint(2, 9))), "completion": " ".join(rng.choices(WORDS, k=3)),
-             "n": i} for i in range(24)]
+    words = lambda n: " ".join(rng.choices(WORDS, k=n))
+    rows = [{"prompt": words(rng.randint(2, 9)), "completion": words(3), "n": i} for i in range(24)]
     (folder / "data").mkdir()
     for split, part in (("train", rows[:16]), ("test", rows[16:])):
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -131,7 +131,7 @@ def without_times(metrics: list[dict]) -> list[dict]:
 
 
 def spy(monkeypatch, name: str, after=lambda inputs, output: output) -> list:
-    """Notes the positional inputs and the output of every call of a function of rloo.py; `after` may change the latter."""
+    """Notes inputs and output of every call of a function of rloo.py; `after` may change the output."""
     seen, original = [], getattr(rloo, name)
 
     def noted(*inputs, **kwargs):
@@ -1166,7 +1166,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
         "--total_episodes -1", "--learning_rate -1", "--learning_rate inf", "--kl_coef nan", "--cliprange -0.1",
         "--missing_eos_penalty nan", "--save_steps -1"],
     "must be a multiple of --rloo_k 2": ["--per_device_train_batch_size 7"], "must be below": ["--seed 4294967296"],
-    "must be at most 1": ["--warmup_ratio 2"], "must be above 0": ["--temperature 0"],
+    "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"], "must be above 0": ["--temperature 0"],
     "not both": ["--stop_token eos --stop_token_id 3"], "'zebra' is not one token": ["--stop_token zebra"],
     "only tokens 0 to 15": ["--stop_token_id 99"], "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
     "names a function twice": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
@@ -1178,12 +1178,12 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "cannot write": ["--output_dir {x}/fns.py/x"], "exists and is not empty": ["--output_dir {x}"],
     "no run to resume": ["--output_dir {x} --resume"],
     "cannot be used": ["--device meta", "--device gpu", "--device cuda:99"],
-    "No such file": ["--dataset_name {x}/nowhere.jsonl"],
+    "no such file": ["--dataset_name {x}/nowhere.jsonl"],
     "pip install datasets": ["--dataset_name " + name for name in ("nobody/nothing", "{x}/rows.json", "n" * 5000)],
     "has no split dev; name one by --dataset_train_split": ["--dataset_train_split dev"],
     "tset: {data} has no such split": ["--dataset_test_split tset"],
     "must be UTF-8 text with a JSON object like": ["--dataset_name {x}/list.jsonl", "--dataset_name {x}/latin.jsonl"],
-    "empty.jsonl, train: 0 rows": ["--dataset_name {x}/empty.jsonl"], "line 1": ["--dataset_name {x}/deep.jsonl"],
+    "empty.jsonl, train: there are no rows": ["--dataset_name {x}/empty.jsonl"], "line 1": ["--dataset_name {x}/deep.jsonl"],
     "each line (ValueError: line 2": ["--dataset_name {x}/broken.jsonl"],
     "text.jsonl, train, row 1: needs `prompt`": ["--dataset_name {x}/text.jsonl"],
     "no prompt within": ["--max_prompt_length 1"], "--max_prompt_length 3 fits": ["--response_length 125"],
@@ -1593,10 +1593,6 @@ def end_of(output: Path) -> tuple:
             (output / "completions.jsonl").read_bytes())
 
 
-def checkpoints(output: Path) -> list[str]:
-    return sorted(path.name for path in output.glob("*checkpoint*"))
-
-
 @pytest.mark.parametrize("name, content", [("model.safetensors", b""), ("optimizer.pt", b""), ("optimizer.pt", None),
                                            ("state.json", b"{"), ("config.json", None)])
 def test_a_checkpoint_that_does_not_load_is_named_and_the_one_before_goes_on(train, tmp_path, name, content, capsys):
@@ -1606,14 +1602,15 @@ def test_a_checkpoint_that_does_not_load_is_named_and_the_one_before_goes_on(tra
     before = snapshot(tmp_path)
     with pytest.raises(InputError) as error:
         train(**LONG, output_dir=str(output), resume=True)
-    assert str(error.value).startswith(f"{output}/checkpoint-4 (nothing is overwritten; move it away")
-    assert "\n" not in str(error.value) and snapshot(tmp_path) == before
+    said = str(error.value)
+    assert said.startswith(f"{output}/checkpoint-4 ") and "move it away" in said and "cannot be loaded (" in said
+    assert "\n" not in said and snapshot(tmp_path) == before
     file.parent.rename(tmp_path / "away")
     train(**LONG, output_dir=str(output), resume=True)
     assert f"resumed from {output}/checkpoint-3\n" in capsys.readouterr().out and end_of(output) == expected
 
 
-def test_resume_begins_a_new_run_and_repeats_nothing_of_a_finished_one(train, tmp_path):
+def test_resume_begins_a_run_and_repeats_nothing_of_a_finished_one_whose_checkpoints_are_models(train, tmp_path):
     flags = dict(LONG, output_dir=str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("{")  # killed in its first moments
@@ -1622,6 +1619,8 @@ def test_resume_begins_a_new_run_and_repeats_nothing_of_a_finished_one(train, tm
     assert len(train(**flags, resume=True)[0]) == 4 and end_of(output) == expected
     with pytest.raises(InputError, match="go on with that run by --resume"):
         train(**flags)
+    for path in (output / "checkpoint-1", output):  # both are models with a tokenizer
+        assert len(train(sft_model_path=str(path))[0]) == 1
 
 
 def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(train, tiny, tmp_path, monkeypatch,
@@ -1663,14 +1662,6 @@ def test_a_second_live_run_in_a_folder_is_refused_and_one_after_it_is_not(train,
     assert len(metrics) == 5
 
 
-def test_a_checkpoint_is_a_model_with_its_tokenizer(train):
-    _, output = train()
-    assert torch.equal(final_weights(output / "checkpoint-1"), final_weights(output))
-    for path in (output / "checkpoint-1", output):
-        metrics, _ = train(sft_model_path=str(path))
-        assert len(metrics) == 1
-
-
 def noise(prompts, completions, completion_ids, **columns):
     return [random.random() + torch.rand(1).item() for _ in completions]
 
@@ -1679,7 +1670,7 @@ def test_the_newest_checkpoints_are_kept_and_random_numbers_depend_on_the_update
     """... so that neither a resumed run nor one with evaluations draws others, in reward functions either."""
     flags = {**LONG, "reward_model_path": None, "reward_fns": (f"{__file__}:noise",), "save_total_limit": 2}
     _, whole = train(**flags)
-    assert checkpoints(whole) == ["checkpoint-3", "checkpoint-4"]
+    assert {path.name for path in whole.glob("*checkpoint*")} == {"checkpoint-3", "checkpoint-4"}
     shutil.rmtree(whole / "checkpoint-4")
     expected = end_of(whole)
     train(**flags, output_dir=str(whole), resume=True)
@@ -1688,24 +1679,21 @@ def test_the_newest_checkpoints_are_kept_and_random_numbers_depend_on_the_update
     assert torch.equal(final_weights(silent), final_weights(whole))
 
 
-BETWEEN = {**LONG, "total_episodes": 160, "save_steps": 3, "num_sample_generations": 1,
-           "local_rollout_forward_batch_size": 2}
-
-
 @pytest.mark.parametrize("call, update", [(1, 0), (6, 2), (10, 5), (18, 10)])
 def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path, monkeypatch, capsys, call, update):
     """Within an update it finishes that; within an evaluation, the resumed run makes that again. Calls 1 to 4 are the
     rollouts of the first evaluation, 2 chunks sampled and 2 greedy; then come 5 updates, an evaluation in 2 chunks, 5
     updates and the last evaluation."""
-    run, stop, calls = {**BETWEEN, "output_dir": str(tmp_path / "stopped")}, [], itertools.count(1)
+    run, stop, calls = {**LONG, "total_episodes": 160, "save_steps": 3, "num_sample_generations": 1,
+                        "local_rollout_forward_batch_size": 2}, [], itertools.count(1)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         spy(patch, "rollout", lambda inputs, output: (next(calls) == call and stop.append(15), output)[1])
-        train(**run, signals=stop)
+        train(**run, output_dir=str(tmp_path / "stopped"), signals=stop)
     assert end.value.code == 143 and f"told to stop after update {update} of 10" in capsys.readouterr().out
     newest = rloo.newest_checkpoint(tmp_path / "stopped")
     assert newest is None if update == 0 else newest.name == f"checkpoint-{update}"
-    train(**run, resume=True)
-    assert end_of(tmp_path / "stopped") == end_of(train(**BETWEEN)[1])
+    train(**run, output_dir=str(tmp_path / "stopped"), resume=True)
+    assert end_of(tmp_path / "stopped") == end_of(train(**run)[1])
 
 
 @pytest.mark.parametrize("number, repeat", [(15, True), (2, False)], ids=["SIGTERM", "Ctrl-C"])
@@ -1754,7 +1742,7 @@ def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
     done = shell(["-c", code, *command(tiny, tmp_path / "out")], HERE)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"rloo.py: {tmp_path}/out/checkpoint-1 cannot be saved; make room")
-    assert not checkpoints(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*checkpoint*"))
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
@@ -1790,21 +1778,6 @@ def worker(rank: int, port: int, runs: list[dict], log: Path):
     rloo.dist.destroy_process_group()
 
 
-def on_two_processes(tmp_path: Path, *runs: dict):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rloo"])
-    logs = [tmp_path / f"log{rank}" for rank in range(2)]
-    processes = [context.Process(target=worker, args=(i, port, runs, log), daemon=True) for i, log in enumerate(logs)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(200)
-    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
-
-
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
     """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of
     processes and shardings, and a model whose head is its embedding. In bfloat16 they run, with ratios of exactly 1."""
@@ -1828,10 +1801,20 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     monkeypatch.setattr(rloo, "sample", ranked)
     rloo.main(Args(**flags("one", 16)))
     rloo.main(Args(**flags("one, tied", 16, **tied)))
-    on_two_processes(tmp_path, flags("ddp"), flags("fsdp", **fsdp), flags("ddp, small", **small),
-                     flags("fsdp, small", **fsdp, **small), resumed("one to fsdp", "one", **fsdp),
-                     flags("fsdp, tied", **fsdp, **tied), flags("ddp, bfloat16", **bfloat16),
-                     flags("fsdp, bfloat16", **fsdp, **bfloat16))
+    runs = [flags("ddp"), flags("fsdp", **fsdp), flags("ddp, small", **small), flags("fsdp, small", **fsdp, **small),
+            resumed("one to fsdp", "one", **fsdp), flags("fsdp, tied", **fsdp, **tied),
+            flags("ddp, bfloat16", **bfloat16), flags("fsdp, bfloat16", **fsdp, **bfloat16)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context, logs = multiprocessing.get_context("forkserver"), [tmp_path / f"log{rank}" for rank in range(2)]
+    context.set_forkserver_preload(["rloo"])
+    processes = [context.Process(target=worker, args=(i, port, runs, log), daemon=True) for i, log in enumerate(logs)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
     rloo.main(Args(**resumed("fsdp to one", "fsdp", 16)))
 
     def samples(name: str) -> list[str]:
