@@ -441,11 +441,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     resumed = newest_checkpoint(output) if args.resume else None
     if resumed:
         state = load_state(resumed, state)
-    first, num_updates = state["episode"], state["update"]
-    num_updates += max(0, math.ceil((args.total_episodes - first) / batch_size))
+    first = state["episode"]
+    num_updates = state["update"] + max(0, math.ceil((args.total_episodes - first) / batch_size))
 
-    # The policy's weights stay float32: training casts them where it computes in bfloat16. Rollouts then use a copy of
-    # them, as they do where they are sharded.
+    # The policy's weights stay float32, training casts them; rollouts in bfloat16 or with fsdp use a copy of them.
     label = f"--sft_model_path {args.sft_model_path}"
     policy = load_policy(args, str(resumed or args.sft_model_path), damaged(resumed) if resumed else label,
                          torch.float32, trained=True)
@@ -465,8 +464,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         load_optimizer(resumed, policy, optimizer, rank)
 
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
-    if rank == 0:
-        output.mkdir(parents=True, exist_ok=True)
     metrics_file, completions_file = files = [open_locked(output / name, rank) for name in state["files"]]
     require(newest_checkpoint(output) == resumed, f"--output_dir {output}: another run has just ended there")
     if rank == 0:
@@ -486,14 +483,15 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
                 done = state["update"]
                 if test_rows and evaluation_due(done, num_updates, args.num_sample_generations):
-                    samples = evaluate(args, policy, sampler, rewards, judges, own_rows, len(test_rows), sampling,
-                                       tokenizer, signals, greedy=done in (0, num_updates))
+                    with sampling_weights(sampler, policy):
+                        samples = evaluate(args, sampler, rewards, judges, own_rows, len(test_rows), sampling,
+                                           tokenizer, signals, greedy=done in (0, num_updates))
                     completions_file.writelines(json.dumps({"update": done} | sample) + "\n" for sample in samples)
                     after = summarize(samples)
                     with bar.external_write_mode():
                         show(samples[:3], f"Held-out completions after {done} of {num_updates} updates, sampled")
                     track(args, state["run_id"], done, {}, samples)
-                    state["metrics"] |= {f"eval/{name}": value for name, value in after.items()}
+                    state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                     state["before"] = state["before"] if done else after
                 if done:
                     metrics_file.write(json.dumps(state["metrics"]) + "\n")
@@ -505,24 +503,22 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 transformers.set_seed(int(np.random.SeedSequence([args.seed, done, rank]).generate_state(1)[0]))
                 optimizer.param_groups[0]["lr"] = learning_rate(args, state["episode"] / args.total_episodes)
                 rows = [train_rows[i] for i in itertools.islice(order, B * world)][rank * B : (rank + 1) * B]
-                begin = clock(device)
                 metrics = update(args, policy, sampler, reference, rewards, optimizer, rows, sampling, layout)
-                seconds += clock(device) - begin
+                seconds += sum(value for name, value in metrics.items() if name.startswith("time/"))
                 state |= {"update": done + 1, "episode": state["episode"] + batch_size}
                 metrics = {"update": done + 1, "episode": state["episode"],
                            "eps": (state["episode"] - first) / seconds} | metrics
                 if metrics["grad_norm"] == 0:
-                    say_once("an update trained nothing: the rewards of each group are equal (or None), so all "
-                             "advantages are 0")
-                metrics |= {} if done else {f"eval_before/{name}": value for name, value in state["before"].items()}
-                state["metrics"] = {name: value for name, value in metrics.items() if math.isfinite(value)}
-                headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"], "win": (
-                    after.get("sampled/judge_win_rate", after.get("sampled/win_rate"))), "eps": metrics["eps"]}
+                    say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
+                metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+                state["metrics"] = metrics if done else state["metrics"] | metrics  # with the evaluation before
+                wins = after.get("sampled/judge_win_rate", after.get("sampled/win_rate"))
+                headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"], "win": wins}
                 bar.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
                 bar.update()
 
                 # Checkpoint: now and then, at the end, and where the run is told to stop.
-                state["files"] = {Path(file.name).name: file.tell() for file in (metrics_file, completions_file)}
+                state["files"] = {Path(file.name).name: file.tell() for file in files}
                 if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
                     save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
                 stop_if_told(signals, device)
@@ -537,8 +533,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                   f"--resume and --output_dir {output}")
             sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
         finally:
-            metrics_file.close()  # which ends the lock as well
-            completions_file.close()
+            for file in files:
+                file.close()  # which ends the lock as well
     weights = state_dict.get_model_state_dict(policy, options=FULL)
     if rank == 0 and num_updates:
         with explained(f"{output}: the policy cannot be saved; make room and go on by --resume"):
@@ -569,7 +565,7 @@ def evaluation_due(update: int, num_updates: int, between: int) -> bool:
     return update in (0, num_updates) or between > 0 and update % every == 0 and num_updates - update >= 5
 
 
-def evaluate(args: Args, policy, sampler, rewards: dict[str, Callable], judges: dict[str, Callable], rows: list[dict],
+def evaluate(args: Args, sampler, rewards: dict[str, Callable], judges: dict[str, Callable], rows: list[dict],
              total: int, sampling: dict, tokenizer, signals: Sequence[int], greedy: bool) -> list[dict]:
     """A sampled completion of each of this rank's `rows`, and perhaps a greedy one, with its grades (the weighted score
     and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): `total` of all ranks.
@@ -586,12 +582,11 @@ def evaluate(args: Args, policy, sampler, rewards: dict[str, Callable], judges: 
         transformers.set_seed(args.seed)
         found = []
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
-            stop_if_told(signals, policy.device)
-            with sampling_weights(sampler, policy):
-                batch, _ = rollout(sampler, part, 1, temperature, **sampling)
+            stop_if_told(signals, sampler.device)
+            batch, _ = rollout(sampler, part, 1, temperature, **sampling)
             references = [tokenizer(row["reference"] or "", add_special_tokens=False)["input_ids"] for row in part]
             ids, _ = pad([ids[: args.response_length - 1] + [stop_id] for ids in references], stop_id)
-            theirs = grade(make_batch(part, ids[None].to(policy.device), stop_ids, sampling["pad_id"]))
+            theirs = grade(make_batch(part, ids[None].to(sampler.device), stop_ids, sampling["pad_id"]))
             columns = grade(batch)
             differences = {name.replace("score", "win_rate"): ours - theirs[name] for name, ours in columns.items()}
             columns |= {name: 0.5 + 0.5 * x.sign() + 0 * x for name, x in differences.items()}  # NaN stays NaN
@@ -1584,12 +1579,14 @@ def load_optimizer(folder: Path, policy, optimizer, rank: int):
 
 def open_locked(path: Path, rank: int):
     """The file, to write at its end; as long as it is open no other run can open it. Only rank 0 has one."""
-    file = open(path if rank == 0 else os.devnull, "a", encoding="utf-8", buffering=1)  # writes each line at once
-    if rank == 0:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"--output_dir {path.parent}: another run is writing there") from error
+    if rank > 0:
+        return open(os.devnull, "w")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a", encoding="utf-8", buffering=1)  # writes each line at once
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"--output_dir {path.parent}: another run is writing there") from error
     return file
 
 
