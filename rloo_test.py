@@ -3,7 +3,6 @@
 They build tiny random models, need no network and no GPU, and read from top to bottom like rloo.py itself.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -1608,6 +1607,32 @@ def test_a_checkpoint_that_does_not_load_is_named_and_the_one_before_goes_on(tra
     file.parent.rename(tmp_path / "away")
     train(**LONG, output_dir=str(output), resume=True)
     assert f"resumed from {output}/checkpoint-3\n" in capsys.readouterr().out and end_of(output) == expected
+
+
+def test_a_training_split_of_another_size_makes_another_run(train, tiny):
+    """Without a test split, whether rows are held out decides which rows are trained on."""
+    flags = dict(dataset_name=str(tiny / "data" / "train.jsonl"))
+    _, output = train(**flags, num_eval_prompts=0)
+    with pytest.raises(InputError, match="training prompts 16 -> 15"):
+        train(**flags, num_eval_prompts=5, output_dir=str(output), resume=True, total_episodes=32)
+
+
+def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch):
+    """... and is not taken for one that has no score to give."""
+    spy(monkeypatch, "model_scores", lambda inputs, output: output * math.nan)
+    with pytest.raises(InputError, match="update 1: a score of the reward model is not finite"):
+        train()
+
+
+def test_references_are_as_long_as_completions_at_most(train, tmp_path, monkeypatch):
+    """Longer ones might not fit into the models' positions."""
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b " * 99}) + "\n")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        shutil.copy(tmp_path / "long.jsonl", tmp_path / "data" / f"{split}.jsonl")
+    seen = spy(monkeypatch, "make_batch")
+    train(dataset_name=str(tmp_path / "data"), num_eval_prompts=1, total_episodes=0)
+    assert {batch.responses.shape[-1] for _, batch in seen} == {6}
 
 
 def test_resume_begins_a_run_and_repeats_nothing_of_a_finished_one_whose_checkpoints_are_models(train, tmp_path):
