@@ -106,6 +106,9 @@ class RLOO:
     kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
     kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion, or reward-to-go per token
     token_level_kl: bool = False  # TRL's flag: the same as kl_level=token
+    kl_in_reward: bool = True  # take β·kl off the reward; no: add its k3 estimate to the loss, see kl_penalty
+    advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # the baseline, see `advantage`
+    loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"  # of tokens, see loss_weight
     missing_eos_penalty: Optional[float] = None  # subtracted from the score of a completion that did not end in time
     normalize_reward: bool = False  # scores to mean 0 and standard deviation 1 over the update
     reward_clip_range: Optional[float] = None  # clamp scores to ± this, after the two above; None: off (TRL: 10)
@@ -216,28 +219,38 @@ def reward_to_go(scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> torc
     return scores[..., None] - kl_coef * kl.flip(-1).cumsum(-1).flip(-1)
 
 
-def leave_one_out_advantage(rewards: torch.Tensor) -> torch.Tensor:
-    """A_j = r_j - mean of the siblings' r, for rewards (k, B) or (k, B, R).
+def advantage(rewards: torch.Tensor, estimator: str = "rloo") -> torch.Tensor:
+    """A = r - baseline, for rewards (k, B) or, at each t on its own, (k, B, R). The baseline is
 
-    baseline = (Σ_i r_i - r_j) / (k - 1). A NaN reward (unscorable) leaves its siblings' baselines and gets advantage
-    0, as does one whose siblings are all unscorable.
-    """
-    scorable = ~rewards.isnan()
-    r = rewards.nan_to_num(0.0)
-    baseline = (r.sum(0) - r) / (scorable.sum(0) - 1).clamp(min=1)
-    return torch.where(scorable & (scorable.sum(0) > 1), r - baseline, 0.0)
+    rloo: the mean of the k - 1 siblings' r, (Σ_i r_i - r_j) / (k - 1): the default, unbiased;
+    drgrpo: the mean of all k, its own among them: (k - 1) / k of rloo's A (Liu et al. 2025, arXiv:2503.20783);
+    grpo: as drgrpo, then divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300);
+    reinforce: the mean over the update, all ranks.
+
+    A NaN reward (unscorable) leaves all baselines and gets A = 0, as does one that is left without a baseline."""
+    scorable, r = ~rewards.isnan(), rewards.nan_to_num(0.0)
+    total, n = r.sum(0), scorable.sum(0)
+    if estimator == "reinforce":
+        total, n = sum_over_ranks(total.sum(0)), sum_over_ranks(n.sum(0))
+    if estimator == "rloo":
+        found = r - (total - r) / (n - 1).clamp(min=1)
+    else:
+        found = (r - total / n.clamp(min=1)) * scorable
+    if estimator == "grpo":
+        found = found / ((found.square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
+    return torch.where(scorable & (n > 1), found, 0.0)
 
 
 def estimate_advantages(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float, kl_level: str,
-                        normalize: bool) -> torch.Tensor:
+                        normalize: bool, estimator: str = "rloo") -> torch.Tensor:
     """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R).
 
-    Another estimator changes this function alone; a KL in the loss would go beside policy_loss in `update`."""
+    kl_coef is 0 where the KL is in the loss. Another estimator changes `advantage` alone."""
     if kl_level == "sequence":
         rewards, entries = sequence_reward(scores, kl, kl_coef), torch.ones_like(scores, dtype=torch.bool)
     else:
         rewards, entries = reward_to_go(scores, kl, kl_coef), mask
-    advantages = leave_one_out_advantage(rewards)
+    advantages = advantage(rewards, estimator)
     if normalize:  # over those that have a baseline
         scorable = ~rewards.isnan()
         advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
@@ -261,6 +274,23 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
     if advantages.dim() == 3:
         per_completion = (per_completion * mask).sum(-1)
     return per_completion, log_ratio.detach(), clipped > loss
+
+
+def kl_penalty(new: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Σ_t e^{-kl_t} - 1 + kl_t of each completion, (k, B): the k3 estimator of the KL, with gradient, for the loss
+    (Schulman 2020, "Approximating KL Divergence")."""
+    kl = kl_per_token(new, ref_logprobs, mask)
+    return (torch.expm1(-kl) + kl).sum(-1)
+
+
+def loss_weight(lengths: torch.Tensor, aggregation: str) -> torch.Tensor:
+    """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step, whose completions, all
+    ranks', have `lengths` (k, B) tokens. sequence: 1; token: 1 / mean length, so that every token counts the same;
+    sequence-mean: 1 / length."""
+    if aggregation == "sequence":
+        return torch.ones_like(lengths, dtype=torch.float32)
+    mean, _ = mean_and_std(lengths, torch.ones_like(lengths, dtype=torch.bool))
+    return (1 / (mean.expand_as(lengths) if aggregation == "token" else lengths)).float()
 
 
 def mean_and_std(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,10 +360,13 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
     times.append(clock(device))
 
-    # 4. Advantages: (k, B), or (k, B, R) with kl_level=token.
-    advantages = estimate_advantages(scores, kl, mask, args.kl_coef, args.kl_level, args.normalize_advantage)
-    entries = mask if args.kl_level == "token" else torch.ones_like(ended)  # the advantages that count in means
-    weight = ended.float() if args.mask_truncated_completions else torch.ones_like(scores)
+    # 4. Advantages: (k, B) with one ratio per completion, (k, B, R) with one per token.
+    reward_kl_coef = args.kl_coef if args.kl_in_reward else 0.0
+    advantages = estimate_advantages(scores, kl, mask, reward_kl_coef, args.kl_level, args.normalize_advantage,
+                                     args.advantage_estimator)
+    if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
+        advantages = advantages[..., None].expand(mask.shape)
+    entries = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the advantages that count in means
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one of each this is REINFORCE.
     # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look like a
@@ -349,6 +382,10 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
                                       for part in batch.chunks(chunk_size)], dim=1)
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
+            weight = torch.zeros_like(scores)
+            weight[:, mini] = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation)
+            if args.mask_truncated_completions:
+                weight *= ended
             for micro in mini.split(micro_batch):
                 part = batch.prompts(micro)
                 with autocast():
@@ -360,6 +397,8 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
                 old = old_logprobs[:, micro]
                 losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
                                                          args.cliprange, args.cliprange_high)
+                if not args.kl_in_reward:
+                    losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], part.response_mask)
                 losses = losses * weight[:, micro]
                 require_finite("a log-prob in training", new)
                 require_finite("the loss", losses)
@@ -387,8 +426,8 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     means.add("frac_reward_zero_std", same, (~raw_scores.isnan()).sum(0) > 1)
     means.add("objective/kl", kl.sum(-1))
     means.add("objective/entropy", -rollout_logprobs.sum(-1))
-    means.add("objective/non_score_reward", -args.kl_coef * kl.sum(-1))
-    means.add("objective/rlhf_reward", sequence_reward(scores, kl, args.kl_coef))
+    means.add("objective/non_score_reward", -reward_kl_coef * kl.sum(-1))
+    means.add("objective/rlhf_reward", sequence_reward(scores, kl, reward_kl_coef))
     means.add("objective/scores", raw_scores)
     means.add("completions/mean_length", mask.sum(-1))
     means.add("completions/clipped_ratio", ~ended)
@@ -1627,10 +1666,11 @@ def parse_args(argv: Optional[list[str]] = None) -> Args:
     """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
     groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
     about = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
-    options, said = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), io.StringIO()
+    said = io.StringIO()
     try:
         with redirect_stderr(said):
-            flags = tyro.cli(groups, args=argv, description=about, use_underscores=True, config=options)
+            flags = tyro.cli(groups, args=argv, description=about, use_underscores=True,
+                             config=[tyro.conf.OmitArgPrefixes])
     except SystemExit as end:
         if not end.code:  # --help
             raise

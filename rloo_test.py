@@ -180,7 +180,7 @@ def constant_for_even_rows(prompts, completions, completion_ids, n, **columns):
 def test_baseline_is_the_one_of_trl_s_documented_example():
     """3 prompts, 4 completions, flattened as j·B + b: the first one's siblings have the rewards 2, 5 and 8."""
     rlhf_reward = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10]).float().view(4, 3)
-    assert rloo.leave_one_out_advantage(rlhf_reward)[0, 0] == 1 - (2 + 5 + 8) / 3
+    assert rloo.advantage(rlhf_reward)[0, 0] == 1 - (2 + 5 + 8) / 3
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -599,7 +599,7 @@ def test_token_level_kl_is_not_the_sequence_level_in_disguise(train):
     scores, kl = torch.tensor([[1.0], [2.0]]), torch.tensor([[[0.1, 0.2, 0.4]], [[0.3, 0.0, 0.0]]])
     G = rloo.reward_to_go(scores, kl, 1.0)  # past its end a completion keeps its score:
     assert torch.allclose(G, torch.tensor([[[0.3, 0.4, 0.6]], [[1.7, 2.0, 2.0]]]))
-    advantages = rloo.leave_one_out_advantage(G)
+    advantages = rloo.advantage(G)
     assert torch.allclose(advantages[0, 0], torch.tensor([-1.4, -1.6, -1.4]))
     assert torch.allclose(advantages[0], -advantages[1])
     assert torch.allclose(G[..., 0], rloo.sequence_reward(scores, kl, 1.0))
@@ -823,7 +823,7 @@ def test_masked_truncated_completions_have_no_loss_but_stay_in_the_baseline(trai
 def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_not_none():
     rewards = torch.tensor([[1.0, math.nan, 0.0], [4.0, math.nan, math.nan], [math.nan, 2.0, 3.0]])
     expected = torch.tensor([[1.0 - 4.0, 0.0, 0.0 - 3.0], [4.0 - 1.0, 0.0, 0.0], [0.0, 0.0, 3.0 - 0.0]])
-    assert torch.equal(rloo.leave_one_out_advantage(rewards), expected)
+    assert torch.equal(rloo.advantage(rewards), expected)
     a, b = torch.tensor([[0.0, math.nan, math.nan]]), torch.tensor([[2.0, 3.0, math.nan]])
     assert torch.equal(rloo.weighted_sum([a, b], (1.0, 0.5))[0, :2], torch.tensor([1.0, 1.5]))
     assert rloo.weighted_sum([a, b], (1.0, 0.5))[0, 2].isnan()
