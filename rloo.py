@@ -14,16 +14,14 @@ in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTraine
 
 Order of the file: flags, the maths, one update, the run; who stops there knows RLOO. What they call comes after: rows
 and attention, rollout, rewards, data, models, processes, checkpoints, command line.
-Left out on purpose: no value model, no LoRA, no inference server, no tensor parallelism, no tools or several turns.
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is number j·B + b.
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
 """
-
 import dataclasses
 import fcntl
-import importlib.util
+import importlib
 import io
 import itertools
 import json
@@ -32,6 +30,7 @@ import math
 import os
 import re
 import resource
+import runpy
 import shutil
 import signal
 import sys
@@ -42,7 +41,7 @@ from dataclasses import dataclass, field, make_dataclass
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Literal, NamedTuple, Optional, Sequence
+from typing import Callable, Iterator, Literal, NamedTuple, Optional, Sequence
 
 import numpy as np
 import torch
@@ -183,43 +182,37 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
 
 
-def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """kl_t = log π(y_t) - log π_ref(y_t) of the sampled token (the k1 estimator, nats), (k, B, R), 0 where masked.
-
-    π is the policy that sampled: a number of the rollout, through which no gradient flows."""
+def kl_per_token(logprobs, ref_logprobs, mask):
+    """kl_t = log π(y_t) - log π_ref(y_t) of the sampled tokens (the k1 estimator, nats), (k, B, R), 0 where masked."""
     return (logprobs - ref_logprobs) * mask
 
 
-def weighted_sum(scores: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def weighted_sum(scores, weights):
     """Σ_i weight_i · score_i (k, B) over the rewards that apply; NaN where none does."""
-    stacked = torch.stack([*scores])
-    total = (stacked * stacked.new_tensor(weights).view(-1, 1, 1)).nansum(0)
-    return total.masked_fill(stacked.isnan().all(0), math.nan)
+    terms = torch.stack([weight * score for weight, score in zip(weights, scores)])
+    return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan)
 
 
-def shape_scores(scores: torch.Tensor, ended: torch.Tensor, missing_eos_penalty: Optional[float], normalize: bool,
-                 clip_range: Optional[float]) -> torch.Tensor:
+def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range):
     """Scores (k, B) after penalty, normalisation and clipping, in this order; ended (k, B): a stop token came."""
     if missing_eos_penalty is not None:
         scores = torch.where(ended, scores, scores - missing_eos_penalty)
     if normalize:
         scores = standardize(scores, ~scores.isnan())
-    if clip_range is not None:
-        scores = scores.clamp(-clip_range, clip_range)
-    return scores
+    return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
 
-def sequence_reward(scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
+def sequence_reward(scores, kl, kl_coef: float):
     """rlhf_reward = score - β Σ_t kl_t, (k, B)."""
     return scores - kl_coef * kl.sum(-1)
 
 
-def reward_to_go(scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> torch.Tensor:
+def reward_to_go(scores, kl, kl_coef: float):
     """G_t = score - β Σ_{s≥t} kl_s, (k, B, R): what is still to come from token t on (Hu 2025, arXiv:2501.03262)."""
     return scores[..., None] - kl_coef * kl.flip(-1).cumsum(-1).flip(-1)
 
 
-def advantage(rewards: torch.Tensor, estimator: str = "rloo") -> torch.Tensor:
+def advantage(rewards, estimator: str = "rloo"):
     """A = r - baseline, for rewards (k, B) or, at each t on its own, (k, B, R). The baseline is
 
     rloo: the mean of the k - 1 siblings' r, (Σ_i r_i - r_j) / (k - 1): the default, unbiased;
@@ -241,24 +234,22 @@ def advantage(rewards: torch.Tensor, estimator: str = "rloo") -> torch.Tensor:
     return torch.where(scorable & (n > 1), found, 0.0)
 
 
-def estimate_advantages(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float, kl_level: str,
-                        normalize: bool, estimator: str = "rloo") -> torch.Tensor:
+def estimate_advantages(scores, kl, mask, kl_coef: float, kl_level: str, normalize: bool, estimator: str = "rloo"):
     """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R).
 
     kl_coef is 0 where the KL is in the loss. Another estimator changes `advantage` alone."""
     if kl_level == "sequence":
-        rewards, entries = sequence_reward(scores, kl, kl_coef), torch.ones_like(scores, dtype=torch.bool)
+        rewards, mask = sequence_reward(scores, kl, kl_coef), torch.ones_like(scores, dtype=torch.bool)
     else:
-        rewards, entries = reward_to_go(scores, kl, kl_coef), mask
+        rewards = reward_to_go(scores, kl, kl_coef)
     advantages = advantage(rewards, estimator)
     if normalize:  # over those that have a baseline
         scorable = ~rewards.isnan()
-        advantages = standardize(advantages, entries & scorable & (scorable.sum(0) > 1))
+        advantages = standardize(advantages, mask & scorable & (scorable.sum(0) > 1))
     return advantages
 
 
-def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, clip_low: float,
-                clip_high: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
     """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B).
 
     new, old, mask (k, B, R): log-probs under the policy now and when it sampled. advantages (k, B): one ratio
@@ -276,24 +267,23 @@ def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, 
     return per_completion, log_ratio.detach(), clipped > loss
 
 
-def kl_penalty(new: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def kl_penalty(new, ref_logprobs, mask):
     """Σ_t e^{-kl_t} - 1 + kl_t of each completion, (k, B): the k3 estimator of the KL, with gradient, for the loss
     (Schulman 2020, "Approximating KL Divergence")."""
     kl = kl_per_token(new, ref_logprobs, mask)
     return (torch.expm1(-kl) + kl).sum(-1)
 
 
-def loss_weight(lengths: torch.Tensor, aggregation: str) -> torch.Tensor:
+def loss_weight(lengths, aggregation: str):
     """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step, whose completions, all
     ranks', have `lengths` (k, B) tokens. sequence: 1; token: 1 / mean length, so that every token counts the same;
     sequence-mean: 1 / length."""
-    if aggregation == "sequence":
-        return torch.ones_like(lengths, dtype=torch.float32)
-    mean, _ = mean_and_std(lengths, torch.ones_like(lengths, dtype=torch.bool))
-    return (1 / (mean.expand_as(lengths) if aggregation == "token" else lengths)).float()
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    divisor = {"sequence": ones, "token": mean_and_std(lengths, ones.bool())[0], "sequence-mean": lengths}[aggregation]
+    return (ones / divisor).float()
 
 
-def mean_and_std(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_and_std(x, keep):
     """Mean and standard deviation of the entries of all ranks that `keep` (same shape) names, in float64, or NaN."""
     kept = x[keep].double()
     count = sum_over_ranks(torch.tensor(len(kept), dtype=torch.float64, device=x.device))
@@ -302,7 +292,7 @@ def mean_and_std(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, tor
     return mean, variance.sqrt()
 
 
-def standardize(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+def standardize(x, keep):
     """(x - mean) / (std + 1e-8), both over the entries of all ranks that `keep` names; the others stay as they are."""
     mean, std = mean_and_std(x, keep)
     return torch.where(keep & std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
@@ -311,11 +301,10 @@ def standardize(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 class Means(dict):
     """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split, over ranks as well."""
 
-    def add(self, name: str, values: torch.Tensor, mask: torch.Tensor | bool = True):
+    def add(self, name: str, values, mask=True):
         """Counts the entries of `values` where `mask` (same shape) is true; NaN is no value."""
         keep = ~values.isnan() & mask
-        total, count = values.double().masked_fill(~keep, 0.0).sum(), keep.double().sum()
-        self[name] = self.get(name, 0) + torch.stack([total, count])
+        self[name] = self.get(name, 0) + torch.stack([values.double().where(keep, 0.0).sum(), keep.double().sum()])
 
     def means(self) -> dict[str, float]:
         """name -> mean over all ranks; a name without entries is left out, since it has none."""
@@ -326,14 +315,13 @@ class Means(dict):
 # ---- One update ------------------------------------------------------------------------------------------------------
 
 
-def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable], optimizer, rows: list[dict],
-           sampling: dict, layout: str) -> dict[str, float]:
+def update(args, policy, sampler, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
     """One update of the policy, on k completions of each of B prompts (`rows`, see prepare_row); returns its metrics.
 
     policy: trained, float32. sampler: the policy itself, or the model that takes its weights for a rollout (see
     sampling_weights). reference: the model that the KL is measured from, None for none. rewards: name -> a function of
-    a batch (see score). sampling: what rollout needs to know besides. Raises FloatingPointError where a number is not
-    finite."""
+    a batch (see score). sampling: what rollout needs to know besides. Raises FloatingPointError where a number is
+    not finite."""
     device, k, B, means, times = policy.device, args.rloo_k, len(rows), Means(), [clock(policy.device)]
     chunk_size, temperature = args.local_rollout_forward_batch_size, args.temperature
 
@@ -347,9 +335,8 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     # 2. KL of each token from the reference; without a reference it is 0.
     ref_logprobs = rollout_logprobs
     if reference is not None:
-        with torch.no_grad(), on_device(reference, device):
-            ref_logprobs = torch.cat([completion_logprobs(reference, part, temperature, layout)[0]
-                                      for part in batch.chunks(chunk_size)], dim=1)
+        with on_device(reference, device):
+            ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
     require_finite("a log-prob under the reference", ref_logprobs)
     kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
     times.append(clock(device))
@@ -361,8 +348,8 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     times.append(clock(device))
 
     # 4. Advantages: (k, B) with one ratio per completion, (k, B, R) with one per token.
-    reward_kl_coef = args.kl_coef if args.kl_in_reward else 0.0
-    advantages = estimate_advantages(scores, kl, mask, reward_kl_coef, args.kl_level, args.normalize_advantage,
+    kl_coef = args.kl_coef if args.kl_in_reward else 0.0  # of the KL in the reward
+    advantages = estimate_advantages(scores, kl, mask, kl_coef, args.kl_level, args.normalize_advantage,
                                      args.advantage_estimator)
     if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
         advantages = advantages[..., None].expand(mask.shape)
@@ -377,9 +364,8 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     autocast = partial(torch.autocast, device.type, getattr(torch, args.dtype), args.dtype != "float32")
     old_logprobs = rollout_logprobs.clone()
     if args.num_mini_batches > 1:
-        with torch.no_grad(), autocast():
-            old_logprobs = torch.cat([completion_logprobs(policy, part, temperature, layout)[0]
-                                      for part in batch.chunks(chunk_size)], dim=1)
+        with autocast():
+            old_logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
             weight = torch.zeros_like(scores)
@@ -426,8 +412,8 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     means.add("frac_reward_zero_std", same, (~raw_scores.isnan()).sum(0) > 1)
     means.add("objective/kl", kl.sum(-1))
     means.add("objective/entropy", -rollout_logprobs.sum(-1))
-    means.add("objective/non_score_reward", -reward_kl_coef * kl.sum(-1))
-    means.add("objective/rlhf_reward", sequence_reward(scores, kl, reward_kl_coef))
+    means.add("objective/non_score_reward", -kl_coef * kl.sum(-1))
+    means.add("objective/rlhf_reward", sequence_reward(scores, kl, kl_coef))
     means.add("objective/scores", raw_scores)
     means.add("completions/mean_length", mask.sum(-1))
     means.add("completions/clipped_ratio", ~ended)
@@ -436,7 +422,7 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     metrics = {"lr": optimizer.param_groups[0]["lr"]} | means.means()
     metrics["val/ratio_var"] = max(metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2, 0.0)
     metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
-    for name, values in [("objective/scores_std", raw_scores), *((f"rewards/{n}/std", found[n]) for n in rewards)]:
+    for name, values in {"objective/scores_std": raw_scores, **{f"rewards/{n}/std": found[n] for n in rewards}}.items():
         metrics[name] = mean_and_std(values, ~values.isnan())[1].item()
     for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
         metrics[f"time/{name}"] = end - begin
@@ -445,7 +431,7 @@ def update(args: Args, policy, sampler, reference, rewards: dict[str, Callable],
     return metrics
 
 
-def require_finite(what: str, values: torch.Tensor):
+def require_finite(what: str, values):
     if not values.isfinite().all():
         raise FloatingPointError(what)
 
@@ -462,45 +448,43 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
     rank, world = start_processes(device)
     args.output_dir = gather([args.output_dir])[0]  # with a time in it ranks may differ
-    output = Path(args.output_dir)
+    output, args.track = Path(args.output_dir), args.track and rank == 0
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
     batch_size = k * B * world
 
     # Functions and data first: they are quick to load and the likeliest to be wrong.
-    functions = {spec: load_function(spec, "reward_fns") for spec in args.reward_fns}
-    judge = load_function(args.judge_fn, "judge_fn") if args.judge_fn else None
     tokenizer = load_tokenizer(args)
+    functions = load_functions(args.reward_fns, "reward_fns", tokenizer)
+    judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer)
     train_rows, test_rows = load_data(args, tokenizer)
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
 
     # Where the run begins: at a checkpoint, or at update 0. The metrics of an update are written after its evaluation.
-    state = {"update": 0, "episode": 0, "batch_size": batch_size, "prompts": len(train_rows), "before": {},
-             "metrics": {}, "files": {"metrics.jsonl": 0, "completions.jsonl": 0},
-             "args": json.loads(json.dumps(dataclasses.asdict(args))), "run_id": f"{output.name}-{time.time_ns()}"}
+    flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
+    state = {"update": 0, "episode": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
+             "files": {"metrics.jsonl": 0, "completions.jsonl": 0}, "run_id": f"{output.name}-{time.time_ns()}"}
     resumed = newest_checkpoint(output) if args.resume else None
+    damaged = f"{resumed} (nothing is overwritten; move it away, and --resume takes the one before)"
     if resumed:
-        state = load_state(resumed, state)
+        state = load_state(resumed, damaged, state)
     first = state["episode"]
     num_updates = state["update"] + max(0, math.ceil((args.total_episodes - first) / batch_size))
 
     # The policy's weights stay float32, training casts them; rollouts in bfloat16 or with fsdp use a copy of them.
     label = f"--sft_model_path {args.sft_model_path}"
-    policy = load_policy(args, str(resumed or args.sft_model_path), damaged(resumed) if resumed else label,
-                         torch.float32, trained=True)
+    policy = load_policy(args, resumed or args.sft_model_path, damaged if resumed else label, trained=True)
     layout = fit(args, policy, label, longest)
-    stop_ids = gather([rank or stop_token_ids(policy, tokenizer, args.stop_token, args.stop_token_id)])[0]
-    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id, "stop_ids": stop_ids,
+    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id,
+                "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],
                 "engine": args.rollout_engine if layout == "group" else "hf",
                 "chunk_size": args.local_rollout_forward_batch_size}
     sampler = policy if args.dtype == "float32" and args.sharding == "ddp" else empty_copy(policy, dtype, device)
-    reference = load_policy(args, args.sft_model_path, label, dtype, trained=False) if args.kl_coef else None
-    rewards, judges = load_rewards(args, functions, tokenizer, longest), {}
-    if judge:
-        judges["judge"] = partial(function_reward, f"--judge_fn {args.judge_fn}", judge, "judge", tokenizer)
+    reference = load_policy(args, args.sft_model_path, label, trained=False) if args.kl_coef else None
+    rewards = load_reward_model(args, tokenizer, longest) | functions
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
     if resumed:
-        load_optimizer(resumed, policy, optimizer, rank)
+        load_optimizer(resumed, damaged, policy, optimizer, rank)
 
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
     metrics_file, completions_file = files = [open_locked(output / name, rank) for name in state["files"]]
@@ -509,8 +493,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         for file, size in zip(files, state["files"].values()):
             file.truncate(min(size, file.tell()))
             file.seek(0, os.SEEK_END)
-        (output / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
-    args.track = args.track and rank == 0
+        (output / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     own_rows = (test_rows + test_rows[:1] * (-len(test_rows) % world))[rank::world]  # ranks take equally many
     print(f"{policy.num_parameters():,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} "
           f"prompts x {k} completions, on {f'{world} x ' * (world > 1)}{device}, into {output}", flush=True)
@@ -520,21 +503,20 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         try:
             while True:
                 # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
-                done = state["update"]
+                done, samples = state["update"], []
                 if test_rows and evaluation_due(done, num_updates, args.num_sample_generations):
                     with sampling_weights(sampler, policy):
                         samples = evaluate(args, sampler, rewards, judges, own_rows, len(test_rows), sampling,
                                            tokenizer, signals, greedy=done in (0, num_updates))
                     completions_file.writelines(json.dumps({"update": done} | sample) + "\n" for sample in samples)
-                    after = summarize(samples)
                     with bar.external_write_mode():
                         show(samples[:3], f"Held-out completions after {done} of {num_updates} updates, sampled")
-                    track(args, state["run_id"], done, {}, samples)
+                    after = summarize(samples)
                     state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                     state["before"] = state["before"] if done else after
+                track(args, state["run_id"], done, state["metrics"], samples)
                 if done:
                     metrics_file.write(json.dumps(state["metrics"]) + "\n")
-                    track(args, state["run_id"], done, state["metrics"])
                 if done == num_updates:
                     break
 
@@ -543,12 +525,12 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 optimizer.param_groups[0]["lr"] = learning_rate(args, state["episode"] / args.total_episodes)
                 rows = [train_rows[i] for i in itertools.islice(order, B * world)][rank * B : (rank + 1) * B]
                 metrics = update(args, policy, sampler, reference, rewards, optimizer, rows, sampling, layout)
-                seconds += sum(value for name, value in metrics.items() if name.startswith("time/"))
-                state |= {"update": done + 1, "episode": state["episode"] + batch_size}
-                metrics = {"update": done + 1, "episode": state["episode"],
-                           "eps": (state["episode"] - first) / seconds} | metrics
                 if metrics["grad_norm"] == 0:
                     say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
+                seconds += sum(value for name, value in metrics.items() if name.startswith("time/"))
+                state |= {"update": done + 1, "episode": state["episode"] + batch_size}
+                metrics |= {"update": done + 1, "episode": state["episode"],
+                            "eps": (state["episode"] - first) / seconds}
                 metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
                 state["metrics"] = metrics if done else state["metrics"] | metrics  # with the evaluation before
                 wins = after.get("sampled/judge_win_rate", after.get("sampled/win_rate"))
@@ -604,18 +586,13 @@ def evaluation_due(update: int, num_updates: int, between: int) -> bool:
     return update in (0, num_updates) or between > 0 and update % every == 0 and num_updates - update >= 5
 
 
-def evaluate(args: Args, sampler, rewards: dict[str, Callable], judges: dict[str, Callable], rows: list[dict],
-             total: int, sampling: dict, tokenizer, signals: Sequence[int], greedy: bool) -> list[dict]:
+def evaluate(args, sampler, rewards: dict, judges: dict, rows: list[dict], total: int, sampling: dict, tokenizer,
+             signals: Sequence[int], greedy: bool) -> list[dict]:
     """A sampled completion of each of this rank's `rows`, and perhaps a greedy one, with its grades (the weighted score
     and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): `total` of all ranks.
 
     Every evaluation draws the same random numbers. Raises InterruptedError if the run is told to stop meanwhile."""
-    def grade(batch: Batch) -> dict[str, torch.Tensor]:
-        found = score(rewards, batch)
-        grades = {"score": weighted_sum([found[name] for name in rewards], args.reward_weights)[0]}
-        return grades | {f"{name}_score": values[0] for name, values in score(judges, batch).items()}
-
-    samples, size, stop_ids = [], args.local_rollout_forward_batch_size, sampling["stop_ids"]
+    samples, size, R, stop_ids = [], args.local_rollout_forward_batch_size, args.response_length, sampling["stop_ids"]
     stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]  # ends a reference
     for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
         transformers.set_seed(args.seed)
@@ -624,11 +601,15 @@ def evaluate(args: Args, sampler, rewards: dict[str, Callable], judges: dict[str
             stop_if_told(signals, sampler.device)
             batch, _ = rollout(sampler, part, 1, temperature, **sampling)
             references = [tokenizer(row["reference"] or "", add_special_tokens=False)["input_ids"] for row in part]
-            ids, _ = pad([ids[: args.response_length - 1] + [stop_id] for ids in references], stop_id)
-            theirs = grade(make_batch(part, ids[None].to(sampler.device), stop_ids, sampling["pad_id"]))
-            columns = grade(batch)
-            differences = {name.replace("score", "win_rate"): ours - theirs[name] for name, ours in columns.items()}
-            columns |= {name: 0.5 + 0.5 * x.sign() + 0 * x for name, x in differences.items()}  # NaN stays NaN
+            ids = [(ids[: R - 1] + [stop_id] * R)[:R] for ids in references]
+            pair = torch.cat([batch.responses, torch.tensor([ids], device=sampler.device)])  # ours, theirs
+            pair = make_batch(part, pair, stop_ids, sampling["pad_id"])
+            scores = score(rewards, pair)
+            columns = {"score": weighted_sum([scores[name] for name in rewards], args.reward_weights)}
+            columns |= {"judge_score": values for values in score(judges, pair).values()}
+            wins = {name.replace("score", "win_rate"): 0.5 + 0.5 * (ours - theirs).sign() + 0 * (ours - theirs)
+                    for name, (ours, theirs) in columns.items()}  # NaN stays NaN
+            columns = {name: ours for name, (ours, _) in columns.items()} | wins
             columns["length"] = batch.response_mask[0].sum(-1)
             for row, text, *numbers in zip(part, decode(batch, tokenizer), *(x.tolist() for x in columns.values())):
                 known = {name: None if math.isnan(x) else x for name, x in zip(columns, numbers)
@@ -653,12 +634,11 @@ def summarize(samples: list[dict]) -> dict[str, float]:
 def show(samples: list[dict], title: str):
     """Prints samples as a table as wide as the terminal."""
     names = [name for name in ("prompt", "completion", "reference", "score", "judge_score") if name in samples[0]]
-    columns = [Column(name, overflow="fold") for name in names]
-    table = Table(*columns, title=title, show_lines=True, title_justify="left")
+    table = Table(*(Column(name, overflow="fold") for name in names), title=title, show_lines=True)
     for sample in samples:
-        texts = [x if isinstance(x, str) else f"{x:.2f}" if x is not None else "-" for x in map(sample.get, names)]
-        texts[0] = " ".join(texts[0].split())
-        table.add_row(*map(Text, ["…" * (len(texts[0]) > 160) + texts[0][-160:], *texts[1:]]))
+        prompt = " ".join(sample["prompt"].split())
+        texts = sample | {"prompt": "…" * (len(prompt) > 160) + prompt[-160:]}
+        table.add_row(*(Text(f"{x:.2f}" if isinstance(x, float) else x or "-") for x in map(texts.get, names)))
     Console(file=sys.stdout).print(table)
 
 
@@ -675,7 +655,7 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
         Console(file=sys.stdout).print("", table)
 
 
-def track(args: Args, run_id: str, step: int, metrics: dict, samples: Sequence[dict] = ()):
+def track(args, run_id: str, step: int, metrics: dict, samples: Sequence[dict] = ()):
     """Logs to Weights & Biases, if asked to. If the service fails, that is said, and the run goes on without."""
     if not args.track:
         return
@@ -685,10 +665,8 @@ def track(args: Args, run_id: str, step: int, metrics: dict, samples: Sequence[d
         if getattr(wandb, "run", None) is None:
             wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
                        dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
-        if samples:
-            table = wandb.Table(columns=[*samples[0]], data=[[*sample.values()] for sample in samples])
-            metrics = metrics | {"completions": table}
-        wandb.log(metrics, step=step)
+        table = wandb.Table(columns=[*samples[0]], data=[[*x.values()] for x in samples]) if samples else None
+        wandb.log(metrics | ({"completions": table} if samples else {}), step=step)
     except Exception as error:  # whatever the service or its client raises
         args.track = False
         say_once(f"--track: the run goes on without Weights & Biases ({first_line(error)})")
@@ -719,28 +697,27 @@ class Batch(NamedTuple):
     response_mask: torch.Tensor  # (k, B, R) bool, true up to and including the first stop token
     ended: torch.Tensor  # (k, B) bool: a stop token came within R
 
-    def prompts(self, index: torch.Tensor | slice) -> "Batch":
+    def prompts(self, index: torch.Tensor) -> "Batch":
         """The groups of the prompts `index` (b,)."""
-        rows = self.rows[index] if isinstance(index, slice) else [self.rows[i] for i in index.tolist()]
+        rows = [self.rows[i] for i in index.tolist()]
         return Batch(rows, self.prompt_ids[index], self.prompt_mask[index], *(x[:, index] for x in self[3:]))
 
     def chunks(self, size: int) -> Iterator["Batch"]:
         """Whole groups, at most `size` completions at a time if a group has no more."""
-        step = max(1, size // len(self.responses))
-        return (self.prompts(slice(i, i + step)) for i in range(0, len(self.rows), step))
+        index = torch.arange(len(self.rows), device=self.prompt_ids.device)
+        return map(self.prompts, index.split(max(1, size // len(self.responses))))
 
 
-def pad(sequences: Sequence[list[int]], pad_id: int, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def pad(sequences: Sequence[list[int]], pad_id: int, left: bool = False):
     """Token lists to ids and mask, both (len(sequences), longest)."""
-    lengths = torch.tensor([*map(len, sequences)])[:, None]
-    slots = torch.arange(int(lengths.max()))
-    mask = slots >= len(slots) - lengths if left else slots < lengths
-    ids = torch.full(mask.shape, pad_id)
-    ids[mask] = torch.tensor([*itertools.chain(*sequences)], dtype=torch.long)
-    return ids, mask
+    longest = max(map(len, sequences))
+    fill = [longest - len(ids) for ids in sequences]
+    ids = [[pad_id] * n * left + ids + [pad_id] * n * (not left) for n, ids in zip(fill, sequences)]
+    slot, fill = torch.arange(longest), torch.tensor(fill)[:, None]
+    return torch.tensor(ids, dtype=torch.long), slot >= fill if left else slot < longest - fill
 
 
-def make_batch(rows: list[dict], responses: torch.Tensor, stop_ids: list[int], pad_id: int) -> Batch:
+def make_batch(rows: list[dict], responses, stop_ids: list[int], pad_id: int) -> Batch:
     """Prompts and their completions (k, B, R), of which what follows the first stop token does not count."""
     prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
     is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
@@ -749,12 +726,12 @@ def make_batch(rows: list[dict], responses: torch.Tensor, stop_ids: list[int], p
                  is_stop.any(-1))
 
 
-def prompt_positions(prompt_mask: torch.Tensor) -> torch.Tensor:
+def prompt_positions(prompt_mask):
     """Where each prompt slot stands in its sequence, (B, P); token t of a completion: at the prompt's length + t."""
     return (prompt_mask.cumsum(1) - 1).clamp(min=0)
 
 
-def sequence_mask(prompt_mask: torch.Tensor, R: int) -> torch.Tensor:
+def sequence_mask(prompt_mask, R: int):
     """(B, 1, P + R, P + R) bool: who sees whom in a prompt (B, P) and one completion of R slots. A slot sees the real
     slots up to itself and, if it is padding, itself, since softmax needs something to see."""
     real = F.pad(prompt_mask, (0, R), value=True)
@@ -763,7 +740,7 @@ def sequence_mask(prompt_mask: torch.Tensor, R: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=2)  # all layers of a forward share what is made of its mask
-def attention_bias(mask: torch.Tensor, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
+def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
     """Lines begin … end-1 of a bool mask (B, 1, n, m), first `slots` columns, as a bias of the scores; the block of
     lines is repeated: (B, 1, repeats · lines, slots). In memory lines begin at multiples of 8, which kernels want."""
     part = mask[:, :1, begin:end, :slots].repeat(1, 1, repeats, 1)
@@ -771,7 +748,7 @@ def attention_bias(mask: torch.Tensor, begin: int, end: int, slots: int, repeats
     return bias.masked_fill_(~part, torch.finfo(dtype).min)
 
 
-def folded_attention(query, key, value, bias, scaling: Optional[float]) -> torch.Tensor:
+def folded_attention(query, key, value, bias, scaling):
     """Attention of queries (B, H, n, D) over keys and values (B, h, m, D). The H / h query heads that share a key head
     become that many times as many queries of it, since a mask would make the kernel copy keys and values otherwise."""
     B, H, n, D = query.shape
@@ -779,7 +756,7 @@ def folded_attention(query, key, value, bias, scaling: Optional[float]) -> torch
     return out.view(B, H, n, -1)
 
 
-def lanes_attention(query, key, value, bias, scaling: Optional[float], P: int, k: int) -> torch.Tensor:
+def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
     """Attention of the lanes alone, (B, k·R, H, D): k times as many heads over the prompt's keys and their own."""
     (B, H, _, D), h = query.shape, key.shape[1]
     queries = query[:, :, P:].reshape(B, h, H // h, -1, k, D).permute(0, 1, 4, 2, 3, 5).reshape(B, H * k, -1, D)
@@ -790,7 +767,7 @@ def lanes_attention(query, key, value, bias, scaling: Optional[float], P: int, k
     return lanes.unflatten(1, (h, k, -1)).permute(0, 4, 2, 1, 3, 5).reshape(B, -1, H, lanes.shape[-1])
 
 
-def lane_attention(module, query, key, value, mask, scaling: Optional[float] = None, **kwargs):
+def lane_attention(module, query, key, value, mask, scaling=None, **kwargs):
     """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
     (B, n, H, D) and None. A mask (B, 1, n, m) says who sees whom, as in any row, in prefill and in decoding.
 
@@ -802,17 +779,16 @@ def lane_attention(module, query, key, value, mask, scaling: Optional[float] = N
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
     if special or mask is None or mask.dtype != torch.bool or n == mask.shape[2] and mask.shape[1] > 1:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    k, S = mask.shape[1], mask.shape[3]
-    if n == mask.shape[2]:
-        bias = attention_bias(mask, 0, n, S, g, query.dtype)
-        return folded_attention(query, key, value, bias, scaling).transpose(1, 2).contiguous(), None
-    P = S - (n - S) // (k - 1)
-    bias = attention_bias(mask, 0, P, P, g, query.dtype)
-    prompt = folded_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], bias, scaling)
-    bias = attention_bias(mask, P, S, S, g, query.dtype)
-    lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False,
-                       preserve_rng_state=False)
-    return torch.cat([prompt.transpose(1, 2), lanes], dim=1), None
+    _, k, lines, S = mask.shape
+    P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2
+    bias = attention_bias(mask, 0, P, slots, g, query.dtype)
+    out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
+    if n > lines:
+        bias = attention_bias(mask, P, S, S, g, query.dtype)
+        lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False,
+                           preserve_rng_state=False)
+        out = torch.cat([out, lanes], dim=1)
+    return out.contiguous(), None
 
 
 def use_lanes(model) -> bool:
@@ -824,18 +800,17 @@ def use_lanes(model) -> bool:
     return model.config._attn_implementation == "lanes"
 
 
-def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
+def completion_hidden(model, batch: Batch, layout: str):
     """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
     slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
 
     The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
     k, P, R = len(batch.responses), int(batch.prompt_mask.sum(-1).max()), int(batch.response_mask.sum(-1).max())
-    prompt_ids, prompt_mask = batch.prompt_ids[:, -P:], batch.prompt_mask[:, -P:]
-    responses, response_mask = batch.responses[..., :R], batch.response_mask[..., :R]
+    prompt_ids, prompt_mask, responses = batch.prompt_ids[:, -P:], batch.prompt_mask[:, -P:], batch.responses[..., :R]
     if layout == "plain":  # k·B prompts with one completion each
         prompt_ids, prompt_mask = prompt_ids.repeat(k, 1), prompt_mask.repeat(k, 1)
-        responses, response_mask = responses.flatten(0, 1)[None], response_mask.flatten(0, 1)[None]
-        mask = torch.cat([prompt_mask, response_mask[0]], dim=1).long()
+        responses = responses.reshape(1, -1, R)
+        mask = torch.cat([prompt_mask, batch.response_mask[..., :R].flatten(0, 1)], dim=1).long()
     else:
         use_lanes(model)
         mask = sequence_mask(prompt_mask, R).expand(-1, k, -1, -1)
@@ -849,20 +824,19 @@ def completion_hidden(model, batch: Batch, layout: str) -> torch.Tensor:
     return hidden.reshape(k, -1, *hidden.shape[2:])
 
 
-def final_logits(model, hidden: torch.Tensor) -> torch.Tensor:
+def final_logits(model, hidden):
     """Logits (..., vocabulary) in float32 of hidden states (..., H), scaled and capped where the model does that."""
     config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden).float()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    logits = logits if scale == 1.0 else logits * scale
+    logits = model.get_output_embeddings()(hidden).float().mul_(scale)
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
 LOGITS_AT_ONCE = {"cpu": 2**23, "else": 2**27}  # entries of a (tokens, vocabulary) block of logits, in float32
 
 
-def block_logprobs(model, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+def block_logprobs(model, hidden, tokens, temperature: float):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
     logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
     with torch.no_grad():
@@ -885,7 +859,7 @@ def fsdp_forward(function: Callable) -> Callable:
 
 
 @fsdp_forward
-def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group") -> tuple[torch.Tensor, ...]:
+def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group"):
     """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked.
 
     Logits are made for real completion tokens only, a block of tokens at a time, and once more in backward."""
@@ -900,8 +874,15 @@ def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "
                  for part in parts)
 
 
+@torch.no_grad()
+def chunked_logprobs(model, batch: Batch, temperature: float, layout: str, chunk_size: int):
+    """Log-probs (k, B, R) without gradient, of at most `chunk_size` completions at a time."""
+    parts = [completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)]
+    return torch.cat(parts, dim=1)
+
+
 @fsdp_forward
-def model_scores(model, batch: Batch, layout: str = "group") -> torch.Tensor:
+def model_scores(model, batch: Batch, layout: str = "group"):
     """Scores (k, B) of a sequence classifier: its head at the last real token of each completion."""
     hidden = completion_hidden(model, batch, layout)
     last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
@@ -910,30 +891,28 @@ def model_scores(model, batch: Batch, layout: str = "group") -> torch.Tensor:
 
 @fsdp_forward
 @torch.no_grad()
-def takes_group_rows(model, P: int, k: int, R: int, device: torch.device | str = "cpu") -> bool:
+def takes_group_rows(model, P: int, k: int, R: int, device="cpu", tolerance: float = 1e-3) -> bool:
     """Whether a model gives the same numbers in both layouts on a batch of this size: its attention is full over the
     row, obeys a mask and takes positions from `position_ids` alone. Not so with linear attention, a sliding window
     shorter than prompt and completion, ALiBi, or kernels that take no mask."""
     if not use_lanes(model):
         return False
-    tokens = torch.arange(P + 2 * k * R) * 7919 % model.config.get_text_config().vocab_size
+    tokens = torch.arange(P + 2 * k * R, device=device) * 7919 % model.config.get_text_config().vocab_size
     rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
-    probe = make_batch(rows, tokens[P:].view(k, 2, R).to(device), stop_ids=[-1], pad_id=0)
+    probe = make_batch(rows, tokens[P:].view(k, 2, R), stop_ids=[-1], pad_id=0)
     try:
         plain, group = (completion_hidden(model, probe, layout).float() for layout in ("plain", "group"))
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, TypeError, RuntimeError):  # a kernel that takes no such mask
+    except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         return False
-    rounded = model.dtype != torch.float32 or torch.is_autocast_enabled(probe.responses.device.type)
-    tolerance = 0.1 if rounded else 1e-3
     return bool((plain - group).norm() < tolerance * plain.norm())
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
-def sample(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits, temperature: float):
     """A token of each softmax(logits / temperature) and its log-prob, both (...), from logits (..., vocabulary).
 
     At temperature 0 the likeliest; else where a random number falls in the cumulative distribution. Nothing here waits
@@ -968,10 +947,10 @@ class Decoder:
         self.stopped = zeros(B, k, dtype=torch.bool)  # a stop token has come
         self.tokens = zeros(B, k, R, dtype=torch.long)
         self.logprobs = zeros(B, k, R)
-        self.cache: dict[int, list[torch.Tensor]] = {}  # layer -> keys and values (B, heads, P + k·R, D)
+        self.cache: dict[int, list] = {}  # layer -> keys and values (B, heads, P + k·R, D)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args, **kwargs) -> list[torch.Tensor]:
+    def update(self, keys, values, layer: int, *args, **kwargs):
         """What `transformers` calls on a cache: keeps new keys and values, returns all that can be seen."""
         if layer not in self.cache:
             slots = self.prompt_mask.shape[1] + self.k * self.R
@@ -983,12 +962,12 @@ class Decoder:
     def get_seq_length(self, *args) -> int:
         return 0  # some models ask, to make positions that they are given anyway
 
-    def read(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def read(self, ids, positions, mask):
         """Hidden states of the tokens `ids` (B, n), which go into `slots` of the cache."""
         return self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self,
                                      use_cache=True)[0]
 
-    def sample_next(self, hidden: torch.Tensor):
+    def sample_next(self, hidden):
         """Samples a token of every completion from hidden states (B, k, H) and notes it as number `step`."""
         tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature)
         self.tokens.index_copy_(2, self.step, tokens[..., None])
@@ -1018,7 +997,7 @@ class Decoder:
                 self.decode(visible)
         self.graphs[visible].replay()
 
-    def generate(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def generate(self, prompt_ids, prompt_mask):
         """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
         P, cuda = prompt_ids.shape[1], prompt_ids.is_cuda
         if cuda and not self.cache and self.R > 1 and Decoder.capture:
@@ -1043,10 +1022,10 @@ class Decoder:
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
 
-def generate_hf(model, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: int, response_length: int,
-                temperature: float, stop_ids: list[int], pad_id: int) -> torch.Tensor:
-    """Tokens (k, B, r), r ≤ response_length, of prompts (B, P), by `generate` of transformers from the full
-    softmax(logits / temperature), at 0 greedily: none of the model's own generation settings (top-k, ...) apply."""
+def generate_hf(model, prompt_ids, prompt_mask, k: int, response_length: int, temperature: float, stop_ids: list[int],
+                pad_id: int):
+    """Tokens (k, B, R) of prompts (B, P), by `generate` of transformers from the full softmax(logits / temperature), at
+    0 greedily: none of the model's own generation settings (top-k, ...) apply."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     config = transformers.GenerationConfig(max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id,
                                            **sampling)
@@ -1056,46 +1035,41 @@ def generate_hf(model, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, k: i
                              generation_config=config)
     finally:
         model.generation_config = own_config  # saved later as it was loaded
+    out = F.pad(out, (0, prompt_ids.shape[1] + response_length - out.shape[1]), value=pad_id)
     return out[:, prompt_ids.shape[1] :].unflatten(0, (k, len(prompt_ids)))
 
 
 @torch.no_grad()
 def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int], pad_id: int,
-            engine: str = "group", chunk_size: int = 64) -> tuple[Batch, torch.Tensor]:
+            engine: str = "group", chunk_size: int = 64):
     """k completions of each row's prompt, at most `chunk_size` of them at a time, by Decoder ("group") or generate_hf.
 
-    Returns the batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked; for "hf"
+    Returns the Batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked; for "hf"
     one more forward in plain rows gives them."""
-    size, decoder, parts = max(1, chunk_size // k), None, []
-    longest = max(len(row["prompt_ids"]) for row in rows)
-    for chunk in (rows[i : i + size] for i in range(0, len(rows), size)):
-        ids, mask = (x.to(model.device) for x in pad([row["prompt_ids"] for row in chunk], pad_id, left=True))
+    decoder, tokens, logprobs = None, [], []
+    prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
+    for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
+        if model.device.type == "cpu":  # elsewhere chunks of one shape can use the same graphs
+            ids, mask = (x[:, -int(mask.sum(1).max()) :] for x in (ids, mask))
         if engine == "hf":
-            tokens = generate_hf(model, ids, mask, k, response_length, temperature, stop_ids, pad_id)
-            parts.append((F.pad(tokens, (0, response_length - tokens.shape[-1]), value=pad_id),))
+            tokens.append(generate_hf(model, ids, mask, k, response_length, temperature, stop_ids, pad_id))
             continue
-        if model.device.type == "cuda":  # chunks of one shape can use the same graphs
-            ids, mask = (F.pad(x, (longest - x.shape[1], 0)) for x in (ids, mask))
         if decoder is None or decoder.prompt_mask.shape != ids.shape:
             decoder = None  # frees its memory first
             decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
-        parts.append(decoder.generate(ids, mask))
+        for found, new in zip((tokens, logprobs), decoder.generate(ids, mask)):
+            found.append(new)
     attention_bias.cache_clear()
-    responses, *logprobs = (torch.cat(part, dim=1) for part in zip(*parts))
-    batch = make_batch(rows, responses, stop_ids, pad_id)
+    batch = make_batch(rows, torch.cat(tokens, dim=1), stop_ids, pad_id)
     if engine == "hf":
-        logprobs = [torch.cat([completion_logprobs(model, part, temperature or 1.0, "plain")[0]
-                               for part in batch.chunks(chunk_size)], dim=1)]
-    return batch, logprobs[0].masked_fill(~batch.response_mask, 0.0)
+        logprobs = [chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)]
+    return batch, torch.cat(logprobs, dim=1).masked_fill(~batch.response_mask, 0.0)
 
 
 def empty_copy(policy, dtype: torch.dtype, device: torch.device):
     """A model like `policy`, in `dtype` on `device`; its weights are empty until `sampling_weights` fills them."""
-    with torch.device("meta"):
-        model = type(policy)._from_config(policy.config, dtype=dtype)
-    model.to_empty(device=device).eval().requires_grad_(False).tie_weights()
-    for mine, theirs in zip(model.buffers(), policy.buffers()):
-        mine.copy_(theirs)
+    with device:
+        model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.new_empty(0)
     return model
@@ -1116,12 +1090,9 @@ def sampling_weights(sampler, policy):
 # ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
 
 
-def score(rewards: dict[str, Callable[[Batch], dict]], batch: Batch) -> dict[str, torch.Tensor]:
+def score(rewards: dict[str, Callable], batch: Batch) -> dict:
     """Scores (k, B) by the name of each reward, and what else a reward has to tell of each completion."""
-    found = {}
-    for reward in rewards.values():
-        found |= reward(batch)
-    return found
+    return {name: values for reward in rewards.values() for name, values in reward(batch).items()}
 
 
 def completion_tokens(batch: Batch) -> list[list[int]]:
@@ -1137,7 +1108,7 @@ def decode(batch: Batch, tokenizer) -> list[str]:
 
 
 @torch.no_grad()
-def model_reward(model, layout: str, chunk_size: int, device: torch.device, batch: Batch) -> dict[str, torch.Tensor]:
+def model_reward(model, layout: str, chunk_size: int, device: torch.device, batch: Batch) -> dict:
     """The reward model's scores where it reads the policy's tokens."""
     with on_device(model, device):
         scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
@@ -1145,8 +1116,7 @@ def model_reward(model, layout: str, chunk_size: int, device: torch.device, batc
     return {"reward_model": scores}
 
 
-def text_reward(model, own_tokenizer, positions: int, tokenizer, chunk_size: int, device: torch.device,
-                batch: Batch) -> dict[str, torch.Tensor]:
+def text_reward(model, own_tokenizer, positions: int, tokenizer, chunk_size: int, device, batch: Batch) -> dict:
     """The reward model's scores where it has a tokenizer of its own: the text is tokenized again, a chat by its own
     template. A completion that ended ends in its eos token. Text beyond its positions is cut from the left, which
     reward_model/cut counts."""
@@ -1168,48 +1138,72 @@ def text_reward(model, own_tokenizer, positions: int, tokenizer, chunk_size: int
     return {"reward_model": scores.view(k, -1), "reward_model/cut": cut.view(k, -1)}
 
 
-def load_function(spec: str, flag: str) -> Callable:
-    """The function named by `file.py:function` or `module:function`; it may import what lies beside it."""
-    source, _, name = spec.rpartition(":")
-    require(source, f"--{flag} {spec}: must be file.py:function or module:function")
-    path = Path(source)
-    with explained(f"--{flag} {spec}: cannot be loaded"):
-        if path.suffix == ".py":
-            sys.path.append(str(path.resolve().parent))
-            module_spec = importlib.util.spec_from_file_location(path.stem, path)
-            module = importlib.util.module_from_spec(module_spec)
-            sys.modules.setdefault(module_spec.name, module)  # dataclasses and pickle look modules up by name
-            module_spec.loader.exec_module(module)
-        else:
-            sys.path.append(os.getcwd())
-            module = importlib.import_module(source)
-        function = getattr(module, name)
-    require(callable(function), f"--{flag} {spec}: is not a function")
-    return function
+def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
+    """{"reward_model": reward}, or nothing without one. It reads the policy's tokens if it has the policy's tokenizer
+    or none, and embeddings for all of them; else its own tokenizer reads the text."""
+    path, label, own = args.reward_model_path, f"--reward_model_path {args.reward_model_path}", None
+    if not path:
+        return {}
+    config = load_pretrained(args, AutoConfig, path, label)
+    classifier = any("SequenceClassification" in name for name in config.architectures or [])
+    require(config.num_labels == 1 or not classifier, f"{label}: has {config.num_labels} labels, not one")
+    model, missing = load_model(args, AutoModelForSequenceClassification, path, label, trained=False, num_labels=1)
+    require(hasattr(model, "score"), f"{label}: {type(model).__name__} has no `score` head on its output")
+    if missing:
+        print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
+    if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
+        own = load_pretrained(args, AutoTokenizer, path, label)
+    words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
+    same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
+    embeddings = config.get_text_config().vocab_size
+    rest = args.local_rollout_forward_batch_size, torch.device(args.device)
+    if embeddings > max(policy_words.values()) and (same or not words):
+        return {"reward_model": partial(model_reward, model, fit(args, model, label, longest), *rest)}
+    require(0 < len(words) <= embeddings, f"{label}: has {embeddings} tokens, which do not fit its tokenizer, or the "
+            "policy's if it has none")
+    return {"reward_model": partial(text_reward, model, own, positions_of(model), tokenizer, *rest)}
 
 
-def function_reward(label: str, function: Callable, name: str, tokenizer, batch: Batch) -> dict[str, torch.Tensor]:
+def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
+    """name -> reward, for functions that are named `file.py:function` or `module:function`; they may import what lies
+    beside them."""
+    rewards: dict[str, Callable] = {}
+    for spec in specs:
+        (source, _, name), label = spec.rpartition(":"), f"--{flag} {spec}"
+        require(source, f"{label}: must be file.py:function or module:function")
+        path = Path(source).resolve()
+        sys.path.append(str(path.parent))
+        with explained(f"{label}: cannot be loaded"):
+            module = runpy.run_path(str(path)) if path.suffix == ".py" else vars(importlib.import_module(source))
+        function = module.get(name)
+        require(callable(function), f"{label}: there is no function {name}")
+        name = spec if name in rewards or name == "reward_model" else name
+        rewards[name] = partial(function_reward, label, function, name, tokenizer)
+    return rewards
+
+
+def function_reward(label: str, function: Callable, name: str, tokenizer, batch: Batch) -> dict:
     """Scores of a reward function by its `name`, NaN where it returned None; `label` names it in errors.
 
     It is called with prompts (as the dataset has them), completions (text without the stop token), completion_ids
     (the stop token included) and every dataset column by its name, each a list of k·B in the order j·B + b."""
     rows = batch.rows * len(batch.responses)
-    columns = {c for row in batch.rows for c in row["columns"]} - {"prompt", "prompts", "completions", "completion_ids"}
-    given = {column: [row["columns"].get(column) for row in rows] for column in sorted(columns)}
+    columns = sorted({column for row in batch.rows for column in row["columns"]} - {"prompt"})
+    given = {column: [row["columns"].get(column) for row in rows] for column in columns}
+    given |= {"prompts": [row["prompt"] for row in rows], "completions": decode(batch, tokenizer),
+              "completion_ids": completion_tokens(batch)}
     try:
-        scores = function(prompts=[row["prompt"] for row in rows], completions=decode(batch, tokenizer),
-                          completion_ids=completion_tokens(batch), **given)
+        scores = function(**given)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[:2][-1]  # in the user's file, whatever that called
         raise InputError(f"{label} raised {type(error).__name__}: {first_line(error)} ({place.filename}, line "
                          f"{place.lineno})") from error
     with explained(f"{label} returned {scores!r:.50}, not a list of numbers and None"):
-        scores = list(scores)
-        require(len(scores) == len(rows), f"{label} returned {len(scores)} numbers for {len(rows)} completions")
         numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
-    for i in (numbers.isfinite() == torch.tensor([value is None for value in scores])).nonzero()[:1, 0].tolist():
-        raise InputError(f"{label} returned {scores[i]!r:.50}, not a finite number or None, for the prompt "
-                         f"{rows[i]['prompt_text'][:60]!r}")
+    require(len(numbers) == len(rows), f"{label} returned {len(numbers)} numbers for {len(rows)} completions")
+    for value, finite, row in zip(scores, numbers.isfinite(), rows):
+        require(value is None or finite, f"{label} returned {value!r:.50}, not a finite number or None, "
+                f"for the prompt {row['prompt_text'][:60]!r}")
     return {name: numbers.to(batch.responses.device).view(batch.ended.shape)}
 
 
@@ -1219,26 +1213,30 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of one split of a dataset, or None where it has no such split. `name`: a .jsonl file, whose split is train,
     a folder with <split>.jsonl, or else what the datasets package loads by this name."""
-    folder = os.path.isdir(name) and any(Path(name).glob("*.jsonl"))
-    file = Path(name) / f"{split}.jsonl" if folder else Path(name)
-    if not folder and file.suffix != ".jsonl":
+    path, folder = Path(name), os.path.isdir(name)
+    if path.suffix != ".jsonl" and not (folder and any(path.glob("*.jsonl"))):
         with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them; what else there is, on the "
                        "disk or the Hub, the datasets package reads: pip install datasets"):
             import datasets
 
             splits = datasets.get_dataset_split_names(name)
             return list(datasets.load_dataset(name, split=split)) if split in splits else None
-    if folder and not os.path.isfile(file) or not folder and split != "train":
+    require(folder or os.path.isfile(name), f"--dataset_name {name[:200]}: no such file")
+    file, example = path / f"{split}.jsonl" if folder else path, '{"prompt": "..."}'
+    if not os.path.isfile(file) or not folder and split != "train":
         return None
-    require(os.path.isfile(file), f"--dataset_name {name[:200]}: no such file")
-    rows, number = [], 0
-    with explained(f'{str(file)[:200]}: must be UTF-8 text with a JSON object like {{"prompt": "..."}} on each line'):
-        for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
-            try:
-                rows += [dict(**json.loads(line))] if line.strip() else []
-            except (ValueError, TypeError, RecursionError) as error:
-                raise ValueError(f"line {number}: {first_line(error)}") from error
+    with explained(f"{str(file)[:200]}: must be UTF-8 text with a JSON object like {example} on each line"):
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        with explained(f"{str(file)[:200]}: line {number} must be a JSON object like {example}"):
+            rows += [dict(**json.loads(line))] if line.strip() else []
     return rows
+
+
+def text_of(value) -> str:
+    """A text, or that of the last message of a list. TypeError where it is none."""
+    return str.__str__(value[-1]["content"] if isinstance(value, list) else value)
 
 
 def prepare_row(row: dict, tokenizer) -> dict:
@@ -1248,15 +1246,11 @@ def prepare_row(row: dict, tokenizer) -> dict:
     "columns": the row}. With `messages`, the turns up to the first of the user are the prompt and the next turn of the
     assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
     single message as it is. Raises whatever Python does where the row is not like that."""
-    def text_of(value) -> str:
-        return str.__str__(value[-1]["content"] if isinstance(value, list) else value)  # TypeError if it is no text
-
     prompt, reference = row.get("prompt"), row.get("completion")
     if prompt is None:
-        roles = [message["role"] for message in row["messages"]]
-        prompt = row["messages"][: roles.index("user") + 1]
-        answers = (m for m in row["messages"][len(prompt) :] if m["role"] == "assistant")
-        reference = [message] if (message := next(answers, None)) else None
+        turns = [message["role"] for message in row["messages"]].index("user") + 1
+        prompt = row["messages"][:turns]
+        reference = [m for m in row["messages"][turns:] if m["role"] == "assistant"][:1] or None
     text, templated = text_of(prompt), isinstance(prompt, list) and tokenizer.chat_template is not None
     if templated:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
@@ -1303,39 +1297,38 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
 
-def load_pretrained(args: Args, auto_class, path: str, label: str, **options):
+def load_pretrained(args, auto_class, path, label: str, **options):
     """`auto_class.from_pretrained`; what cannot be loaded is an InputError that begins with `label`."""
     with explained(f"{label}: cannot be loaded" if os.path.isdir(path) else f"{label}: no such folder or Hub model"):
         return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
 
 
-def load_model(args: Args, auto_class, path: str, label: str, dtype: torch.dtype, trained: bool, **options):
+def load_model(args, auto_class, path, label: str, trained: bool, **options):
     """A model in eval mode (no dropout, in training either), on its device or sharded, and the names of the weights
     that `path` does not have. With --sharding fsdp only the first rank reads the weights, into the CPU's memory."""
     config, missing = load_pretrained(args, AutoConfig, path, label, **options), []
     own = None if args.attn_implementation == "sdpa" else args.attn_implementation  # None: sdpa, or eager without it
+    options = {"dtype": torch.float32 if trained else getattr(torch, args.dtype), "attn_implementation": own}
     if args.sharding == "ddp" or dist.get_rank() == 0:
-        model, info = load_pretrained(args, auto_class, path, label, config=config, dtype=dtype,
-                                      attn_implementation=own, output_loading_info=True)
+        model, info = load_pretrained(args, auto_class, path, label, config=config, output_loading_info=True, **options)
         missing = sorted(info["missing_keys"])
     else:
         with torch.device("meta"):
-            model = auto_class.from_config(config, dtype=dtype, attn_implementation=own,
-                                           trust_remote_code=args.trust_remote_code)
+            model = auto_class.from_config(config, trust_remote_code=args.trust_remote_code, **options)
     model.eval().requires_grad_(trained)
     if trained and args.gradient_checkpointing:
         for layer in decoder_layers(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     if args.sharding == "fsdp":
-        shard(model, torch.device(args.device), getattr(torch, args.dtype), trained, args.offload_reference)
+        shard(model, args, trained)
     else:
         model.to("cpu" if args.offload_reference and not trained else args.device)
     return model, gather([missing])[0]
 
 
-def load_policy(args: Args, path: str, label: str, dtype: torch.dtype, trained: bool):
+def load_policy(args, path, label: str, trained: bool):
     """A causal language model, checked to have the logits that `final_logits` makes."""
-    model, missing = load_model(args, AutoModelForCausalLM, path, label, dtype, trained)
+    model, missing = load_model(args, AutoModelForCausalLM, path, label, trained)
     require(not missing, f"{label}: is no trained {type(model).__name__}, it has no {missing[:1]}")
     with on_device(model, torch.device(args.device)):
         final = logits_are_final(model, torch.tensor([[0, 1]], device=args.device))
@@ -1346,22 +1339,22 @@ def load_policy(args: Args, path: str, label: str, dtype: torch.dtype, trained: 
 
 @fsdp_forward
 @torch.no_grad()
-def logits_are_final(model, ids: torch.Tensor) -> bool:
+def logits_are_final(model, ids) -> bool:
     """Whether a model's own logits are `final_logits` of its last hidden states, tried on some tokens (1, n)."""
     ours, theirs = final_logits(model, model.base_model(ids)[0]), model(ids).logits.float()
     return bool((theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm())
 
 
-def fit(args: Args, model, label: str, longest: int) -> str:
+def fit(args, model, label: str, longest: int) -> str:
     """The layout that a model takes: --layout, or plain, which is said, where it does not give the same numbers in the
     group layout. An InputError if longest prompt and completion exceed its positions."""
-    room = positions_of(model) - args.response_length
-    require(longest <= room, f"{label}: has {room + args.response_length} positions; the longest prompt, {longest} "
-            f"tokens, and --response_length {args.response_length} need more: "
+    R, room, device = args.response_length, positions_of(model) - args.response_length, torch.device(args.device)
+    require(longest <= room, f"{label}: has {room + R} positions; the longest prompt, {longest} tokens, and "
+            f"--response_length {R} need more: "
             + (f"--max_prompt_length {room} fits" if room > 0 else "lower --response_length"))
-    device = torch.device(args.device)
-    with on_device(model, device), torch.autocast(device.type, getattr(torch, args.dtype), args.dtype != "float32"):
-        if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, args.response_length, device):
+    exact = args.dtype == "float32"
+    with on_device(model, device), torch.autocast(device.type, getattr(torch, args.dtype), not exact):
+        if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, R, device, 1e-3 if exact else 0.1):
             return args.layout
     print(f"{label}: its attention is no sdpa over the full row, so it runs with --layout plain, rollouts by generate")
     return "plain"
@@ -1371,7 +1364,7 @@ def positions_of(model) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def load_tokenizer(args: Args):
+def load_tokenizer(args):
     """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare (a
     pad token is never attended to, trained on or looked for, but it needs an id)."""
     name = f"--model_name_or_path {args.model_name_or_path}"
@@ -1388,57 +1381,22 @@ def load_tokenizer(args: Args):
     return tokenizer
 
 
-def stop_token_ids(model, tokenizer, stop_token: Optional[str], stop_token_id: Optional[int]) -> list[int]:
+def stop_token_ids(args, model, tokenizer) -> list[int]:
     """Ids of the tokens that end a completion: the one asked for, or else all that the model's generation config and
     the tokenizer call end of sequence."""
-    if stop_token_id is not None:
-        last = model.config.get_text_config().vocab_size - 1
-        require(stop_token_id <= last, f"--stop_token_id {stop_token_id}: the model has only tokens 0 to {last}")
-        return [stop_token_id]
-    if stop_token not in (None, "eos"):
-        ids = tokenizer(stop_token, add_special_tokens=False)["input_ids"]
-        require(len(ids) == 1 and ids != [tokenizer.unk_token_id],
-                f"--stop_token {stop_token!r} is not one token of the tokenizer, nor eos")
+    token, number, last = args.stop_token, args.stop_token_id, model.config.get_text_config().vocab_size - 1
+    if number is not None:
+        require(number <= last, f"--stop_token_id {number}: the model has only tokens 0 to {last}")
+        return [number]
+    if token not in (None, "eos"):
+        ids = tokenizer(token, add_special_tokens=False)["input_ids"]
+        known = len(ids) == 1 and ids != [tokenizer.unk_token_id]
+        require(known, f"--stop_token {token!r} is not one token of the tokenizer, nor eos")
         return ids
     configured = model.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     require(ids, f"the tokenizer {tokenizer.name_or_path} has no eos token; name one by --stop_token")
     return sorted(ids)
-
-
-def load_rewards(args: Args, functions: dict[str, Callable], tokenizer, longest: int) -> dict[str, Callable]:
-    """name -> reward: the reward model, if there is one, and the functions.
-
-    The reward model reads the policy's tokens if it has the policy's tokenizer or none, and embeddings for all of them;
-    else its own tokenizer reads the text."""
-    rewards: dict[str, Callable] = {}
-    device, size = torch.device(args.device), args.local_rollout_forward_batch_size
-    if path := args.reward_model_path:
-        label = f"--reward_model_path {path}"
-        config = load_pretrained(args, AutoConfig, path, label)
-        classifier = any("SequenceClassification" in name for name in config.architectures or [])
-        require(config.num_labels == 1 or not classifier, f"{label}: has {config.num_labels} labels, not one")
-        model, missing = load_model(args, AutoModelForSequenceClassification, path, label, getattr(torch, args.dtype),
-                                    trained=False, num_labels=1)
-        require(hasattr(model, "score"), f"{label}: {type(model).__name__} has no `score` head on its output")
-        if missing:
-            print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
-        own, embeddings = None, config.get_text_config().vocab_size
-        if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
-            own = load_pretrained(args, AutoTokenizer, path, label)
-        words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
-        same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
-        if embeddings > max(policy_words.values()) and (same or not words):
-            rewards["reward_model"] = partial(model_reward, model, fit(args, model, label, longest), size, device)
-        else:
-            require(0 < len(words) <= embeddings, f"{label}: has {embeddings} tokens, which do not fit its "
-                    "tokenizer, or the policy's if it has none")
-            rewards["reward_model"] = partial(text_reward, model, own, positions_of(model), tokenizer, size, device)
-    for spec, function in functions.items():
-        name = spec.rpartition(":")[2]
-        name = spec if name in rewards else name
-        rewards[name] = partial(function_reward, f"--reward_fns {spec}", function, name, tokenizer)
-    return rewards
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
@@ -1456,7 +1414,7 @@ def start_processes(device: torch.device) -> tuple[int, int]:
     return (dist.get_rank(), world) if world > 1 else (0, 1)
 
 
-def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(x):
     """Σ of x over the processes, in place and on each of them."""
     if dist.is_initialized():
         dist.all_reduce(x)
@@ -1478,7 +1436,7 @@ def stop_if_told(signals: Sequence[int], device: torch.device):
         raise InterruptedError
 
 
-def average_gradients(parameters: Iterable[torch.Tensor]):
+def average_gradients(parameters):
     """Makes the gradients of replicas their mean. FSDP has done so in backward."""
     gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     if dist.is_initialized() and gradients:
@@ -1492,18 +1450,19 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 
 
-def shard(model, device: torch.device, dtype: torch.dtype, trained: bool, offload: bool):
+def shard(model, args, trained: bool):
     """FSDP2: every process keeps its part of each layer's weights, gradients and optimizer state, and gathers a layer
-    in `dtype` when it is needed. offload: the parts of a frozen model lie in the CPU's memory.
+    in --dtype when it is needed. With --offload_reference the parts of a frozen model lie in the CPU's memory.
 
     The weights go from the first rank, which has them on the CPU, straight to where their parts belong; the models of
     the others are on the meta device. Buffers, which may be in no state dict (rotary frequencies), are sent too."""
-    first, offload = dist.get_rank() == 0, offload and not trained and device.type == "cuda"
+    first, device = dist.get_rank() == 0, torch.device(args.device)
+    offload = args.offload_reference and not trained and device.type == "cuda"
     weights = model.state_dict() if first else {}
     buffers = gather([dict(model.named_buffers()) if first else None])[0]
     model.to("meta").tie_weights()
     options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
-               "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+               "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32),
                "offload_policy": fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -1587,29 +1546,23 @@ MAKES_ANOTHER_RUN = {"sft_model_path", "reward_model_path", "reward_fns", "datas
                      "training prompts"}
 
 
-def damaged(folder: Path) -> str:
-    """First words of the message about a checkpoint that cannot be loaded."""
-    return f"{folder} (nothing is overwritten; move it away, and --resume takes the one before)"
-
-
-def load_state(folder: Path, fresh: dict) -> dict:
+def load_state(folder: Path, damaged: str, fresh: dict) -> dict:
     """The state of a checkpoint, with the flags of `fresh`, a new run's. Says which flags are not those that the run
-    had, and refuses those that make it another run."""
-    with explained(f"{damaged(folder)}: cannot be loaded"):
+    had, and refuses those that make it another run. `damaged`: how to say that it cannot be loaded."""
+    with explained(f"{damaged}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
-        old, new = (x["args"] | {"completions per update": x["batch_size"], "training prompts": x["prompts"]}
-                    for x in (state, fresh))
+        old, new = state["flags"], fresh["flags"]
     changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in new
                if old.get(name) != new[name] and name not in ("resume", "output_dir", "device")}
     another = [text for name, text in changed.items() if name in MAKES_ANOTHER_RUN]
     require(not another, f"--resume: {folder.parent} is a run with other flags: {', '.join(another)}")
     print(f"resumed from {folder}" + f"; changed: {', '.join(changed.values())}" * bool(changed))
-    return state | {"args": fresh["args"]}
+    return state | {"flags": new}
 
 
-def load_optimizer(folder: Path, policy, optimizer, rank: int):
+def load_optimizer(folder: Path, damaged: str, policy, optimizer, rank: int):
     """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
-    with explained(f"{damaged(folder)}: cannot be loaded"):
+    with explained(f"{damaged}: cannot be loaded"):
         saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True) if rank == 0 else {}
     state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=FROM_FIRST if dist.is_initialized() else FULL)
     for group in optimizer.param_groups:
@@ -1697,37 +1650,35 @@ def resolve_args(args: Args) -> Args:
     args.model_name_or_path = args.model_name_or_path or args.sft_model_path
     args.kl_level = "token" if args.token_level_kl else args.kl_level
     args.cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
-    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else args.device
     args.sharding = args.sharding if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "ddp"  # one process holds everything
     num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
-    args.reward_weights = args.reward_weights or (1.0,) * num_rewards
+    args.reward_weights = weights = args.reward_weights or (1.0,) * num_rewards
 
     for name, value in vars(args).items():
         if isinstance(value, (int, float)):
             least = AT_LEAST.get(name, 0)
             require(math.isfinite(value) and value >= least, f"--{name} {value}: must be finite and at least {least}")
-    require(args.per_device_train_batch_size % args.rloo_k == 0, f"--per_device_train_batch_size "
-            f"{args.per_device_train_batch_size}: must be a multiple of --rloo_k {args.rloo_k}, it holds whole groups")
+    k, size = args.rloo_k, args.per_device_train_batch_size
+    require(size % k == 0, f"--per_device_train_batch_size {size}: must be a multiple of --rloo_k {k}, whole groups")
     require(args.sft_model_path, "--sft_model_path is needed with --dataset_name: what shall be trained?")
     require(num_rewards, "no reward: give --reward_model_path, --reward_fns or both")
     require(len(set(args.reward_fns)) == len(args.reward_fns), "--reward_fns names a function twice")
-    weights = args.reward_weights
     require(len(weights) == num_rewards and all(map(math.isfinite, weights)), f"--reward_weights {weights}: must be "
             f"{num_rewards} finite numbers, the reward model's first, then those of --reward_fns")
     require(args.seed < 2**32, f"--seed {args.seed}: must be below 2**32")
     require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.temperature, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
-    output = Path(args.output_dir)
+    require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    output, problem = Path(args.output_dir), f"--output_dir {args.output_dir}"
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    if existing == output and any(output.iterdir()):
-        require(args.resume, f"--output_dir {output}: exists and is not empty; name a new folder, or go on with that "
-                "run by --resume: nothing is overwritten")
-        require((output / "metrics.jsonl").is_file(), f"--output_dir {output}: holds files, but no run to resume")
+    require(existing.is_dir() and os.access(existing, os.W_OK), f"{problem}: cannot write to {existing}")
+    used, is_run = existing == output and any(output.iterdir()), (output / "metrics.jsonl").is_file()
+    require(args.resume or not used, f"{problem}: is not empty; name a new folder, or go on with that run by --resume")
+    require(is_run or not used, f"{problem}: holds files, but no run to resume")
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
     return args

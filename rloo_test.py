@@ -662,13 +662,17 @@ def test_a_run_where_pad_is_eos_ends_in_the_same_weights(train, tiny, tmp_path):
 def test_stop_ids_come_from_the_generation_config_and_the_tokenizer():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     model.generation_config.eos_token_id = [7, 9]
-    assert rloo.stop_token_ids(model, tokenizer, None, None) == [0, 7, 9]
-    assert rloo.stop_token_ids(model, tokenizer, "eos", None) == [0, 7, 9]
-    assert rloo.stop_token_ids(model, tokenizer, "c", None) == tokenizer("c")["input_ids"]
-    assert rloo.stop_token_ids(model, tokenizer, None, 12) == [12]
+
+    def ids(token, number):
+        return rloo.stop_token_ids(Args(stop_token=token, stop_token_id=number), model, tokenizer)
+
+    assert ids(None, None) == [0, 7, 9]
+    assert ids("eos", None) == [0, 7, 9]
+    assert ids("c", None) == tokenizer("c")["input_ids"]
+    assert ids(None, 12) == [12]
     for wrong in (("a b", None), (None, 10_000)):
         with pytest.raises(InputError, match="--stop_token"):
-            rloo.stop_token_ids(model, tokenizer, *wrong)
+            ids(*wrong)
 
 
 def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored():
@@ -1054,7 +1058,7 @@ def test_a_reward_model_reads_the_policys_tokens_or_the_text(train, tmp_path):
     the same words under other numbers; if its embeddings are permuted alike, the scores are the same."""
     def reward(policy_tokenizer=tiny_tokenizer()):
         args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6)
-        return rloo.load_rewards(args, {}, policy_tokenizer, longest=9)["reward_model"]
+        return rloo.load_reward_model(args, policy_tokenizer, longest=9)["reward_model"]
 
     model, batch, larger = tiny_model(classifier=True), random_batch(), tiny_tokenizer()
     for row in batch.rows:
@@ -1170,21 +1174,22 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "only tokens 0 to 15": ["--stop_token_id 99"], "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
     "names a function twice": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
     "cannot be loaded (FileNotFoundError": ["--reward_fns {x}/no.py:f"],
-    "must be file.py:function": ["--reward_fns fns"], "is not a function": ["--reward_fns {x}/fns.py:thing"],
-    "has no attribute 'nothing'": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
+    "must be file.py:function": ["--reward_fns fns"], "there is no function thing": ["--reward_fns {x}/fns.py:thing"],
+    "there is no function nothing": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "ModuleNotFoundError": ["--reward_fns {x}/bad.py:f"], "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
     "SystemExit": ["--reward_fns {x}/quits.py:f"], "--resume needs --output_dir": ["--resume"],
-    "cannot write": ["--output_dir {x}/fns.py/x"], "exists and is not empty": ["--output_dir {x}"],
+    "cannot write": ["--output_dir {x}/fns.py/x"], "is not empty; name a new": ["--output_dir {x}"],
     "no run to resume": ["--output_dir {x} --resume"],
     "cannot be used": ["--device meta", "--device gpu", "--device cuda:99"],
     "no such file": ["--dataset_name {x}/nowhere.jsonl"],
     "pip install datasets": ["--dataset_name " + name for name in ("nobody/nothing", "{x}/rows.json", "n" * 5000)],
     "has no split dev; name one by --dataset_train_split": ["--dataset_train_split dev"],
     "tset: {data} has no such split": ["--dataset_test_split tset"],
-    "must be UTF-8 text with a JSON object like": ["--dataset_name {x}/list.jsonl", "--dataset_name {x}/latin.jsonl"],
+    "must be UTF-8 text with a JSON object like": ["--dataset_name {x}/latin.jsonl"],
+    "line 1 must be a JSON object like": ["--dataset_name {x}/list.jsonl"],
     "empty.jsonl, train: there are no rows": ["--dataset_name {x}/empty.jsonl"],
     "line 1": ["--dataset_name {x}/deep.jsonl"],
-    "each line (ValueError: line 2": ["--dataset_name {x}/broken.jsonl"],
+    "line 2 must be a JSON object like": ["--dataset_name {x}/broken.jsonl"],
     "text.jsonl, train, row 1: needs `prompt`": ["--dataset_name {x}/text.jsonl"],
     "no prompt within": ["--max_prompt_length 1"], "--max_prompt_length 3 fits": ["--response_length 125"],
     "need more: lower --response_length": ["--response_length 4000"],
@@ -1450,7 +1455,7 @@ def test_references_end_in_the_stop_token(train, tiny, monkeypatch, flags, stop)
     train(num_eval_prompts=4, total_episodes=0, **flags)
     references = [json.loads(line)["completion"] for line in open(tiny / "data" / "test.jsonl")][:4]
     expected = [tiny_tokenizer()(text)["input_ids"] + [stop] for text in references]
-    assert expected in [rloo.completion_tokens(batch) for _, batch in made]
+    assert expected in [rloo.completion_tokens(batch)[4:] for _, batch in made]  # after the policy's
 
 
 def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
@@ -1556,7 +1561,7 @@ def test_the_embedded_task_can_be_rebuilt(tmp_path):
     result = shell([HERE / "benchmark" / "mini_tldr.py", "--quick", "--output_dir", "mini"], tmp_path)
     assert result.returncode == 0 and "reward model agreement" in result.stdout, result.stderr
     splits = {split: rloo.load_rows(str(tmp_path / "mini"), split) for split in ("train", "validation", "test")}
-    judge = rloo.load_function(f"{HERE}/benchmark/mini_tldr.py:gold_judge", "judge_fn")
+    judge = rloo.load_functions([f"{HERE}/benchmark/mini_tldr.py:gold_judge"], "judge_fn", None)["gold_judge"].args[1]
     facts, own = ([row[name] for row in splits["test"]] for name in ("facts", "completion"))
     grades = [sum(judge(None, summaries, None, facts=facts)) for summaries in (own, own[1:] + own[:1])]
     assert grades[0] > grades[1] + len(own)  # a summary of another post loses

@@ -61,7 +61,7 @@ def result(output: Path) -> dict[str, object]:
     newest = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     state = json.loads((newest / "state.json").read_text())
     state |= {"metrics": lasting(state["metrics"]), "files": state["files"]["completions.jsonl"]}
-    state = {name: value for name, value in state.items() if name not in ("args", "run_id")}  # with its folder in them
+    state = {name: value for name, value in state.items() if name not in ("flags", "run_id")}  # with its folder in them
     files = [output / "model.safetensors", output / "completions.jsonl", newest / "model.safetensors",
              newest / "optimizer.pt"]
     return {"metrics": [lasting(json.loads(line)) for line in (output / "metrics.jsonl").read_text().splitlines()],
