@@ -220,7 +220,7 @@ def advantage(rewards, estimator: str = "rloo"):
     grpo: as drgrpo, then divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300);
     reinforce: the mean over the update, all ranks.
 
-    A NaN reward (unscorable) leaves all baselines and gets A = 0, as does one that is left without a baseline."""
+    A NaN reward (unscorable) is in no baseline. A is NaN for it, and for one that is left without a baseline."""
     scorable, r = ~rewards.isnan(), rewards.nan_to_num(0.0)
     total, n = r.sum(0), scorable.sum(0)
     if estimator == "reinforce":
@@ -228,25 +228,23 @@ def advantage(rewards, estimator: str = "rloo"):
     if estimator == "rloo":
         found = r - (total - r) / (n - 1).clamp(min=1)
     else:
-        found = (r - total / n.clamp(min=1)) * scorable
+        found = r - total / n.clamp(min=1)
     if estimator == "grpo":
-        found = found / ((found.square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
-    return torch.where(scorable & (n > 1), found, 0.0)
+        found = found / (((found * scorable).square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
+    return torch.where(scorable & (n > 1), found, math.nan)
 
 
 def estimate_advantages(scores, kl, mask, kl_coef: float, kl_level: str, normalize: bool, estimator: str = "rloo"):
-    """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R).
-
-    kl_coef is 0 where the KL is in the loss. Another estimator changes `advantage` alone."""
+    """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R); 0 where there
+    is none. kl_coef is 0 where the KL is in the loss. Another estimator changes `advantage` alone."""
     if kl_level == "sequence":
         rewards, mask = sequence_reward(scores, kl, kl_coef), torch.ones_like(scores, dtype=torch.bool)
     else:
         rewards = reward_to_go(scores, kl, kl_coef)
     advantages = advantage(rewards, estimator)
-    if normalize:  # over those that have a baseline
-        scorable = ~rewards.isnan()
-        advantages = standardize(advantages, mask & scorable & (scorable.sum(0) > 1))
-    return advantages
+    if normalize:
+        advantages = standardize(advantages, mask & ~advantages.isnan())
+    return advantages.nan_to_num(0.0)
 
 
 def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):

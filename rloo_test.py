@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -183,9 +184,10 @@ def test_baseline_is_the_one_of_trl_s_documented_example():
     assert rloo.advantage(rlhf_reward)[0, 0] == 1 - (2 + 5 + 8) / 3
 
 
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "drgrpo", "reinforce"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("level", ["sequence", "token"])
-def test_kl_rewards_and_advantages_equal_the_loops(level, normalize):
+def test_kl_rewards_and_advantages_equal_the_loops(level, normalize, estimator):
     """... where one group has an unscorable completion, and another has nothing but one that is scorable."""
     torch.manual_seed(0)
     k, B, R, beta = 3, 4, 5, 0.3
@@ -200,16 +202,59 @@ def test_kl_rewards_and_advantages_equal_the_loops(level, normalize):
         return scores[j, b].item() - beta * sum(terms)
 
     for j, b, t in itertools.product(range(k), range(B), range(R if level == "token" else 1)):
-        siblings = [reward(i, b, t) for i in range(k) if i != j and scorable[i, b]]
-        if siblings and scorable[j, b]:
-            expected[j, b, t] = reward(j, b, t) - sum(siblings) / len(siblings)
+        group = [reward(i, b, t) for i in range(k) if scorable[i, b]]
+        peers = {"rloo": [reward(i, b, t) for i in range(k) if i != j and scorable[i, b]],
+                 "reinforce": [reward(i, c, t) for i in range(k) for c in range(B) if scorable[i, c]]}
+        peers = peers.get(estimator, group)
+        if scorable[j, b] and len(peers) > (estimator != "rloo"):
+            scale = statistics.stdev(group) + 1e-4 if estimator == "grpo" else 1
+            expected[j, b, t] = (reward(j, b, t) - sum(peers) / len(peers)) / scale
             entries[j, b, t] = mask[j, b, t]
     if normalize:  # over the real entries that have a baseline
         normalized = (expected - expected[entries].mean()) / expected[entries].std()
         expected = torch.where(entries, normalized, expected)
     kl = rloo.kl_per_token(logprobs, ref_logprobs, mask)
-    found = rloo.estimate_advantages(scores, kl, mask, beta, level, normalize)
+    found = rloo.estimate_advantages(scores, kl, mask, beta, level, normalize, estimator)
     assert torch.allclose(found, expected if level == "token" else expected[..., 0], atol=1e-5)
+
+
+def test_dr_grpos_advantage_is_rloos_times_k_minus_1_over_k():
+    rewards = torch.randn(4, 5, 6)
+    assert torch.allclose(rloo.advantage(rewards, "drgrpo"), 3 / 4 * rloo.advantage(rewards), atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token", "sequence-mean"])
+@pytest.mark.parametrize("kl_in_reward", [True, False])
+def test_the_loss_of_a_step_is_the_one_in_loops(train, monkeypatch, aggregation, kl_in_reward):
+    """... and so is its gradient, with two steps in each of two epochs; without the KL in the reward it is k3."""
+    steps = spy(monkeypatch, "policy_loss", after=lambda inputs, output: inputs[0].retain_grad() or output)
+    penalties, beta = spy(monkeypatch, "kl_penalty"), 0.3
+    metrics, _ = train(loss_aggregation=aggregation, kl_in_reward=kl_in_reward, kl_coef=beta, num_ppo_epochs=2,
+                       per_device_train_batch_size=8, num_mini_batches=2, total_episodes=32, cliprange=0.05, learning_rate=2e-3)
+    losses, sizes = [], []
+    for step, ((new, old, advantages, mask, low, high), _) in enumerate(steps):
+        x, completions, terms = new.detach().requires_grad_(), [], []
+        per_token, ref = advantages.dim() == 3, None if kl_in_reward else penalties[step][0][1]
+        assert per_token == (aggregation != "sequence")
+        for j, b in itertools.product(range(2), range(4)):
+            real = [t for t in range(6) if mask[j, b, t]]
+            differences = [x[j, b, t] - old[j, b, t] for t in real]
+            pairs = (zip(differences, advantages[j, b]) if per_token else [(sum(differences), advantages[j, b])])
+            terms = [torch.max(-a * d.exp(), -a * d.exp().clamp(1 - low, 1 + high)) for d, a in pairs]
+            if not kl_in_reward:
+                terms += [beta * ((ref - x)[j, b, t].exp() - 1 - (ref - x)[j, b, t]) for t in real]
+            completions.append(sum(terms) / (len(real) if aggregation == "sequence-mean" else 1))
+        loss = sum(completions) / (mask.sum() if aggregation == "token" else 8)
+        (expected,) = torch.autograd.grad(loss, x)
+        assert torch.allclose(new.grad, expected, atol=1e-6)
+        losses.append(loss.item())
+        sizes.append(expected.abs().max())
+    assert sum(size > 1e-2 for size in sizes) >= 4 and any(clipped.any() for _, (_, _, clipped) in steps)
+    assert len(steps) == 8 and len(penalties) == 8 * (not kl_in_reward)
+    for update, mean in zip(metrics, (sum(losses[:4]) / 4, sum(losses[4:]) / 4)):
+        assert update["loss/policy_avg"] == pytest.approx(mean, abs=1e-5)
+        assert update["objective/rlhf_reward"] == pytest.approx(
+            update["objective/scores"] - beta * kl_in_reward * update["objective/kl"], abs=1e-5)
 
 
 def test_scores_are_penalised_then_normalised_then_clipped():
@@ -771,7 +816,10 @@ def test_metrics_of_a_policy_that_moved_equal_the_formulas(train, monkeypatch):
         second["objective/scores"] + second["objective/non_score_reward"], abs=1e-5)
 
 
-@pytest.mark.parametrize("flags", [{}, {"kl_level": "token", "num_ppo_epochs": 2, "mask_truncated_completions": True}])
+@pytest.mark.parametrize("flags", [
+    {}, {"kl_level": "token", "num_ppo_epochs": 2, "mask_truncated_completions": True},
+    {"loss_aggregation": "token", "advantage_estimator": "reinforce", "kl_in_reward": False, "num_ppo_epochs": 2},
+    {"loss_aggregation": "sequence-mean", "advantage_estimator": "grpo", "kl_level": "token"}])
 def test_gradients_and_metrics_do_not_depend_on_the_split_into_micro_batches(train, flags):
     (whole, output), *runs = [train(per_device_train_batch_size=size, gradient_accumulation_steps=16 // size, seed=3,
                                     local_rollout_forward_batch_size=16, learning_rate=1e-3, adam_eps=1e-3,
@@ -827,7 +875,7 @@ def test_masked_truncated_completions_have_no_loss_but_stay_in_the_baseline(trai
 def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_not_none():
     rewards = torch.tensor([[1.0, math.nan, 0.0], [4.0, math.nan, math.nan], [math.nan, 2.0, 3.0]])
     expected = torch.tensor([[1.0 - 4.0, 0.0, 0.0 - 3.0], [4.0 - 1.0, 0.0, 0.0], [0.0, 0.0, 3.0 - 0.0]])
-    assert torch.equal(rloo.advantage(rewards), expected)
+    assert torch.equal(rloo.advantage(rewards).nan_to_num(0.0), expected)
     a, b = torch.tensor([[0.0, math.nan, math.nan]]), torch.tensor([[2.0, 3.0, math.nan]])
     assert torch.equal(rloo.weighted_sum([a, b], (1.0, 0.5))[0, :2], torch.tensor([1.0, 1.5]))
     assert rloo.weighted_sum([a, b], (1.0, 0.5))[0, 2].isnan()
@@ -1301,7 +1349,9 @@ def test_learning_rate_schedules(train):
     ("weight_decay", 0.5), ("adam_eps", 1.0), ("max_grad_norm", 1e-9), ("learning_rate", 1e-3), ("num_ppo_epochs", 2),
     ("num_mini_batches", 2), ("normalize_advantage", True), ("rloo_k", 4), ("normalize_reward", True), ("seed", 7),
     ("reward_clip_range", 0.1), ("missing_eos_penalty", 2.0), ("temperature", 0.5),
-    ("mask_truncated_completions", True), ("attn_implementation", "eager")])
+    ("mask_truncated_completions", True), ("attn_implementation", "eager"), ("advantage_estimator", "drgrpo"),
+    ("advantage_estimator", "grpo"), ("advantage_estimator", "reinforce"), ("kl_in_reward", False),
+    ("loss_aggregation", "token"), ("loss_aggregation", "sequence-mean")])
 def test_every_flag_changes_the_run(train, name, value):
     """... from what it is without the flag, but for the attention kernel, which changes nothing but rounding."""
     base = dict(adam_eps=1e-3, max_grad_norm=0.0, total_episodes=32, seed=2)  # Adam sees the size of the gradient
@@ -1818,6 +1868,7 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
                 normalize_advantage=True, missing_eos_penalty=1.0, save_steps=1, save_total_limit=9, total_episodes=96)
     fsdp, small = dict(sharding="fsdp"), dict(gradient_checkpointing=True, offload_reference=True)
     bfloat16, tied = dict(dtype="bfloat16", total_episodes=64), dict(sft_model_path=str(tmp_path / "tied model"))
+    token = dict(loss_aggregation="token", advantage_estimator="reinforce", kl_in_reward=False, num_ppo_epochs=2)
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
     tiny_tokenizer().save_pretrained(tmp_path / "tied model")
 
@@ -1832,8 +1883,9 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     monkeypatch.setattr(rloo, "sample", ranked)
     rloo.main(Args(**flags("one", 16)))
     rloo.main(Args(**flags("one, tied", 16, **tied)))
+    rloo.main(Args(**flags("one, token", 16, **token)))
     runs = [flags("ddp"), flags("fsdp", **fsdp), flags("ddp, small", **small), flags("fsdp, small", **fsdp, **small),
-            resumed("one to fsdp", "one", **fsdp), flags("fsdp, tied", **fsdp, **tied),
+            resumed("one to fsdp", "one", **fsdp), flags("fsdp, tied", **fsdp, **tied), flags("ddp, token", **token),
             flags("ddp, bfloat16", **bfloat16), flags("fsdp, bfloat16", **fsdp, **bfloat16)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -1852,8 +1904,8 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         return [json.loads(line)["completion"] for line in open(tmp_path / name / "completions.jsonl")]
 
     assert (final_weights(tmp_path / "one") - final_weights(tiny / "sft")).abs().max() > 1e-3
-    for name in ("ddp", "ddp, small", "fsdp", "fsdp, small", "one to fsdp", "fsdp to one", "fsdp, tied"):
-        one = "one, tied" if "tied" in name else "one"
+    for name in ("ddp", "ddp, small", "fsdp", "fsdp, small", "one to fsdp", "fsdp to one", "fsdp, tied", "ddp, token"):
+        one = {"fsdp, tied": "one, tied", "ddp, token": "one, token"}.get(name, "one")
         assert (final_weights(tmp_path / one) - final_weights(tmp_path / name)).abs().max() < 1e-5, name
         for ours, theirs in zip(*(without_times(read_metrics(tmp_path / n)) for n in (one, name)), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
