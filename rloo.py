@@ -827,7 +827,8 @@ def final_logits(model, hidden):
     config = model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    logits = model.get_output_embeddings()(hidden).float().mul_(scale)
+    logits = model.get_output_embeddings()(hidden).float()
+    logits = logits if scale == 1.0 else logits * scale
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
@@ -837,9 +838,10 @@ LOGITS_AT_ONCE = {"cpu": 2**23, "else": 2**27}  # entries of a (tokens, vocabula
 def block_logprobs(model, hidden, tokens, temperature: float):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
     logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
+    found = logprobs.gather(1, tokens[:, None]).squeeze(1)  # backward's second forward ends here
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
-    return logprobs.gather(1, tokens[:, None]).squeeze(1), entropy
+    return found, entropy
 
 
 def fsdp_forward(function: Callable) -> Callable:
@@ -1241,13 +1243,14 @@ def prepare_row(row: dict, tokenizer) -> dict:
     """One dataset row as the rest of the file wants it.
 
     Returns {"prompt": text or messages, "prompt_text": str, "prompt_ids": list of int, "reference": str or None,
-    "columns": the row}. With `messages`, the turns up to the first of the user are the prompt and the next turn of the
-    assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
+    "columns": the row}. Where there is no `prompt`, the turns of `messages` up to the first of the user are the prompt;
+    where there is no `completion`, the next turn of the assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
     single message as it is. Raises whatever Python does where the row is not like that."""
-    prompt, reference = row.get("prompt"), row.get("completion")
+    prompt, reference, turns = row.get("prompt"), row.get("completion"), 0
     if prompt is None:
         turns = [message["role"] for message in row["messages"]].index("user") + 1
         prompt = row["messages"][:turns]
+    if reference is None and isinstance(row.get("messages"), list):
         reference = [m for m in row["messages"][turns:] if m["role"] == "assistant"][:1] or None
     text, templated = text_of(prompt), isinstance(prompt, list) and tokenizer.chat_template is not None
     if templated:

@@ -985,6 +985,7 @@ def test_rows_of_every_documented_form():
     for row, own, text in (
             ({"prompt": "b c", "completion": " d"}, tokenizer, "b c"),
             ({"messages": [USER, ASSISTANT]}, tokenizer, "b c"),
+            ({"prompt": "b c", "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
             ({"prompt": [USER], "completion": [ASSISTANT]}, tokenizer, "b c"),
             ({"prompt": [USER], "completion": " d"}, chat, "u b c a"),
             ({"messages": [SYSTEM, USER, ASSISTANT, USER]}, chat, "s e u b c a")):
@@ -1622,6 +1623,28 @@ def test_the_embedded_task_can_be_rebuilt(tmp_path):
     for part, auto_class in (("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
         model, tokenizer = (auto.from_pretrained(tmp_path / "mini" / part) for auto in (auto_class, AutoTokenizer))
         assert model.config.vocab_size == len(tokenizer) and tokenizer.pad_token == "[PAD]" != tokenizer.eos_token
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (HERE / "README.md").read_text(), flags=re.DOTALL)
+
+
+def test_every_command_of_the_readme_parses():
+    """... and every script that it names is there. Whether they do what they say: the other tests."""
+    lines = [line.partition("  #")[0] for block in readme_blocks("sh") for line in block.splitlines()]
+    commands = [line.partition("rloo.py ")[2].split() for line in lines if "rloo.py " in line and "test" not in line]
+    assert len(commands) >= 6 and all(isinstance(rloo.parse_args(flags), Args) for flags in commands)
+    scripts = {name for line in lines for name in re.findall(r"benchmark/\w+\.\w+", line)}
+    assert all((HERE / name).is_file() for name in scripts)
+
+
+def test_the_python_examples_of_the_readme_run(tiny, tmp_path):
+    examples = readme_blocks("python")
+    for i, text in enumerate(examples):
+        (tmp_path / f"example{i}.py").write_text(text)
+        done = shell([tmp_path / f"example{i}.py", *command(tiny, tmp_path / f"out{i}")], HERE, PYTHONPATH=str(HERE))
+        assert done.returncode == 0 and done.stdout, done.stderr
+    assert len(examples) == 2
 
 
 def test_ci_runs_the_second_shell_line_of_the_readme():
