@@ -644,7 +644,7 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
     """The closing table: evaluations before and after, each mean with its standard error."""
     table = Table("", "before", *["after", "gained"] * bool(after), title_justify="left", title=(
         f"On {prompts} held-out prompts, mean ± standard error. win_rate: completions that score above the reference, "
-        "ties half; judge_*: by --judge_fn, which training does not see; length: tokens"))
+        "ties half; judge_*: by --judge_fn, which only evaluates; length: tokens"))
     for name in (name for name in after or before if not name.endswith("_stderr")):
         cells = [f"{x[name]:.3f} ± {x[name + '_stderr']:.3f}" if name in x else "" for x in (before, after)]
         gained = [f"{after[name] - before[name]:+.3f}"] if name in after and name in before else []
