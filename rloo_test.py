@@ -1650,7 +1650,7 @@ def test_the_python_examples_of_the_readme_run(tiny, tmp_path):
 def test_ci_runs_the_second_shell_line_of_the_readme():
     """... which makes an environment, installs requirements.txt and runs these tests; the first one trains."""
     block = (HERE / "README.md").read_text().split("```sh\n")[1].split("```")[0].splitlines()
-    assert len(block) == 2 and block[0].endswith("python rloo.py") and block[1].endswith("pytest -q rloo_test.py")
+    assert len(block) == 2 and block[0].endswith("python rloo.py") and block[1].endswith("pytest -q rloo_test.py benchmark")
     assert all("venv" in line and "-r requirements.txt" in line for line in block)
     script = (HERE / ".ci" / "run").read_text().replace('eval "$command"', "").replace("rm -rf .venv", "")
     script = script.replace('"$(dirname "$0")/.."', f"'{HERE}'")
