@@ -21,7 +21,7 @@ Masks are boolean, true on what is kept, and are made from positions, never by c
 """
 import dataclasses
 import fcntl
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -30,7 +30,6 @@ import math
 import os
 import re
 import resource
-import runpy
 import shutil
 import signal
 import sys
@@ -107,7 +106,7 @@ class RLOO:
     token_level_kl: bool = False  # TRL's flag: the same as kl_level=token
     kl_in_reward: bool = True  # take β·kl off the reward; no: add its k3 estimate to the loss, see kl_penalty
     advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # the baseline, see `advantage`
-    loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"  # of tokens, see loss_weight
+    loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"  # see loss_weight
     missing_eos_penalty: Optional[float] = None  # subtracted from the score of a completion that did not end in time
     normalize_reward: bool = False  # scores to mean 0 and standard deviation 1 over the update
     reward_clip_range: Optional[float] = None  # clamp scores to ± this, after the two above; None: off (TRL: 10)
@@ -220,8 +219,9 @@ def advantage(rewards, estimator: str = "rloo"):
     grpo: as drgrpo, then divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300);
     reinforce: the mean over the update, all ranks.
 
-    A NaN reward (unscorable) is in no baseline. A is NaN for it, and for one that is left without a baseline."""
-    scorable, r = ~rewards.isnan(), rewards.nan_to_num(0.0)
+    No baseline counts a NaN reward (unscorable). A is NaN for it, and for a reward that has no baseline. The sums are
+    made in float64: equal rewards give exactly 0, since whoever divides by a standard deviation would see the rest."""
+    scorable, r = ~rewards.isnan(), rewards.double().nan_to_num(0.0)
     total, n = r.sum(0), scorable.sum(0)
     if estimator == "reinforce":
         total, n = sum_over_ranks(total.sum(0)), sum_over_ranks(n.sum(0))
@@ -231,7 +231,7 @@ def advantage(rewards, estimator: str = "rloo"):
         found = r - total / n.clamp(min=1)
     if estimator == "grpo":
         found = found / (((found * scorable).square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
-    return torch.where(scorable & (n > 1), found, math.nan)
+    return torch.where(scorable & (n > 1), found, math.nan).to(rewards.dtype)
 
 
 def estimate_advantages(scores, kl, mask, kl_coef: float, kl_level: str, normalize: bool, estimator: str = "rloo"):
@@ -257,7 +257,7 @@ def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
     log_ratio = (new - old) * mask
     if advantages.dim() == 2:
         log_ratio = log_ratio.sum(-1)
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(max=80.0).exp()  # finite in float32, also where the clip decides
     loss, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     per_completion = torch.max(loss, clipped)
     if advantages.dim() == 3:
@@ -267,7 +267,7 @@ def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
 
 def kl_penalty(new, ref_logprobs, mask):
     """Σ_t e^{-kl_t} - 1 + kl_t of each completion, (k, B): the k3 estimator of the KL, with gradient, for the loss
-    (Schulman 2020, "Approximating KL Divergence")."""
+    (Schulman 2020, "Approximating KL Divergence"). Its gradient is, on average, that of KL(π_ref ‖ π)."""
     kl = kl_per_token(new, ref_logprobs, mask)
     return (torch.expm1(-kl) + kl).sum(-1)
 
@@ -275,7 +275,7 @@ def kl_penalty(new, ref_logprobs, mask):
 def loss_weight(lengths, aggregation: str):
     """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step, whose completions, all
     ranks', have `lengths` (k, B) tokens. sequence: 1; token: 1 / mean length, so that every token counts the same;
-    sequence-mean: 1 / length."""
+    sequence-mean: 1 / length. With the last two, ρ is one per token."""
     ones = torch.ones_like(lengths, dtype=torch.float32)
     divisor = {"sequence": ones, "token": mean_and_std(lengths, ones.bool())[0], "sequence-mean": lengths}[aggregation]
     return (ones / divisor).float()
@@ -352,6 +352,7 @@ def update(args, policy, sampler, reference, rewards: dict, optimizer, rows: lis
     if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
         advantages = advantages[..., None].expand(mask.shape)
     entries = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the advantages that count in means
+    counts = ~raw_scores.isnan() & (ended | (not args.mask_truncated_completions))  # completions that train
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one of each this is REINFORCE.
     # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look like a
@@ -367,9 +368,7 @@ def update(args, policy, sampler, reference, rewards: dict, optimizer, rows: lis
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
             weight = torch.zeros_like(scores)
-            weight[:, mini] = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation)
-            if args.mask_truncated_completions:
-                weight *= ended
+            weight[:, mini] = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation) * counts[:, mini]
             for micro in mini.split(micro_batch):
                 part = batch.prompts(micro)
                 with autocast():
@@ -598,20 +597,22 @@ def evaluate(args, sampler, rewards: dict, judges: dict, rows: list[dict], total
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
             stop_if_told(signals, sampler.device)
             batch, _ = rollout(sampler, part, 1, temperature, **sampling)
-            references = [tokenizer(row["reference"] or "", add_special_tokens=False)["input_ids"] for row in part]
-            ids = [(ids[: R - 1] + [stop_id] * R)[:R] for ids in references]
+            ids = [own if row["reference"] is None else tokenizer(row["reference"], add_special_tokens=False)["input_ids"]
+                   for row, own in zip(part, batch.responses[0].tolist())]
+            ids = [(reference[: R - 1] + [stop_id] * R)[:R] for reference in ids]  # read as far as a completion
             pair = torch.cat([batch.responses, torch.tensor([ids], device=sampler.device)])  # ours, theirs
             pair = make_batch(part, pair, stop_ids, sampling["pad_id"])
             scores = score(rewards, pair)
             columns = {"score": weighted_sum([scores[name] for name in rewards], args.reward_weights)}
             columns |= {"judge_score": values for values in score(judges, pair).values()}
-            wins = {name.replace("score", "win_rate"): 0.5 + 0.5 * (ours - theirs).sign() + 0 * (ours - theirs)
-                    for name, (ours, theirs) in columns.items()}  # NaN stays NaN
-            columns = {name: ours for name, (ours, _) in columns.items()} | wins
+            for name, (ours, theirs) in list(columns.items()):
+                equal = torch.isclose(ours, theirs, rtol=1e-6, atol=1e-6)  # but for rounding
+                sign = torch.where(ours.isnan() | theirs.isnan(), math.nan, (ours - theirs).sign().masked_fill(equal, 0))
+                columns |= {name: ours, name.replace("score", "win_rate"): 0.5 + 0.5 * sign}
             columns["length"] = batch.response_mask[0].sum(-1)
             for row, text, *numbers in zip(part, decode(batch, tokenizer), *(x.tolist() for x in columns.values())):
-                known = {name: None if math.isnan(x) else x for name, x in zip(columns, numbers)
-                         if row["reference"] is not None or "win" not in name}
+                known = {name: None if math.isnan(x) or "win" in name and row["reference"] is None else x
+                         for name, x in zip(columns, numbers)}
                 found.append({"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
                               "reference": (row["reference"] or "").strip(), **known})
         samples += gather(found)[:total]
@@ -1005,6 +1006,8 @@ class Decoder:
             try:  # a step without a graph: libraries set themselves up, the cache gets its memory, and a wait raises
                 self.decode(P + self.k * self.R)
             except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 Decoder.capture = False
                 say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
             torch.cuda.set_sync_debug_mode("default")
@@ -1070,6 +1073,8 @@ def empty_copy(policy, dtype: torch.dtype, device: torch.device):
     """A model like `policy`, in `dtype` on `device`; its weights are empty until `sampling_weights` fills them."""
     with device:
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
+    for mine, theirs in zip(model.buffers(), policy.buffers()):
+        mine.copy_(theirs)
     for parameter in model.parameters():
         parameter.data = parameter.new_empty(0)
     return model
@@ -1164,6 +1169,16 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     return {"reward_model": partial(text_reward, model, own, positions_of(model), tokenizer, *rest)}
 
 
+@lru_cache(maxsize=None)  # functions of one file share it
+def load_file(path: Path):
+    """The module in a file of any name and place."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look modules up by name
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
     """name -> reward, for functions that are named `file.py:function` or `module:function`; they may import what lies
     beside them."""
@@ -1174,8 +1189,8 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
         with explained(f"{label}: cannot be loaded"):
-            module = runpy.run_path(str(path)) if path.suffix == ".py" else vars(importlib.import_module(source))
-        function = module.get(name)
+            module = load_file(path) if path.suffix == ".py" else importlib.import_module(source)
+        function = getattr(module, name, None)
         require(callable(function), f"{label}: there is no function {name}")
         name = spec if name in rewards or name == "reward_model" else name
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
@@ -1244,9 +1259,11 @@ def prepare_row(row: dict, tokenizer) -> dict:
 
     Returns {"prompt": text or messages, "prompt_text": str, "prompt_ids": list of int, "reference": str or None,
     "columns": the row}. Where there is no `prompt`, the turns of `messages` up to the first of the user are the prompt;
-    where there is no `completion`, the next turn of the assistant is the reference. Messages go through the tokenizer's chat template; a tokenizer that has none takes a
-    single message as it is. Raises whatever Python does where the row is not like that."""
-    prompt, reference, turns = row.get("prompt"), row.get("completion"), 0
+    where there is no `completion`, the next turn of the assistant is the reference. Messages go through the tokenizer's
+    chat template; a tokenizer that has none takes a single message as it is. Raises whatever Python does where the row
+    is not like that."""
+    prompt, reference = row.get("prompt"), row.get("completion")
+    turns = len(prompt) if isinstance(prompt, list) else 0
     if prompt is None:
         turns = [message["role"] for message in row["messages"]].index("user") + 1
         prompt = row["messages"][:turns]
@@ -1286,7 +1303,7 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     require(train is not None, f"--dataset_name {name}: has no split {split}; name one by --dataset_train_split")
     require(test is not None or wanted is None, f"--dataset_test_split {wanted}: {name} has no such split")
     if test is None:
-        n = min(100, len(train) // 10) if args.num_eval_prompts else 0
+        n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
         held_out = f"its last {n} rows are held out to evaluate on" if n else "nothing is evaluated"
         print(f"{name} has no split test: {held_out}")

@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import shutil
@@ -216,6 +217,23 @@ def test_kl_rewards_and_advantages_equal_the_loops(level, normalize, estimator):
     kl = rloo.kl_per_token(logprobs, ref_logprobs, mask)
     found = rloo.estimate_advantages(scores, kl, mask, beta, level, normalize, estimator)
     assert torch.allclose(found, expected if level == "token" else expected[..., 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "drgrpo"])
+def test_equal_rewards_have_no_advantage_that_normalisation_could_blow_up(estimator):
+    for k in (3, 4, 7, 8):
+        scores = torch.tensor([[0.1, 1.1, 0.7, 0.3]]).expand(k, -1)
+        kl, mask = torch.zeros(k, 4, 2), torch.ones(k, 4, 2, dtype=torch.bool)
+        for normalize, level in itertools.product((False, True), ("sequence", "token")):
+            assert not rloo.estimate_advantages(scores, kl, mask, 0.1, level, normalize, estimator).any()
+
+
+def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
+    new = torch.tensor([[[150.0]], [[150.0]], [[150.0]]], requires_grad=True)
+    advantages, mask = torch.tensor([[1.0], [0.0], [-1e-30]]), torch.ones(3, 1, 1, dtype=torch.bool)
+    losses, _, _ = rloo.policy_loss(new, torch.zeros(3, 1, 1), advantages, mask, 0.2, 0.2)
+    losses.sum().backward()
+    assert losses[0].item() == pytest.approx(-1.2) and losses.isfinite().all() and new.grad.isfinite().all()
 
 
 def test_dr_grpos_advantage_is_rloos_times_k_minus_1_over_k():
@@ -986,6 +1004,7 @@ def test_rows_of_every_documented_form():
             ({"prompt": "b c", "completion": " d"}, tokenizer, "b c"),
             ({"messages": [USER, ASSISTANT]}, tokenizer, "b c"),
             ({"prompt": "b c", "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
+            ({"prompt": [USER], "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
             ({"prompt": [USER], "completion": [ASSISTANT]}, tokenizer, "b c"),
             ({"prompt": [USER], "completion": " d"}, chat, "u b c a"),
             ({"messages": [SYSTEM, USER, ASSISTANT, USER]}, chat, "s e u b c a")):
@@ -1060,6 +1079,13 @@ def test_an_error_in_a_users_function_names_flag_file_and_line(train, tmp_path, 
     spec = f"{tmp_path}/mine.py:f"
     with pytest.raises(InputError, match=rf"^--{flag} {spec} raised JSONDecodeError: .*{tmp_path}/mine.py, line 5\)$"):
         train(num_eval_prompts=2, **{flag: (spec,) if flag == "reward_fns" else spec})
+
+
+def test_functions_of_one_file_share_it_and_can_be_pickled(tmp_path):
+    (tmp_path / "shared_file.py").write_text("seen = []\ndef one(**_): return seen\ndef two(**_): return seen\n")
+    found = rloo.load_functions([f"{tmp_path}/shared_file.py:{name}" for name in ("one", "two")], "reward_fns", None)
+    one, two = (found[name].args[1] for name in ("one", "two"))
+    assert one() is two() and pickle.loads(pickle.dumps(one)) is one
 
 
 def test_weights_add_reward_model_and_functions(train):
@@ -1405,6 +1431,28 @@ def never(prompts, completions, completion_ids, **columns):
     return [None] * len(prompts)
 
 
+def test_completions_without_a_score_do_not_train_with_the_kl_in_the_loss_either(train):
+    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:never",), kl_in_reward=False, total_episodes=32,
+                       num_ppo_epochs=2, kl_coef=1.0)
+    assert [update["grad_norm"] for update in metrics] == [0, 0]
+
+
+def type_token_ratio(prompts, completions, completion_ids, **columns):
+    """A ZeroDivisionError on an empty text."""
+    return [len(set(ids[:-1])) / len(ids[:-1]) for ids in completion_ids]
+
+
+def test_prompts_without_references_are_not_compared_with_anything(train, tmp_path):
+    rows = [{"prompt": "a b"}, {"prompt": "c", "completion": " d e"}] * 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, output = train(dataset_name=str(tmp_path / "rows.jsonl"), reward_model_path=None, num_eval_prompts=9,
+                      reward_fns=(f"{__file__}:type_token_ratio",), total_episodes=0, response_length=20, seed=2,
+                      stop_token_id=2)
+    samples = [json.loads(line) for line in open(output / "completions.jsonl")]
+    assert [sample["win_rate"] is None for sample in samples] == [not sample["reference"] for sample in samples]
+    assert {tuple(sample) for sample in samples} == {tuple(samples[0])} and len(samples) == 2
+
+
 @pytest.mark.parametrize("function", ["never", "constant_reward"])
 def test_updates_without_a_score_or_an_advantage_are_survived_and_said_once(train, capfd, function):
     metrics, output = train(reward_model_path=None, reward_fns=(f"{__file__}:{function}",), kl_coef=0.0,
@@ -1498,6 +1546,13 @@ def test_evaluations_are_first_last_and_far_apart_between():
         assert {found[0], found[-1]} == {0, updates} and len(found) <= between + 2
         gaps = [late - early for early, late in zip(found, found[1:])]
         assert len(found) <= 2 or min(gaps) >= 5 and min(gaps[:-1]) >= updates / 10
+
+
+def test_the_copy_that_samples_has_the_policys_buffers():
+    policy = tiny_model("llama")
+    policy.model.rotary_emb.inv_freq.mul_(2)  # like the router's bias of some mixtures of experts
+    copy = rloo.empty_copy(policy, torch.bfloat16, torch.device("cpu"))
+    assert torch.equal(copy.model.rotary_emb.inv_freq, policy.model.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize("flags, stop", [({}, 0), ({"stop_token_id": 2}, 2)])
