@@ -1,6 +1,7 @@
 """Tests of rloo_plot.py and rloo.sh: python -m pytest -q benchmark/rloo_plot_test.py"""
 
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -97,7 +98,8 @@ def test_numbers_against_plain_loops(tmp_path, monkeypatch, capsys):
     assert "better: grpo; worse: kl_coef_0.3; not told apart: kl_coef_0, no_kl_in_reward" in said
     assert "40 held-out posts" in said and "not there yet" not in said
     figures = {"headline", "estimators", "kl_coef", "overoptimisation", "loss", "differences"}
-    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == figures
+    drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
+    assert drawn == (figures if importlib.util.find_spec("matplotlib") else set())
     again = tmp_path / "again"
     run_tool(runs, again, monkeypatch)
     assert (again / "results.json").read_bytes() == (tmp_path / "out" / "results.json").read_bytes()
