@@ -19,6 +19,7 @@ Shapes: k completions per prompt, B prompts per update, P prompt slots (left-pad
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is number j·B + b.
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
 """
+
 import dataclasses
 import fcntl
 import importlib.util
@@ -276,9 +277,11 @@ def loss_weight(lengths, aggregation: str):
     """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step, whose completions, all
     ranks', have `lengths` (k, B) tokens. sequence: 1; token: 1 / mean length, so that every token counts the same;
     sequence-mean: 1 / length. With the last two, ρ is one per token."""
-    ones = torch.ones_like(lengths, dtype=torch.float32)
-    divisor = {"sequence": ones, "token": mean_and_std(lengths, ones.bool())[0], "sequence-mean": lengths}[aggregation]
-    return (ones / divisor).float()
+    if aggregation == "sequence":
+        return torch.ones_like(lengths, dtype=torch.float32)
+    if aggregation == "token":
+        lengths = mean_and_std(lengths, torch.ones_like(lengths, dtype=torch.bool))[0].expand_as(lengths)
+    return (1 / lengths).float()
 
 
 def mean_and_std(x, keep):
@@ -1010,7 +1013,8 @@ class Decoder:
                     raise
                 Decoder.capture = False
                 say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
-            torch.cuda.set_sync_debug_mode("default")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
         self.stopped.zero_()
@@ -1480,7 +1484,7 @@ def shard(model, args, trained: bool):
     buffers = gather([dict(model.named_buffers()) if first else None])[0]
     model.to("meta").tie_weights()
     options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
-               "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32),
+               "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32),
                "offload_policy": fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight

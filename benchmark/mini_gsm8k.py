@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gsm8k_reward import chat, correctness, format
-from mini_tldr import mean, optimise, pad, save_jsonl
+from mini_tldr import mean, move_into, optimise, pad, save_jsonl
 
 # ---- Problems --------------------------------------------------------------------------------------------------------
 
@@ -247,12 +247,7 @@ def build(config: Config):
         figures |= {f"sft {name} correctness": found[0], f"sft {name} format": found[1]}
     log("\n".join(f"{name:26} {value:g}" for name, value in figures.items()))
     (folder / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
-    for made in folder.iterdir():  # nothing else in the output directory is touched
-        old = Path(config.output_dir) / made.name
-        old.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-        made.rename(old)
-    folder.rmdir()
+    move_into(folder, Path(config.output_dir))
     log(f"saved in {config.output_dir}")
 
 

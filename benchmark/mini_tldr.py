@@ -621,6 +621,16 @@ def save_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def move_into(build: Path, output: Path):
+    """Moves all that `build` holds into `output`; nothing else there is touched."""
+    output.mkdir(parents=True, exist_ok=True)
+    for new in build.iterdir():
+        old = output / new.name
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        new.rename(old)
+    build.rmdir()
+
+
 def main(config: Config):
     import torch
 
@@ -671,12 +681,7 @@ def main(config: Config):
     for name, value in figures.items():
         print(f"{name:36} {value:8.3f}")
     (build / "figures.json").write_text(json.dumps({"seed": config.seed, **figures}, indent=2) + "\n")
-    for new in build.iterdir():  # nothing else in the output directory is touched
-        old = Path(config.output_dir) / new.name
-        old.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-        new.rename(old)
-    build.rmdir()
+    move_into(build, Path(config.output_dir))
     log(f"saved in {config.output_dir}")
 
 
