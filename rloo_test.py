@@ -1431,10 +1431,12 @@ def never(prompts, completions, completion_ids, **columns):
     return [None] * len(prompts)
 
 
-def test_completions_without_a_score_do_not_train_with_the_kl_in_the_loss_either(train):
-    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:never",), kl_in_reward=False, total_episodes=32,
-                       num_ppo_epochs=2, kl_coef=1.0)
-    assert [update["grad_norm"] for update in metrics] == [0, 0]
+def test_completions_without_a_score_do_not_train_with_the_kl_in_the_loss_either(train, monkeypatch):
+    seen = spy(monkeypatch, "policy_loss", after=lambda inputs, output: inputs[0].retain_grad() or output)
+    train(reward_model_path=None, reward_fns=(f"{__file__}:sometimes_none",), kl_in_reward=False, kl_coef=1.0,
+          num_ppo_epochs=2)
+    untrained = seen[-1][0][0].grad.abs().sum((0, 2)) == 0  # prompts, once the policy has left the reference
+    assert untrained.any() and not untrained.all()
 
 
 def type_token_ratio(prompts, completions, completion_ids, **columns):
@@ -1444,13 +1446,14 @@ def type_token_ratio(prompts, completions, completion_ids, **columns):
 
 def test_prompts_without_references_are_not_compared_with_anything(train, tmp_path):
     rows = [{"prompt": "a b"}, {"prompt": "c", "completion": " d e"}] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, output = train(dataset_name=str(tmp_path / "rows.jsonl"), reward_model_path=None, num_eval_prompts=9,
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, output = train(dataset_name=str(tmp_path), reward_model_path=None, num_eval_prompts=4,
                       reward_fns=(f"{__file__}:type_token_ratio",), total_episodes=0, response_length=20, seed=2,
                       stop_token_id=2)
     samples = [json.loads(line) for line in open(output / "completions.jsonl")]
     assert [sample["win_rate"] is None for sample in samples] == [not sample["reference"] for sample in samples]
-    assert {tuple(sample) for sample in samples} == {tuple(samples[0])} and len(samples) == 2
+    assert {tuple(sample) for sample in samples} == {tuple(samples[0])} and len(samples) == 8
 
 
 @pytest.mark.parametrize("function", ["never", "constant_reward"])
