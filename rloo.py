@@ -12,17 +12,15 @@ divergence from the reference model; its baseline is the mean reward of the k - 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
-Order of the file: flags, the maths, one update, the run; who stops there knows RLOO. What they call comes after: rows
-and attention, rollout, rewards, data, models, processes, checkpoints, command line.
+Order of the file: flags, the maths, one update, the run; who stops there knows RLOO. What they call comes after.
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is number j·B + b.
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
 """
 
-import dataclasses
 import fcntl
-import importlib.util
+import importlib
 import io
 import itertools
 import json
@@ -36,19 +34,20 @@ import signal
 import sys
 import time
 import traceback
+from collections import defaultdict
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple, Optional, Sequence
 
 import numpy as np
+import rich
 import torch
 import torch.nn.functional as F
 import transformers
 import tyro
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 from torch import distributed as dist
@@ -181,6 +180,8 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
 
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
 
+# ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
+
 
 def kl_per_token(logprobs, ref_logprobs, mask):
     """kl_t = log π(y_t) - log π_ref(y_t) of the sampled tokens (the k1 estimator, nats), (k, B, R), 0 where masked."""
@@ -202,13 +203,11 @@ def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
 
-def sequence_reward(scores, kl, kl_coef: float):
-    """rlhf_reward = score - β Σ_t kl_t, (k, B)."""
-    return scores - kl_coef * kl.sum(-1)
-
-
-def reward_to_go(scores, kl, kl_coef: float):
-    """G_t = score - β Σ_{s≥t} kl_s, (k, B, R): what is still to come from token t on (Hu 2025, arXiv:2501.03262)."""
+def rlhf_reward(scores, kl, kl_coef: float, kl_level: str = "sequence"):
+    """score - β Σ_t kl_t, (k, B); at token level what is still to come from each token on, the reward-to-go
+    G_t = score - β Σ_{s≥t} kl_s, (k, B, R) (Hu 2025, arXiv:2501.03262)."""
+    if kl_level == "sequence":
+        return scores - kl_coef * kl.sum(-1)
     return scores[..., None] - kl_coef * kl.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -220,9 +219,8 @@ def advantage(rewards, estimator: str = "rloo"):
     grpo: as drgrpo, then divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300);
     reinforce: the mean over the update, all ranks.
 
-    No baseline counts a NaN reward (unscorable). A is NaN for it, and for a reward that has no baseline. The sums are
-    made in float64: equal rewards give exactly 0, since whoever divides by a standard deviation would see the rest."""
-    scorable, r = ~rewards.isnan(), rewards.double().nan_to_num(0.0)
+    No baseline counts a NaN reward (unscorable); A is NaN for it, and for a reward that has no baseline."""
+    scorable, r = ~rewards.isnan(), rewards.double().nan_to_num(0.0)  # equal rewards: A is exactly 0 in float64
     total, n = r.sum(0), scorable.sum(0)
     if estimator == "reinforce":
         total, n = sum_over_ranks(total.sum(0)), sum_over_ranks(n.sum(0))
@@ -238,13 +236,10 @@ def advantage(rewards, estimator: str = "rloo"):
 def estimate_advantages(scores, kl, mask, kl_coef: float, kl_level: str, normalize: bool, estimator: str = "rloo"):
     """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R); 0 where there
     is none. kl_coef is 0 where the KL is in the loss. Another estimator changes `advantage` alone."""
-    if kl_level == "sequence":
-        rewards, mask = sequence_reward(scores, kl, kl_coef), torch.ones_like(scores, dtype=torch.bool)
-    else:
-        rewards = reward_to_go(scores, kl, kl_coef)
-    advantages = advantage(rewards, estimator)
+    advantages = advantage(rlhf_reward(scores, kl, kl_coef, kl_level), estimator)
     if normalize:
-        advantages = standardize(advantages, mask & ~advantages.isnan())
+        entries = ~advantages.isnan()
+        advantages = standardize(advantages, entries & mask if kl_level == "token" else entries)
     return advantages.nan_to_num(0.0)
 
 
@@ -277,58 +272,39 @@ def loss_weight(lengths, aggregation: str):
     """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step, whose completions, all
     ranks', have `lengths` (k, B) tokens. sequence: 1; token: 1 / mean length, so that every token counts the same;
     sequence-mean: 1 / length. With the last two, ρ is one per token."""
-    if aggregation == "sequence":
-        return torch.ones_like(lengths, dtype=torch.float32)
     if aggregation == "token":
-        lengths = mean_and_std(lengths, torch.ones_like(lengths, dtype=torch.bool))[0].expand_as(lengths)
-    return (1 / lengths).float()
+        lengths = mean_and_std(lengths)[0].expand_as(lengths)
+    return torch.ones_like(lengths, dtype=torch.float32) if aggregation == "sequence" else (1 / lengths).float()
 
 
-def mean_and_std(x, keep):
-    """Mean and standard deviation of the entries of all ranks that `keep` (same shape) names, in float64, or NaN."""
-    kept = x[keep].double()
-    count = sum_over_ranks(torch.tensor(len(kept), dtype=torch.float64, device=x.device))
+def mean_and_std(values):
+    """Mean and standard deviation, in float64, of all ranks' values that are not NaN; NaN where there are none."""
+    kept = values[~values.isnan()].double()
+    count = sum_over_ranks(kept.new_tensor(len(kept)))
     mean = sum_over_ranks(kept.sum()) / count
-    variance = sum_over_ranks((kept - mean).square().sum()) / (count - 1).clamp(min=0)
-    return mean, variance.sqrt()
+    return mean, (sum_over_ranks((kept - mean).square().sum()) / (count - 1).clamp(min=0)).sqrt()
 
 
 def standardize(x, keep):
     """(x - mean) / (std + 1e-8), both over the entries of all ranks that `keep` names; the others stay as they are."""
-    mean, std = mean_and_std(x, keep)
+    mean, std = mean_and_std(x[keep])
     return torch.where(keep & std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
-
-
-class Means(dict):
-    """Metrics as (Σ numerator, Σ denominator): the same number however a batch is split, over ranks as well."""
-
-    def add(self, name: str, values, mask=True):
-        """Counts the entries of `values` where `mask` (same shape) is true; NaN is no value."""
-        keep = ~values.isnan() & mask
-        self[name] = self.get(name, 0) + torch.stack([values.double().where(keep, 0.0).sum(), keep.double().sum()])
-
-    def means(self) -> dict[str, float]:
-        """name -> mean over all ranks; a name without entries is left out, since it has none."""
-        sums = sum_over_ranks(torch.stack(list(self.values()))).tolist()
-        return {name: total / count for name, (total, count) in zip(self, sums) if count > 0}
 
 
 # ---- One update ------------------------------------------------------------------------------------------------------
 
 
-def update(args, policy, sampler, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
-    """One update of the policy, on k completions of each of B prompts (`rows`, see prepare_row); returns its metrics.
+def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
+    """One update of the policy (float32) on k completions of each of B prompts (`rows`, see prepare_row); its metrics.
 
-    policy: trained, float32. sampler: the policy itself, or the model that takes its weights for a rollout (see
-    sampling_weights). reference: the model that the KL is measured from, None for none. rewards: name -> a function of
-    a batch (see score). sampling: what rollout needs to know besides. Raises FloatingPointError where a number is
-    not finite."""
-    device, k, B, means, times = policy.device, args.rloo_k, len(rows), Means(), [clock(policy.device)]
-    chunk_size, temperature = args.local_rollout_forward_batch_size, args.temperature
+    reference: what the KL is measured from, or None. rewards: name -> function of a Batch, see score. sampling: what
+    rollout needs besides. Raises InputError where a number is not finite."""
+    device, k, B, times = policy.device, args.rloo_k, len(rows), [clock(policy.device)]
+    chunk_size, temperature, dtype = args.local_rollout_forward_batch_size, args.temperature, getattr(torch, args.dtype)
+    noted = defaultdict(list)  # metric -> tensors; the mean over all their entries, of all ranks, is logged
 
     # 1. Rollout: k completions of each prompt, and their log-probs when they were sampled.
-    with sampling_weights(sampler, policy):
-        batch, rollout_logprobs = rollout(sampler, rows, k, temperature, **sampling)
+    batch, rollout_logprobs = rollout(sampling_model(policy, dtype), rows, k, temperature, **sampling)
     require_finite("a log-prob of the rollout", rollout_logprobs)
     mask, ended = batch.response_mask, batch.ended
     times.append(clock(device))
@@ -363,7 +339,7 @@ def update(args, policy, sampler, reference, rewards: dict, optimizer, rows: lis
     # and ρ is exactly 1: no step lies between. The other mini-batches meet one that has moved: they need theirs now.
     micro_batch = args.per_device_train_batch_size // k  # prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
-    autocast = partial(torch.autocast, device.type, getattr(torch, args.dtype), args.dtype != "float32")
+    autocast = partial(torch.autocast, device.type, dtype, args.dtype != "float32")
     old_logprobs = rollout_logprobs.clone()
     if args.num_mini_batches > 1:
         with autocast():
@@ -373,35 +349,32 @@ def update(args, policy, sampler, reference, rewards: dict, optimizer, rows: lis
             weight = torch.zeros_like(scores)
             weight[:, mini] = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation) * counts[:, mini]
             for micro in mini.split(micro_batch):
-                part = batch.prompts(micro)
+                part, real = batch.prompts(micro), mask[:, micro]
                 with autocast():
                     new, entropy = completion_logprobs(policy, part, temperature, layout)
                 if epoch == step == 0:
                     old_logprobs[:, micro] = new.detach()
-                    gap = (new.detach() - rollout_logprobs[:, micro]).abs()
-                    means.add("val/rollout_logprob_gap", gap, part.response_mask)
+                    noted["val/rollout_logprob_gap"].append((new.detach() - rollout_logprobs[:, micro]).abs()[real])
                 old = old_logprobs[:, micro]
-                losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], part.response_mask,
-                                                         args.cliprange, args.cliprange_high)
+                losses, log_ratio, clipped = policy_loss(new, old, advantages[:, micro], real, args.cliprange,
+                                                         args.cliprange_high)
                 if not args.kl_in_reward:
-                    losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], part.response_mask)
+                    losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
                 losses = losses * weight[:, micro]
                 require_finite("a log-prob in training", new)
                 require_finite("the loss", losses)
                 (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 
-                ratio = (new.detach() - old).double().exp()
-                means.add("loss/policy_avg", losses.detach())
-                means.add("policy/approxkl_avg", 0.5 * log_ratio**2, entries[:, micro])
-                means.add("policy/clipfrac_avg", clipped, entries[:, micro])
-                means.add("policy/entropy_avg", entropy, part.response_mask)
-                means.add("val/ratio", ratio, part.response_mask)
-                means.add("val/ratio_squared", ratio**2, part.response_mask)
+                noted["loss/policy_avg"].append(losses.detach())
+                noted["policy/approxkl_avg"].append(0.5 * log_ratio[entries[:, micro]] ** 2)
+                noted["policy/clipfrac_avg"].append(clipped[entries[:, micro]])
+                noted["policy/entropy_avg"].append(entropy[real])
+                noted["val/ratio"].append((new.detach() - old)[real].double().exp())
             average_gradients(policy.parameters())
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             require_finite("the gradient", norm)
-            means.add("grad_norm", norm)
+            noted["grad_norm"].append(norm)
             optimizer.step()
             optimizer.zero_grad()
     times.append(clock(device))
@@ -409,46 +382,40 @@ def update(args, policy, sampler, reference, rewards: dict, optimizer, rows: lis
     # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
     best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
     same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
-    means.add("frac_reward_zero_std", same, (~raw_scores.isnan()).sum(0) > 1)
-    means.add("objective/kl", kl.sum(-1))
-    means.add("objective/entropy", -rollout_logprobs.sum(-1))
-    means.add("objective/non_score_reward", -kl_coef * kl.sum(-1))
-    means.add("objective/rlhf_reward", sequence_reward(scores, kl, kl_coef))
-    means.add("objective/scores", raw_scores)
-    means.add("completions/mean_length", mask.sum(-1))
-    means.add("completions/clipped_ratio", ~ended)
-    for name, values in found.items():
-        means.add(f"rewards/{name}" + "/mean" * (name in rewards), values)
-    metrics = {"lr": optimizer.param_groups[0]["lr"]} | means.means()
-    metrics["val/ratio_var"] = max(metrics.pop("val/ratio_squared") - metrics["val/ratio"] ** 2, 0.0)
-    metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
-    for name, values in {"objective/scores_std": raw_scores, **{f"rewards/{n}/std": found[n] for n in rewards}}.items():
-        metrics[name] = mean_and_std(values, ~values.isnan())[1].item()
-    for name, begin, end in zip(["rollout", "reference", "reward", "train"], times, times[1:]):
-        metrics[f"time/{name}"] = end - begin
-    metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
-    metrics["memory/peak_gb"] = peak_memory_gb(device)
-    return metrics
+    values = {"frac_reward_zero_std": same[(~raw_scores.isnan()).sum(0) > 1], "objective/kl": kl.sum(-1),
+              "objective/entropy": -rollout_logprobs.sum(-1), "objective/non_score_reward": -kl_coef * kl.sum(-1),
+              "objective/rlhf_reward": rlhf_reward(scores, kl, kl_coef), "objective/scores": raw_scores,
+              "completions/mean_length": mask.sum(-1), "completions/clipped_ratio": ~ended}
+    values |= {f"rewards/{name}" + "/mean" * (name in rewards): x for name, x in found.items()}
+    values |= {name: torch.cat([part.flatten() for part in parts]) for name, parts in noted.items()}
+    means, stds = zip(*(mean_and_std(x) for x in values.values()))
+    means, stds = (dict(zip(values, torch.stack(x).tolist())) for x in (means, stds))
+    metrics = means | {"lr": optimizer.param_groups[0]["lr"], "objective/scores_std": stds["objective/scores"],
+                       "val/ratio_var": stds["val/ratio"] ** 2, "val/num_eos_tokens": int(sum_over_ranks(ended.sum())),
+                       "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
+                       "memory/peak_gb": peak_memory_gb(device)}
+    metrics |= {f"rewards/{name}/std": stds[f"rewards/{name}/mean"] for name in rewards}
+    times = dict(zip(["rollout", "reference", "reward", "train"], np.diff(times).tolist()))
+    metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def require_finite(what: str, values):
-    if not values.isfinite().all():
-        raise FloatingPointError(what)
+    require(values.isfinite().all(), f"{what} is not finite: the run stops before that is saved; the newest checkpoint "
+            "is from before. Lower --learning_rate, or look for extreme rewards")
 
 
 # ---- The run ---------------------------------------------------------------------------------------------------------
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns the evaluations before and after. Leaves the files that the README names in output_dir.
-
-    `signals` grows by a number when the program is told to stop: it saves after the update in progress and ends."""
+    """Trains; returns the evaluations before and after. `signals` grows when the program is told to stop: then it ends
+    and saves after the update in progress."""
     args = resolve_args(args)
     print(f"loading {args.dataset_name} and {args.sft_model_path}", flush=True)
-    device, dtype, k = torch.device(args.device), getattr(torch, args.dtype), args.rloo_k
+    device, k = torch.device(args.device), args.rloo_k
     rank, world = start_processes(device)
-    args.output_dir = gather([args.output_dir])[0]  # with a time in it ranks may differ
-    output, args.track = Path(args.output_dir), args.track and rank == 0
+    output = Path(gather([args.output_dir])[0])  # with a time in it ranks may differ
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
     batch_size = k * B * world
 
@@ -458,104 +425,107 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer)
     train_rows, test_rows = load_data(args, tokenizer)
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
+    test_rows = test_rows[: len(test_rows) // world * world]  # ranks evaluate on equally many
 
     # Where the run begins: at a checkpoint, or at update 0. The metrics of an update are written after its evaluation.
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
     state = {"update": 0, "episode": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
-             "files": {"metrics.jsonl": 0, "completions.jsonl": 0}, "run_id": f"{output.name}-{time.time_ns()}"}
+             "run_id": f"{output.name}-{time.time_ns()}", "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
     resumed = newest_checkpoint(output) if args.resume else None
-    damaged = f"{resumed} (nothing is overwritten; move it away, and --resume takes the one before)"
     if resumed:
-        state = load_state(resumed, damaged, state)
+        state = load_state(resumed, state["flags"])
     first = state["episode"]
     num_updates = state["update"] + max(0, math.ceil((args.total_episodes - first) / batch_size))
 
-    # The policy's weights stay float32, training casts them; rollouts in bfloat16 or with fsdp use a copy of them.
+    # The policy's weights stay float32; training casts them.
     label = f"--sft_model_path {args.sft_model_path}"
-    policy = load_policy(args, resumed or args.sft_model_path, damaged if resumed else label, trained=True)
+    begin = (resumed, DAMAGED.format(resumed)) if resumed else (args.sft_model_path, label)
+    policy = load_policy(args, *begin, trained=True)
     layout = fit(args, policy, label, longest)
     sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id,
                 "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],
                 "engine": args.rollout_engine if layout == "group" else "hf",
                 "chunk_size": args.local_rollout_forward_batch_size}
-    sampler = policy if args.dtype == "float32" and args.sharding == "ddp" else empty_copy(policy, dtype, device)
     reference = load_policy(args, args.sft_model_path, label, trained=False) if args.kl_coef else None
     rewards = load_reward_model(args, tokenizer, longest) | functions
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
     if resumed:
-        load_optimizer(resumed, damaged, policy, optimizer, rank)
+        load_optimizer(resumed, policy, optimizer, rank)
 
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
-    metrics_file, completions_file = files = [open_locked(output / name, rank) for name in state["files"]]
-    require(newest_checkpoint(output) == resumed, f"--output_dir {output}: another run has just ended there")
-    if rank == 0:
-        for file, size in zip(files, state["files"].values()):
-            file.truncate(min(size, file.tell()))
-            file.seek(0, os.SEEK_END)
-        (output / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    own_rows = (test_rows + test_rows[:1] * (-len(test_rows) % world))[rank::world]  # ranks take equally many
-    print(f"{policy.num_parameters():,} parameters, {len(train_rows):,} prompts, {num_updates} updates of {B * world} "
-          f"prompts x {k} completions, on {f'{world} x ' * (world > 1)}{device}, into {output}", flush=True)
-    order = itertools.islice(prompt_order(len(train_rows), args.seed), first // k, None)
-    after, seconds, start = {}, 0.0, clock(device)
-    with tqdm(total=num_updates, initial=state["update"], unit="update", dynamic_ncols=True, disable=rank > 0) as bar:
-        try:
-            while True:
-                # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
-                done, samples = state["update"], []
-                if test_rows and evaluation_due(done, num_updates, args.num_sample_generations):
-                    with sampling_weights(sampler, policy):
-                        samples = evaluate(args, sampler, rewards, judges, own_rows, len(test_rows), sampling,
-                                           tokenizer, signals, greedy=done in (0, num_updates))
-                    completions_file.writelines(json.dumps({"update": done} | sample) + "\n" for sample in samples)
-                    with bar.external_write_mode():
-                        show(samples[:3], f"Held-out completions after {done} of {num_updates} updates, sampled")
-                    after = summarize(samples)
-                    state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
-                    state["before"] = state["before"] if done else after
-                track(args, state["run_id"], done, state["metrics"], samples)
-                if done:
-                    metrics_file.write(json.dumps(state["metrics"]) + "\n")
-                if done == num_updates:
-                    break
+    output.mkdir(parents=True, exist_ok=True)
+    files = [open(os.devnull if rank else output / name, "a", encoding="utf-8", buffering=1) for name in state["files"]]
+    metrics_file, completions_file = files
+    try:
+        if rank == 0:
+            with explained(f"--output_dir {output}: another run is writing there"):
+                fcntl.flock(metrics_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+            for file, size in zip(files, state["files"].values()):
+                file.truncate(min(size, file.tell()))
+            (output / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+        if args.track and rank == 0:
+            with explained("--track: Weights & Biases cannot start"):
+                import wandb
 
-                # Train. What is drawn in an update depends on the seed, the update and the rank alone.
-                transformers.set_seed(int(np.random.SeedSequence([args.seed, done, rank]).generate_state(1)[0]))
-                optimizer.param_groups[0]["lr"] = learning_rate(args, state["episode"] / args.total_episodes)
-                rows = [train_rows[i] for i in itertools.islice(order, B * world)][rank * B : (rank + 1) * B]
-                metrics = update(args, policy, sampler, reference, rewards, optimizer, rows, sampling, layout)
-                if metrics["grad_norm"] == 0:
-                    say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
-                seconds += sum(value for name, value in metrics.items() if name.startswith("time/"))
-                state |= {"update": done + 1, "episode": state["episode"] + batch_size}
-                metrics |= {"update": done + 1, "episode": state["episode"],
-                            "eps": (state["episode"] - first) / seconds}
-                metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-                state["metrics"] = metrics if done else state["metrics"] | metrics  # with the evaluation before
-                wins = after.get("sampled/judge_win_rate", after.get("sampled/win_rate"))
-                headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"], "win": wins}
-                bar.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
-                bar.update()
+                wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
+                           id=state["run_id"], resume="allow", config=vars(args))
+        print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, by "
+              f"{world} x {device}, into {output}", flush=True)
+        order = itertools.islice(prompt_order(len(train_rows), args.seed), first // k, None)
+        after, start = {}, clock(device)
+        bar = tqdm(total=num_updates, initial=state["update"], unit="update", dynamic_ncols=True, disable=rank > 0)
+        while True:
+            # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
+            done, samples = state["update"], []
+            if test_rows and evaluation_due(done, num_updates, args.num_sample_generations):
+                samples = evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer, signals,
+                                   greedy=done in (0, num_updates))
+                completions_file.writelines(json.dumps({"update": done} | sample) + "\n" for sample in samples)
+                with bar.external_write_mode():
+                    show(samples[:3], f"Held-out completions after {done} of {num_updates} updates, sampled")
+                after = summarize(samples)
+                state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
+                state["before"] = state["before"] if done else after
+            if args.track and rank == 0:
+                table = {"completions": wandb.Table([*samples[0]], [[*x.values()] for x in samples])} if samples else {}
+                wandb.log(state["metrics"] | table, step=done)
+            if done:
+                metrics_file.write(json.dumps(state["metrics"]) + "\n")
+            if done == num_updates:
+                break
 
-                # Checkpoint: now and then, at the end, and where the run is told to stop.
-                state["files"] = {Path(file.name).name: file.tell() for file in files}
-                if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
-                    save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
-                stop_if_told(signals, device)
-        except FloatingPointError as error:
-            raise InputError(f"update {done + 1}: {error} is not finite, the run stops before that is saved; last "
-                             f"checkpoint: {newest_checkpoint(output) or 'none'}. Lower --learning_rate, or look for "
-                             "extreme rewards before it") from error
-        except InterruptedError:  # told to stop
-            if state["update"]:
+            # Train. What is drawn in an update depends on the seed, the update and the rank alone.
+            transformers.set_seed(int(np.random.SeedSequence([args.seed, done, rank]).generate_state(1)[0]))
+            optimizer.param_groups[0]["lr"] = learning_rate(args, state["episode"] / args.total_episodes)
+            rows = [train_rows[i] for i in itertools.islice(order, B * world)][rank * B : (rank + 1) * B]
+            metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
+            if metrics["grad_norm"] == 0:
+                say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
+            state |= {"update": done + 1, "episode": state["episode"] + batch_size}
+            metrics |= {"update": done + 1, "episode": state["episode"],
+                        "eps": (state["episode"] - first) / (clock(device) - start)}
+            state["metrics"] = metrics if done else state["metrics"] | metrics  # with the evaluation before
+            headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
+                        "win": after.get("sampled/judge_win_rate", after.get("sampled/win_rate"))}
+            bar.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
+            bar.update()
+
+            # Checkpoint: now and then, at the end, and where the run is told to stop.
+            state["files"] = {Path(file.name).name: file.tell() for file in files}
+            if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
                 save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
-            print(f"told to stop after update {state['update']} of {num_updates}; go on by the same command with "
-                  f"--resume and --output_dir {output}")
-            sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-        finally:
-            for file in files:
-                file.close()  # which ends the lock as well
+            stop_if_told(signals, device)
+    except InterruptedError:  # told to stop
+        if state["update"]:
+            save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
+        print(f"told to stop after update {state['update']} of {num_updates}; go on by the same command with --resume "
+              f"and --output_dir {output}")
+        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
+    finally:
+        for file in files:
+            file.close()
+    bar.close()
     weights = state_dict.get_model_state_dict(policy, options=FULL)
     if rank == 0 and num_updates:
         with explained(f"{output}: the policy cannot be saved; make room and go on by --resume"):
@@ -586,49 +556,49 @@ def evaluation_due(update: int, num_updates: int, between: int) -> bool:
     return update in (0, num_updates) or between > 0 and update % every == 0 and num_updates - update >= 5
 
 
-def evaluate(args, sampler, rewards: dict, judges: dict, rows: list[dict], total: int, sampling: dict, tokenizer,
+def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer,
              signals: Sequence[int], greedy: bool) -> list[dict]:
     """A sampled completion of each of this rank's `rows`, and perhaps a greedy one, with its grades (the weighted score
-    and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): `total` of all ranks.
+    and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): those of all ranks.
 
     Every evaluation draws the same random numbers. Raises InterruptedError if the run is told to stop meanwhile."""
-    samples, size, R, stop_ids = [], args.local_rollout_forward_batch_size, args.response_length, sampling["stop_ids"]
-    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]  # ends a reference
+    model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
     for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
-        transformers.set_seed(args.seed)
+        transformers.set_seed(args.seed % 2**32)
         found = []
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
-            stop_if_told(signals, sampler.device)
-            batch, _ = rollout(sampler, part, 1, temperature, **sampling)
-            ids = [own if row["reference"] is None else tokenizer(row["reference"], add_special_tokens=False)["input_ids"]
-                   for row, own in zip(part, batch.responses[0].tolist())]
-            ids = [(reference[: R - 1] + [stop_id] * R)[:R] for reference in ids]  # read as far as a completion
-            pair = torch.cat([batch.responses, torch.tensor([ids], device=sampler.device)])  # ours, theirs
+            stop_if_told(signals, policy.device)
+            batch, _ = rollout(model, part, 1, temperature, **sampling)
+            # Completions and their references are graded together, as k = 2; one that has none is graded twice.
+            ids = [row["reference_ids"] or own for row, own in zip(part, batch.responses[0].tolist())]
+            R, stop_ids = sampling["response_length"], sampling["stop_ids"]
+            ids = [[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]]
+            pair = torch.cat([batch.responses, torch.tensor(ids, device=policy.device)])
             pair = make_batch(part, pair, stop_ids, sampling["pad_id"])
             scores = score(rewards, pair)
-            columns = {"score": weighted_sum([scores[name] for name in rewards], args.reward_weights)}
-            columns |= {"judge_score": values for values in score(judges, pair).values()}
-            for name, (ours, theirs) in list(columns.items()):
-                equal = torch.isclose(ours, theirs, rtol=1e-6, atol=1e-6)  # but for rounding
-                sign = torch.where(ours.isnan() | theirs.isnan(), math.nan, (ours - theirs).sign().masked_fill(equal, 0))
-                columns |= {name: ours, name.replace("score", "win_rate"): 0.5 + 0.5 * sign}
-            columns["length"] = batch.response_mask[0].sum(-1)
-            for row, text, *numbers in zip(part, decode(batch, tokenizer), *(x.tolist() for x in columns.values())):
-                known = {name: None if math.isnan(x) or "win" in name and row["reference"] is None else x
-                         for name, x in zip(columns, numbers)}
-                found.append({"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
-                              "reference": (row["reference"] or "").strip(), **known})
-        samples += gather(found)[:total]
+            grades = {"score": weighted_sum([scores[name] for name in rewards], args.reward_weights)}
+            grades |= {"judge_score": values for values in score(judges, pair).values()}
+            for b, (row, text) in enumerate(zip(part, decode(batch, tokenizer))):
+                known = {"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
+                         "reference": (row["reference"] or "").strip(), "length": int(batch.response_mask[0, b].sum())}
+                for name, values in grades.items():
+                    ours, theirs = values[:, b].tolist()
+                    win = 0.5 if math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6) else float(ours > theirs)
+                    compared = row["reference_ids"] and not math.isnan(ours - theirs)
+                    known[name] = None if math.isnan(ours) else ours
+                    known[name.replace("score", "win_rate")] = win if compared else None
+                found.append(known)
+        samples += gather(found)
     return samples
 
 
 def summarize(samples: list[dict]) -> dict[str, float]:
-    """<mode>/<grade>: the mean over the samples that have it; <mode>/<grade>_stderr: the standard error of that."""
-    columns: dict[str, list[float]] = {}
+    """<mode>/<grade> and <mode>/<grade>_stderr: mean over the samples that have it, and its standard error."""
+    columns = defaultdict(list)
     for sample in samples:
         for name, value in sample.items():
             if isinstance(value, (int, float)):
-                columns.setdefault(f"{sample['mode']}/{name}", []).append(value)
+                columns[f"{sample['mode']}/{name}"].append(value)
     found = {name: float(np.mean(values)) for name, values in columns.items()}
     return found | {f"{name}_stderr": float(np.std(x) / max(1, len(x) - 1) ** 0.5) for name, x in columns.items()}
 
@@ -641,52 +611,32 @@ def show(samples: list[dict], title: str):
         prompt = " ".join(sample["prompt"].split())
         texts = sample | {"prompt": "…" * (len(prompt) > 160) + prompt[-160:]}
         table.add_row(*(Text(f"{x:.2f}" if isinstance(x, float) else x or "-") for x in map(texts.get, names)))
-    Console(file=sys.stdout).print(table)
+    rich.print(table)
 
 
 def print_gains(before: dict[str, float], after: dict[str, float], prompts: int):
-    """The closing table: evaluations before and after, each mean with its standard error."""
-    table = Table("", "before", *["after", "gained"] * bool(after), title_justify="left", title=(
-        f"On {prompts} held-out prompts, mean ± standard error. win_rate: completions that score above the reference, "
-        "ties half; judge_*: by --judge_fn, which only evaluates; length: tokens"))
-    for name in (name for name in after or before if not name.endswith("_stderr")):
-        cells = [f"{x[name]:.3f} ± {x[name + '_stderr']:.3f}" if name in x else "" for x in (before, after)]
-        gained = [f"{after[name] - before[name]:+.3f}"] if name in after and name in before else []
-        table.add_row(name, *cells[: 1 + bool(after)], *gained)
+    """The closing table: evaluations before and after."""
+    when = ", before and after" * bool(after)
     if prompts:
-        Console(file=sys.stdout).print("", table)
-
-
-def track(args, run_id: str, step: int, metrics: dict, samples: Sequence[dict] = ()):
-    """Logs to Weights & Biases, if asked to. If the service fails, that is said, and the run goes on without."""
-    if not args.track:
-        return
-    try:
-        import wandb
-
-        if getattr(wandb, "run", None) is None:
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=Path(args.output_dir).name,
-                       dir=args.output_dir, id=run_id, resume="allow", config=vars(args))
-        table = wandb.Table(columns=[*samples[0]], data=[[*x.values()] for x in samples]) if samples else None
-        wandb.log(metrics | ({"completions": table} if samples else {}), step=step)
-    except Exception as error:  # whatever the service or its client raises
-        args.track = False
-        say_once(f"--track: the run goes on without Weights & Biases ({first_line(error)})")
+        print(f"\n{prompts} held-out prompts{when}, mean ± standard error. win_rate: above the reference, ties half;\n"
+              "judge: by --judge_fn, which only evaluates; length: in tokens.")
+    for name in (name for name in after or before if not name.endswith("_stderr")):
+        print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
 
 
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
 #
-# group: a row is one prompt and its k completions, interleaved by time. Here P = 2 (one of them padding), k = 2, R = 2:
+# plain: every completion is a row of its own, its prompt before it.
+# group: the same numbers from one row per prompt, in which its k completions follow it, interleaved by time. The prompt
+# is read once, and a completion sees it and itself, never its siblings. For P = 2 (one of them padding), k = 2, R = 2:
 #
 #     slot:      0    1     2     3     4     5        sees   . p a b a b
 #     holds:     pad  p     a0    b0    a1    b1       pad    x
 #     position:  0    0     1     1     2     2        p      . x
 #                                                      a0     . x x
-#     Every model reads the prompt once for all of     b0     . x . x
-#     its completions, and a completion sees its       a1     . x x . x
-#     prompt and itself, never its siblings.           b1     . x . x . x
-#
-# plain: every completion is a row of its own, its prompt before it. The same numbers, more work.
+#                                                      b0     . x . x
+#                                                      a1     . x x . x
+#                                                      b1     . x . x . x
 
 
 class Batch(NamedTuple):
@@ -706,17 +656,15 @@ class Batch(NamedTuple):
 
     def chunks(self, size: int) -> Iterator["Batch"]:
         """Whole groups, at most `size` completions at a time if a group has no more."""
-        index = torch.arange(len(self.rows), device=self.prompt_ids.device)
-        return map(self.prompts, index.split(max(1, size // len(self.responses))))
+        return map(self.prompts, torch.arange(len(self.rows)).split(max(1, size // len(self.responses))))
 
 
 def pad(sequences: Sequence[list[int]], pad_id: int, left: bool = False):
     """Token lists to ids and mask, both (len(sequences), longest)."""
     longest = max(map(len, sequences))
-    fill = [longest - len(ids) for ids in sequences]
-    ids = [[pad_id] * n * left + ids + [pad_id] * n * (not left) for n, ids in zip(fill, sequences)]
-    slot, fill = torch.arange(longest), torch.tensor(fill)[:, None]
-    return torch.tensor(ids, dtype=torch.long), slot >= fill if left else slot < longest - fill
+    ids = [[pad_id] * (longest - len(x)) * left + x + [pad_id] * (longest - len(x)) * (not left) for x in sequences]
+    slot, length = torch.arange(longest), torch.tensor([len(x) for x in sequences])[:, None]
+    return torch.tensor(ids, dtype=torch.long), slot >= longest - length if left else slot < length
 
 
 def make_batch(rows: list[dict], responses, stop_ids: list[int], pad_id: int) -> Batch:
@@ -728,23 +676,19 @@ def make_batch(rows: list[dict], responses, stop_ids: list[int], pad_id: int) ->
                  is_stop.any(-1))
 
 
-def prompt_positions(prompt_mask):
-    """Where each prompt slot stands in its sequence, (B, P); token t of a completion: at the prompt's length + t."""
-    return (prompt_mask.cumsum(1) - 1).clamp(min=0)
-
-
 def sequence_mask(prompt_mask, R: int):
-    """(B, 1, P + R, P + R) bool: who sees whom in a prompt (B, P) and one completion of R slots. A slot sees the real
-    slots up to itself and, if it is padding, itself, since softmax needs something to see."""
+    """Who sees whom in a prompt (B, P) and one completion of R slots, (B, 1, P + R, P + R) bool, and their positions,
+    (B, P + R). A slot sees the real slots up to itself and, if it is padding, itself: softmax must see something."""
     real = F.pad(prompt_mask, (0, R), value=True)
     slot = torch.arange(real.shape[1], device=real.device)
-    return (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
+    mask = (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
+    return mask, (real.cumsum(1) - 1).clamp(min=0)
 
 
 @lru_cache(maxsize=2)  # all layers of a forward share what is made of its mask
 def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
-    """Lines begin … end-1 of a bool mask (B, 1, n, m), first `slots` columns, as a bias of the scores; the block of
-    lines is repeated: (B, 1, repeats · lines, slots). In memory lines begin at multiples of 8, which kernels want."""
+    """Lines begin … end-1 of a bool mask, first `slots` columns, as a bias of the scores, the block of lines repeated:
+    (B, 1, repeats · lines, slots). In memory lines begin at multiples of 8, which kernels want."""
     part = mask[:, :1, begin:end, :slots].repeat(1, 1, repeats, 1)
     bias = part.new_zeros((*part.shape[:3], -(-slots // 8) * 8), dtype=dtype)[..., :slots]
     return bias.masked_fill_(~part, torch.finfo(dtype).min)
@@ -753,9 +697,8 @@ def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: 
 def folded_attention(query, key, value, bias, scaling):
     """Attention of queries (B, H, n, D) over keys and values (B, h, m, D). The H / h query heads that share a key head
     become that many times as many queries of it, since a mask would make the kernel copy keys and values otherwise."""
-    B, H, n, D = query.shape
-    out = F.scaled_dot_product_attention(query.reshape(B, key.shape[1], -1, D), key, value, bias, scale=scaling)
-    return out.view(B, H, n, -1)
+    folded = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    return F.scaled_dot_product_attention(folded, key, value, bias, scale=scaling).view(*query.shape[:3], -1)
 
 
 def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
@@ -771,17 +714,14 @@ def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
 
 def lane_attention(module, query, key, value, mask, scaling=None, **kwargs):
     """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
-    (B, n, H, D) and None. A mask (B, 1, n, m) says who sees whom, as in any row, in prefill and in decoding.
+    (B, n, H, D) and None. A mask (B, 1, n, m) says who sees whom, as in any row: so in prefill and in decoding.
 
-    If n > S, the mask's lines, these are group rows: P prompt slots and k lanes of R, interleaved, so that n = P + k·R
-    and S = P + R; the mask (B, k, S, S) is that of a prompt and a single completion (`sequence_mask`, expanded over k).
-    The prompt attends to itself, and each lane to the prompt and itself. That costs P² + k·R·(P + R), not (P + k·R)²,
-    and all layers share one small mask. Backward copies keys and values to the lanes again, instead of keeping them."""
-    n, g = query.shape[2], query.shape[1] // key.shape[1]
-    special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap"))
-    if special or mask is None or mask.dtype != torch.bool or n == mask.shape[2] and mask.shape[1] > 1:
+    A mask (B, k, S, S), expanded over k, is that of a prompt and one completion, S = P + R, for rows of n = P + k·R:
+    prompts attend to themselves, each lane to its prompt and itself. That costs P² + k·R·(P + R), not (P + k·R)², and
+    all layers share one small mask. Backward copies keys and values to the lanes again, instead of keeping them."""
+    if mask is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    _, k, lines, S = mask.shape
+    n, g, (_, k, lines, S) = query.shape[2], query.shape[1] // key.shape[1], mask.shape
     P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2
     bias = attention_bias(mask, 0, P, slots, g, query.dtype)
     out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
@@ -793,33 +733,31 @@ def lane_attention(module, query, key, value, mask, scaling=None, **kwargs):
     return out.contiguous(), None
 
 
-def use_lanes(model) -> bool:
-    """Makes `lane_attention` the attention of a model that runs on sdpa; False where it does not."""
+def use_lanes(model):
+    """Makes `lane_attention` the attention of a model."""
     transformers.AttentionInterface.register("lanes", lane_attention)
     transformers.AttentionMaskInterface.register("lanes", sdpa_mask)
-    if model.config._attn_implementation == "sdpa":
+    if model.config._attn_implementation != "lanes":
         model.set_attn_implementation("lanes")
-    return model.config._attn_implementation == "lanes"
 
 
 def completion_hidden(model, batch: Batch, layout: str):
-    """Last hidden states (k, B, r + 1, H) of the base model: slot t is the one that predicts token t of a completion,
-    slot t + 1 the one that has just read it. r ≤ R is the longest real completion.
-
-    The same numbers in either layout. Positions count real tokens, so padding shifts nothing."""
+    """Last hidden states (k, B, r + 1, H) of the base model, r ≤ R being the longest real completion: slot t is the one
+    that predicts token t of a completion, slot t + 1 the one that has just read it."""
     k, P, R = len(batch.responses), int(batch.prompt_mask.sum(-1).max()), int(batch.response_mask.sum(-1).max())
     prompt_ids, prompt_mask, responses = batch.prompt_ids[:, -P:], batch.prompt_mask[:, -P:], batch.responses[..., :R]
     if layout == "plain":  # k·B prompts with one completion each
         prompt_ids, prompt_mask = prompt_ids.repeat(k, 1), prompt_mask.repeat(k, 1)
         responses = responses.reshape(1, -1, R)
+    mask, positions = sequence_mask(prompt_mask, R)
+    if layout == "plain":
         mask = torch.cat([prompt_mask, batch.response_mask[..., :R].flatten(0, 1)], dim=1).long()
     else:
         use_lanes(model)
-        mask = sequence_mask(prompt_mask, R).expand(-1, k, -1, -1)
+        mask = mask.expand(-1, k, -1, -1)
     lanes = len(responses)
     ids = torch.cat([prompt_ids, responses.permute(1, 2, 0).flatten(1)], dim=1)
-    steps = torch.arange(R, device=ids.device).repeat_interleave(lanes)
-    positions = torch.cat([prompt_positions(prompt_mask), prompt_mask.sum(1, keepdim=True) + steps], dim=1)
+    positions = torch.cat([positions[:, :P], positions[:, P:].repeat_interleave(lanes, dim=1)], dim=1)
     hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
     last_of_prompt = hidden[:, P - 1 : P].expand(lanes, -1, -1, -1)  # predicts token 0 of every completion
     hidden = torch.cat([last_of_prompt, hidden[:, P:].unflatten(1, (R, lanes)).permute(2, 0, 1, 3)], dim=2)
@@ -828,15 +766,11 @@ def completion_hidden(model, batch: Batch, layout: str):
 
 def final_logits(model, hidden):
     """Logits (..., vocabulary) in float32 of hidden states (..., H), scaled and capped where the model does that."""
-    config = model.config.get_text_config()
+    config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    logits = model.get_output_embeddings()(hidden).float()
     logits = logits if scale == 1.0 else logits * scale
     return cap * torch.tanh(logits / cap) if cap else logits
-
-
-LOGITS_AT_ONCE = {"cpu": 2**23, "else": 2**27}  # entries of a (tokens, vocabulary) block of logits, in float32
 
 
 def block_logprobs(model, hidden, tokens, temperature: float):
@@ -849,17 +783,17 @@ def block_logprobs(model, hidden, tokens, temperature: float):
 
 
 def fsdp_forward(function: Callable) -> Callable:
-    """Makes `function(model, ...)` a forward for FSDP, which gathers the weights outside the layers (embedding, norm,
-    head) only during methods that are registered with it. For any other model it is the function itself."""
+    """Makes `function(model, ...)` a forward of a sharded model (see shard), since FSDP gathers what is outside the
+    layers (embedding, norm, head) for forwards only. For any other model it is the function itself."""
     @wraps(function)
     def forward(model, *args, **options):
-        name = f"{function.__name__}_forward"
-        if isinstance(model, fsdp.FSDPModule) and not hasattr(model, name):
-            setattr(model, name, partial(function, model))
-            fsdp.register_fsdp_forward_method(model, name)
-        return getattr(model, name, partial(function, model))(*args, **options)
+        call = partial(model, function) if isinstance(model, fsdp.FSDPModule) else partial(function, model)
+        return call(*args, **options)
 
     return forward
+
+
+LOGITS_AT_ONCE = {"cpu": 2**23, "else": 2**27}  # entries of a (tokens, vocabulary) block of logits, in float32
 
 
 @fsdp_forward
@@ -881,8 +815,7 @@ def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "
 @torch.no_grad()
 def chunked_logprobs(model, batch: Batch, temperature: float, layout: str, chunk_size: int):
     """Log-probs (k, B, R) without gradient, of at most `chunk_size` completions at a time."""
-    parts = [completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)]
-    return torch.cat(parts, dim=1)
+    return torch.cat([completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)], 1)
 
 
 @fsdp_forward
@@ -896,38 +829,37 @@ def model_scores(model, batch: Batch, layout: str = "group"):
 @fsdp_forward
 @torch.no_grad()
 def takes_group_rows(model, P: int, k: int, R: int, device="cpu", tolerance: float = 1e-3) -> bool:
-    """Whether a model gives the same numbers in both layouts on a batch of this size: its attention is full over the
-    row, obeys a mask and takes positions from `position_ids` alone. Not so with linear attention, a sliding window
-    shorter than prompt and completion, ALiBi, or kernels that take no mask."""
-    if not use_lanes(model):
+    """Whether a model gives the same numbers in both layouts on a batch of this size. Not so with linear attention, a
+    sliding window shorter than prompt and completion, ALiBi, or kernels that take no mask."""
+    if model.config._attn_implementation not in ("sdpa", "lanes"):
         return False
     tokens = torch.arange(P + 2 * k * R, device=device) * 7919 % model.config.get_text_config().vocab_size
     rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
     probe = make_batch(rows, tokens[P:].view(k, 2, R), stop_ids=[-1], pad_id=0)
     try:
         plain, group = (completion_hidden(model, probe, layout).float() for layout in ("plain", "group"))
+        if (plain - group).norm() < tolerance * plain.norm():
+            return True
     except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        return False
-    return bool((plain - group).norm() < tolerance * plain.norm())
+    model.set_attn_implementation("sdpa")
+    return False
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
 def sample(logits, temperature: float):
-    """A token of each softmax(logits / temperature) and its log-prob, both (...), from logits (..., vocabulary).
-
-    At temperature 0 the likeliest; else where a random number falls in the cumulative distribution. Nothing here waits
-    for the device, unlike torch.multinomial."""
+    """A token of each softmax(logits / temperature), at 0 the likeliest, and its log-prob, both (...), from logits
+    (..., vocabulary). Nothing here waits for the device, unlike torch.multinomial."""
     logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
         cumulative = logprobs.exp().cumsum(-1)
-        below = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]
-        tokens = torch.searchsorted(cumulative, below, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+        point = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]  # falls into one token's part of it
+        tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
 
 
@@ -935,9 +867,8 @@ class Decoder:
     """Samples k completions of up to R tokens of each of B prompts of P slots, in the group layout: the prompts are
     read once; then each step reads one token of every completion and samples the next.
 
-    It holds all that a step reads and changes in place, and is the cache that the model keeps keys and values in, one
-    row per prompt. Shapes and addresses are static and nothing waits for the device, so on CUDA steps are captured as
-    graphs and replayed. Its memory is free again when the rollout drops it."""
+    It is also the cache of keys and values, one row per prompt. Shapes and addresses are static and nothing waits for
+    the device, so on CUDA steps are captured as graphs and replayed."""
 
     capture = True  # until a step waits for the device
 
@@ -966,13 +897,11 @@ class Decoder:
     def get_seq_length(self, *args) -> int:
         return 0  # some models ask, to make positions that they are given anyway
 
-    def read(self, ids, positions, mask):
-        """Hidden states of the tokens `ids` (B, n), which go into `slots` of the cache."""
-        return self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self,
-                                     use_cache=True)[0]
-
-    def sample_next(self, hidden):
-        """Samples a token of every completion from hidden states (B, k, H) and notes it as number `step`."""
+    def read(self, ids, positions, mask, last: int):
+        """Reads tokens (B, n), which go into `slots` of the cache, and samples, as number `step`, what follows the
+        `last` of them: all k, or a prompt's one."""
+        hidden = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self,
+                                       use_cache=True)[0][:, -last:].expand(-1, self.k, -1)
         tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature)
         self.tokens.index_copy_(2, self.step, tokens[..., None])
         self.logprobs.index_copy_(2, self.step, logprobs[..., None])
@@ -987,19 +916,9 @@ class Decoder:
         own = (slot >= P) & (slot <= self.slots[:, None]) & ((slot - self.slots[:, None]) % k == 0)  # (k, visible)
         mask = (F.pad(self.prompt_mask, (0, visible - P))[:, None] | own)[:, None]
         positions = (self.prompt_mask.sum(1, keepdim=True) + self.step).expand(B, k)
-        hidden = self.read(self.tokens.index_select(2, self.step).squeeze(2), positions, mask)
+        ids = self.tokens.index_select(2, self.step).squeeze(2)
         self.step.add_(1)
-        self.sample_next(hidden)
-
-    def replay(self, t: int):
-        """`decode` as a graph, captured once for each quarter of the steps (at least 128): early ones read less."""
-        span = max(128, -(-self.R // 4))
-        visible = self.prompt_mask.shape[1] + self.k * min(self.R, (t // span + 1) * span)
-        if visible not in self.graphs:
-            self.graphs[visible] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[visible]):
-                self.decode(visible)
-        self.graphs[visible].replay()
+        self.read(ids, positions, mask, last=k)
 
     def generate(self, prompt_ids, prompt_mask):
         """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
@@ -1009,23 +928,30 @@ class Decoder:
             try:  # a step without a graph: libraries set themselves up, the cache gets its memory, and a wait raises
                 self.decode(P + self.k * self.R)
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
                 Decoder.capture = False
                 say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
         self.stopped.zero_()
         self.slots = torch.arange(P, device=prompt_ids.device)  # the next forward fills these
         self.visible = P  # and its attention reads the slots before this one
-        hidden = self.read(prompt_ids, prompt_positions(prompt_mask), sequence_mask(prompt_mask, 0))
-        self.sample_next(hidden[:, -1:].expand(-1, self.k, -1))
+        mask, positions = sequence_mask(prompt_mask, 0)
+        self.read(prompt_ids, positions, mask, last=1)
+        # A graph for each quarter of the steps (at least 128): early ones read less of the cache.
+        span = max(128, -(-self.R // 4)) if cuda and Decoder.capture else 1
         for t in range(self.R - 1):
             if t % 4 == 3 and self.stopped.all():  # asking makes the device wait, so ask seldom
                 break
-            self.replay(t) if cuda and Decoder.capture else self.decode(P + self.k * (t + 1))
+            visible = P + self.k * min(self.R, (t // span + 1) * span)
+            if span == 1:
+                self.decode(visible)
+                continue
+            if visible not in self.graphs:
+                self.graphs[visible] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[visible]):
+                    self.decode(visible)
+            self.graphs[visible].replay()
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
 
@@ -1037,11 +963,9 @@ def generate_hf(model, prompt_ids, prompt_mask, k: int, response_length: int, te
     config = transformers.GenerationConfig(max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id,
                                            **sampling)
     own_config, model.generation_config = model.generation_config, transformers.GenerationConfig()
-    try:
-        out = model.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
-                             generation_config=config)
-    finally:
-        model.generation_config = own_config  # saved later as it was loaded
+    out = model.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
+                         generation_config=config)
+    model.generation_config = own_config  # saved later as it was loaded
     out = F.pad(out, (0, prompt_ids.shape[1] + response_length - out.shape[1]), value=pad_id)
     return out[:, prompt_ids.shape[1] :].unflatten(0, (k, len(prompt_ids)))
 
@@ -1056,12 +980,10 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
     decoder, tokens, logprobs = None, [], []
     prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
     for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
-        if model.device.type == "cpu":  # elsewhere chunks of one shape can use the same graphs
-            ids, mask = (x[:, -int(mask.sum(1).max()) :] for x in (ids, mask))
         if engine == "hf":
             tokens.append(generate_hf(model, ids, mask, k, response_length, temperature, stop_ids, pad_id))
             continue
-        if decoder is None or decoder.prompt_mask.shape != ids.shape:
+        if decoder is None or len(decoder.prompt_mask) != len(ids):  # the last chunk may be smaller
             decoder = None  # frees its memory first
             decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
         for found, new in zip((tokens, logprobs), decoder.generate(ids, mask)):
@@ -1073,27 +995,17 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
     return batch, torch.cat(logprobs, dim=1).masked_fill(~batch.response_mask, 0.0)
 
 
-def empty_copy(policy, dtype: torch.dtype, device: torch.device):
-    """A model like `policy`, in `dtype` on `device`; its weights are empty until `sampling_weights` fills them."""
-    with device:
+def sampling_model(policy, dtype: torch.dtype):
+    """The policy, or, where its weights are sharded or in another dtype, a copy of them, whole and in `dtype`, which is
+    gone when the rollout is done."""
+    if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule):
+        return policy
+    with torch.device("meta"):
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
-    for mine, theirs in zip(model.buffers(), policy.buffers()):
-        mine.copy_(theirs)
-    for parameter in model.parameters():
-        parameter.data = parameter.new_empty(0)
+    model.to_empty(device=policy.device).tie_weights()
+    for mine, theirs in zip([*model.parameters(), *model.buffers()], [*policy.parameters(), *policy.buffers()]):
+        mine.data = (theirs.full_tensor() if isinstance(theirs, DTensor) else theirs).detach().to(mine.dtype)
     return model
-
-
-@contextmanager
-def sampling_weights(sampler, policy):
-    """Within it `sampler` has the policy's weights, whole and in its own dtype. They need no memory while training."""
-    copied = sampler is not policy
-    for mine, theirs in zip(sampler.parameters(), policy.parameters()) if copied else ():
-        whole = theirs.full_tensor() if isinstance(theirs, DTensor) else theirs
-        mine.data = whole.detach().to(mine.dtype)
-    yield
-    for mine in sampler.parameters() if copied else ():
-        mine.data = mine.new_empty(0)
 
 
 # ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
@@ -1126,20 +1038,18 @@ def model_reward(model, layout: str, chunk_size: int, device: torch.device, batc
 
 
 def text_reward(model, own_tokenizer, positions: int, tokenizer, chunk_size: int, device, batch: Batch) -> dict:
-    """The reward model's scores where it has a tokenizer of its own: the text is tokenized again, a chat by its own
-    template. A completion that ended ends in its eos token. Text beyond its positions is cut from the left, which
-    reward_model/cut counts."""
+    """The same where it has a tokenizer of its own: that reads the text, a chat by its own template; what ended ends in
+    its eos token. Text beyond its positions is cut from the left, which reward_model/cut counts."""
     sequences, k, bos, eos = [], len(batch.responses), own_tokenizer.bos_token_id, own_tokenizer.eos_token_id
     for row, text, end in zip(batch.rows * k, decode(batch, tokenizer), batch.ended.flatten().tolist()):
         if isinstance(row["prompt"], list) and own_tokenizer.chat_template:
             chat = [*row["prompt"], {"role": "assistant", "content": text}]
-            text = own_tokenizer.apply_chat_template(chat, tokenize=False)
-            ids = own_tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = own_tokenizer(row["prompt_text"] + text)["input_ids"]
-            ids = ids[1:] if ids[:2] == [bos, bos] else ids  # a chat template's text may have one
-            ids = ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids
-        sequences.append(ids)
+            ids = own_tokenizer(own_tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+            sequences.append(ids["input_ids"])
+            continue
+        ids = own_tokenizer(row["prompt_text"] + text)["input_ids"]
+        ids = ids[1:] if ids[:2] == [bos, bos] else ids  # a chat template's text may have one
+        sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
     ids, mask = (x.to(device) for x in pad([ids[-positions:] for ids in sequences], own_tokenizer.pad_token_id or 0))
     again = Batch(batch.rows * k, ids[:, :1], mask[:, :1], ids[None, :, 1:], mask[None, :, 1:], batch.ended.view(1, -1))
     scores = model_reward(model, "plain", chunk_size, device, again)["reward_model"]
@@ -1153,18 +1063,16 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     path, label, own = args.reward_model_path, f"--reward_model_path {args.reward_model_path}", None
     if not path:
         return {}
-    config = load_pretrained(args, AutoConfig, path, label)
-    classifier = any("SequenceClassification" in name for name in config.architectures or [])
-    require(config.num_labels == 1 or not classifier, f"{label}: has {config.num_labels} labels, not one")
-    model, missing = load_model(args, AutoModelForSequenceClassification, path, label, trained=False, num_labels=1)
+    model, missing = load_model(args, AutoModelForSequenceClassification, path, f"{label}, with one label",
+                                trained=False, num_labels=1)
     require(hasattr(model, "score"), f"{label}: {type(model).__name__} has no `score` head on its output")
     if missing:
         print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
-    if not os.path.isdir(path) or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*")):
+    if not os.path.isdir(path) or any(Path(path).glob("tokenizer*")):
         own = load_pretrained(args, AutoTokenizer, path, label)
     words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
     same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
-    embeddings = config.get_text_config().vocab_size
+    embeddings = model.config.get_text_config().vocab_size
     rest = args.local_rollout_forward_batch_size, torch.device(args.device)
     if embeddings > max(policy_words.values()) and (same or not words):
         return {"reward_model": partial(model_reward, model, fit(args, model, label, longest), *rest)}
@@ -1173,30 +1081,20 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     return {"reward_model": partial(text_reward, model, own, positions_of(model), tokenizer, *rest)}
 
 
-@lru_cache(maxsize=None)  # functions of one file share it
-def load_file(path: Path):
-    """The module in a file of any name and place."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look modules up by name
-    spec.loader.exec_module(module)
-    return module
-
-
 def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
-    """name -> reward, for functions that are named `file.py:function` or `module:function`; they may import what lies
-    beside them."""
+    """name -> reward, for functions `file.py:function` or `module:function`; they may import what lies beside them."""
     rewards: dict[str, Callable] = {}
     for spec in specs:
         (source, _, name), label = spec.rpartition(":"), f"--{flag} {spec}"
-        require(source, f"{label}: must be file.py:function or module:function")
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
-        with explained(f"{label}: cannot be loaded"):
-            module = load_file(path) if path.suffix == ".py" else importlib.import_module(source)
+        with explained(f"{label}: must be file.py:function or module:function, and cannot be loaded"):
+            module = importlib.import_module(path.stem if path.suffix == ".py" else source)
+        same = path.suffix != ".py" or path.samefile(module.__file__)
+        require(same, f"{label}: another module has the name {path.stem}; rename the file")
         function = getattr(module, name, None)
         require(callable(function), f"{label}: there is no function {name}")
-        name = spec if name in rewards or name == "reward_model" else name
+        require(name not in {*rewards, "reward_model"}, f"{label}: there are two rewards of this name; rename one")
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
     return rewards
 
@@ -1217,13 +1115,12 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
         place = traceback.extract_tb(error.__traceback__)[:2][-1]  # in the user's file, whatever that called
         raise InputError(f"{label} raised {type(error).__name__}: {first_line(error)} ({place.filename}, line "
                          f"{place.lineno})") from error
-    with explained(f"{label} returned {scores!r:.50}, not a list of numbers and None"):
+    with explained(f"{label} must return {len(rows)} finite numbers or None, not {scores!r:.50}"):
         numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
-    require(len(numbers) == len(rows), f"{label} returned {len(numbers)} numbers for {len(rows)} completions")
-    for value, finite, row in zip(scores, numbers.isfinite(), rows):
-        require(value is None or finite, f"{label} returned {value!r:.50}, not a finite number or None, "
-                f"for the prompt {row['prompt_text'][:60]!r}")
-    return {name: numbers.to(batch.responses.device).view(batch.ended.shape)}
+        for value, finite in zip(scores, numbers.isfinite()):
+            if value is not None and not finite:
+                raise ValueError(value)
+        return {name: numbers.to(batch.responses.device).view(batch.ended.shape)}
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -1232,69 +1129,61 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of one split of a dataset, or None where it has no such split. `name`: a .jsonl file, whose split is train,
     a folder with <split>.jsonl, or else what the datasets package loads by this name."""
-    path, folder = Path(name), os.path.isdir(name)
-    if path.suffix != ".jsonl" and not (folder and any(path.glob("*.jsonl"))):
+    file, folder = Path(name), os.path.isdir(name)
+    if file.suffix != ".jsonl" and not (folder and any(file.glob("*.jsonl"))):
         with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them; what else there is, on the "
                        "disk or the Hub, the datasets package reads: pip install datasets"):
             import datasets
 
             splits = datasets.get_dataset_split_names(name)
             return list(datasets.load_dataset(name, split=split)) if split in splits else None
-    require(folder or os.path.isfile(name), f"--dataset_name {name[:200]}: no such file")
-    file, example = path / f"{split}.jsonl" if folder else path, '{"prompt": "..."}'
+    require(os.path.exists(name), f"--dataset_name {name[:200]}: no such file")
+    file = file / f"{split}.jsonl" if folder else file
     if not os.path.isfile(file) or not folder and split != "train":
         return None
-    with explained(f"{str(file)[:200]}: must be UTF-8 text with a JSON object like {example} on each line"):
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
     rows = []
-    for number, line in enumerate(lines, 1):
-        with explained(f"{str(file)[:200]}: line {number} must be a JSON object like {example}"):
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        with explained(f'{file}: line {number} must be a JSON object like {{"prompt": "..."}}'):
             rows += [dict(**json.loads(line))] if line.strip() else []
     return rows
 
 
-def text_of(value) -> str:
-    """A text, or that of the last message of a list. TypeError where it is none."""
-    return str.__str__(value[-1]["content"] if isinstance(value, list) else value)
-
-
 def prepare_row(row: dict, tokenizer) -> dict:
-    """One dataset row as the rest of the file wants it.
+    """One dataset row as the rest of the file wants it: {"prompt": text or messages, "prompt_text": str, "prompt_ids":
+    list of int, "reference": str or None, "reference_ids", "columns": the row}.
 
-    Returns {"prompt": text or messages, "prompt_text": str, "prompt_ids": list of int, "reference": str or None,
-    "columns": the row}. Where there is no `prompt`, the turns of `messages` up to the first of the user are the prompt;
-    where there is no `completion`, the next turn of the assistant is the reference. Messages go through the tokenizer's
-    chat template; a tokenizer that has none takes a single message as it is. Raises whatever Python does where the row
-    is not like that."""
-    prompt, reference = row.get("prompt"), row.get("completion")
-    turns = len(prompt) if isinstance(prompt, list) else 0
+    Where there is no `prompt`, the turns of `messages` up to the first of the user are the prompt; where there is no
+    `completion`, the next turn of the assistant is the reference. Messages go through the tokenizer's chat template; a
+    tokenizer that has none takes a single message as it is. Raises what Python does where the row is not like that."""
+    prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
-        turns = [message["role"] for message in row["messages"]].index("user") + 1
-        prompt = row["messages"][:turns]
-    if reference is None and isinstance(row.get("messages"), list):
-        reference = [m for m in row["messages"][turns:] if m["role"] == "assistant"][:1] or None
-    text, templated = text_of(prompt), isinstance(prompt, list) and tokenizer.chat_template is not None
+        prompt = messages[: [message["role"] for message in messages].index("user") + 1]
+    chat = isinstance(prompt, list)
+    if reference is None and isinstance(messages, list):
+        reference = [turn for turn in messages[len(prompt) * chat :] if turn["role"] == "assistant"][:1] or None
+    templated = chat and tokenizer.chat_template is not None
+    if chat and not templated:
+        (message,) = prompt  # several messages need a chat template
+    text, reference = (value[-1]["content"] if isinstance(value, list) else value for value in (prompt, reference))
     if templated:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    elif isinstance(prompt, list) and len(prompt) > 1:
-        raise ValueError("several messages, but the tokenizer has no chat template to join them by")
     ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
     if not ids:
         raise ValueError("the prompt is empty")
-    reference = None if reference is None else text_of(reference)
-    return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference, "columns": row}
+    reference_ids = tokenizer(reference or "", add_special_tokens=False)["input_ids"]
+    return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference,
+            "reference_ids": reference_ids, "columns": row}
 
 
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
-    require(rows, f"{name}: there are no rows")
     prepared = []
     for number, row in enumerate(rows, 1):
         with explained(f"{name}, row {number}: needs `prompt` (text or chat messages) or `messages` with a turn of the "
                        f"user, and as `completion` a text; has {', '.join(sorted(row))[:200] or 'nothing'}"):
             prepared.append(prepare_row(row, tokenizer))
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
-    require(kept, f"{name}: {len(rows)} rows, no prompt within --max_prompt_length {max_prompt_length} tokens")
+    require(kept, f"{name}: of {len(rows)} prompts none is within --max_prompt_length {max_prompt_length} tokens")
     if len(kept) < len(rows):
         print(f"{name}: {len(rows) - len(kept)} of {len(rows)} prompts left out, over {max_prompt_length} tokens")
     return kept
@@ -1309,11 +1198,10 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     if test is None:
         n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
-        held_out = f"its last {n} rows are held out to evaluate on" if n else "nothing is evaluated"
-        print(f"{name} has no split test: {held_out}")
-    train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
-    test = test[: args.num_eval_prompts]
-    return train, prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out") if test else []
+        print(f"{name} has no split test: its last {n} rows are held out to evaluate on")
+    test, prepare = test[: args.num_eval_prompts], partial(prepare_rows, tokenizer=tokenizer,
+                                                           max_prompt_length=args.max_prompt_length)
+    return prepare(train, name=f"{name}, {split}"), prepare(test, name=f"{name}, held out") if test else []
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -1328,12 +1216,12 @@ def load_pretrained(args, auto_class, path, label: str, **options):
 def load_model(args, auto_class, path, label: str, trained: bool, **options):
     """A model in eval mode (no dropout, in training either), on its device or sharded, and the names of the weights
     that `path` does not have. With --sharding fsdp only the first rank reads the weights, into the CPU's memory."""
-    config, missing = load_pretrained(args, AutoConfig, path, label, **options), []
+    config = load_pretrained(args, AutoConfig, path, label, **options)
     own = None if args.attn_implementation == "sdpa" else args.attn_implementation  # None: sdpa, or eager without it
     options = {"dtype": torch.float32 if trained else getattr(torch, args.dtype), "attn_implementation": own}
+    info = {"missing_keys": []}
     if args.sharding == "ddp" or dist.get_rank() == 0:
         model, info = load_pretrained(args, auto_class, path, label, config=config, output_loading_info=True, **options)
-        missing = sorted(info["missing_keys"])
     else:
         with torch.device("meta"):
             model = auto_class.from_config(config, trust_remote_code=args.trust_remote_code, **options)
@@ -1345,7 +1233,7 @@ def load_model(args, auto_class, path, label: str, trained: bool, **options):
         shard(model, args, trained)
     else:
         model.to("cpu" if args.offload_reference and not trained else args.device)
-    return model, gather([missing])[0]
+    return model, gather([sorted(info["missing_keys"])])[0]
 
 
 def load_policy(args, path, label: str, trained: bool):
@@ -1354,8 +1242,7 @@ def load_policy(args, path, label: str, trained: bool):
     require(not missing, f"{label}: is no trained {type(model).__name__}, it has no {missing[:1]}")
     with on_device(model, torch.device(args.device)):
         final = logits_are_final(model, torch.tensor([[0, 1]], device=args.device))
-    require(final, f"{label}: {type(model).__name__} does more to its logits than output embedding, scale and cap: not "
-            "supported")
+    require(final, f"{label}: {type(model).__name__} does more to its logits than final_logits: not supported")
     return model
 
 
@@ -1363,27 +1250,27 @@ def load_policy(args, path, label: str, trained: bool):
 @torch.no_grad()
 def logits_are_final(model, ids) -> bool:
     """Whether a model's own logits are `final_logits` of its last hidden states, tried on some tokens (1, n)."""
-    ours, theirs = final_logits(model, model.base_model(ids)[0]), model(ids).logits.float()
+    ours, theirs = final_logits(model, model.base_model(ids)[0]), type(model).forward(model, ids).logits.float()
     return bool((theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm())
+
+
+def positions_of(model) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def fit(args, model, label: str, longest: int) -> str:
     """The layout that a model takes: --layout, or plain, which is said, where it does not give the same numbers in the
     group layout. An InputError if longest prompt and completion exceed its positions."""
-    R, room, device = args.response_length, positions_of(model) - args.response_length, torch.device(args.device)
-    require(longest <= room, f"{label}: has {room + R} positions; the longest prompt, {longest} tokens, and "
-            f"--response_length {R} need more: "
-            + (f"--max_prompt_length {room} fits" if room > 0 else "lower --response_length"))
+    R, positions, device = args.response_length, positions_of(model), torch.device(args.device)
+    require(longest + R <= positions, f"{label}: has {positions} positions; the longest prompt, {longest} tokens, and "
+            f"--response_length {R} need more: " + (f"--max_prompt_length {positions - R} fits" if positions > R else
+                                                    "lower --response_length"))
     exact = args.dtype == "float32"
     with on_device(model, device), torch.autocast(device.type, getattr(torch, args.dtype), not exact):
         if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, R, device, 1e-3 if exact else 0.1):
             return args.layout
     print(f"{label}: its attention is no sdpa over the full row, so it runs with --layout plain, rollouts by generate")
     return "plain"
-
-
-def positions_of(model) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def load_tokenizer(args):
@@ -1394,31 +1281,29 @@ def load_tokenizer(args):
     tokenizer = load_pretrained(args, AutoTokenizer, args.model_name_or_path, name)
     size = config.get_text_config().vocab_size
     require(len(tokenizer) > len(tokenizer.all_special_ids), f"{name}: there is no tokenizer in it, or none with words")
-    if tokenizer.pad_token_id is None:
-        require(len(tokenizer) < size, f"{name}: the tokenizer has no pad token, the model no row to spare; set "
-                "tokenizer.pad_token (the eos token will do) and save the tokenizer")
+    if added := tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         print(f"{name}: the tokenizer has no pad token; [PAD] is added as token {tokenizer.pad_token_id}")
-    require(len(tokenizer) <= size, f"{name}: the tokenizer has {len(tokenizer)} tokens, the model only {size}")
+    require(len(tokenizer) <= size, f"{name}: the tokenizer has {len(tokenizer)} tokens, the model only {size}"
+            + "; set tokenizer.pad_token (the eos token will do) and save the tokenizer" * added)
     return tokenizer
 
 
 def stop_token_ids(args, model, tokenizer) -> list[int]:
-    """Ids of the tokens that end a completion: the one asked for, or else all that the model's generation config and
-    the tokenizer call end of sequence."""
-    token, number, last = args.stop_token, args.stop_token_id, model.config.get_text_config().vocab_size - 1
-    if number is not None:
-        require(number <= last, f"--stop_token_id {number}: the model has only tokens 0 to {last}")
-        return [number]
-    if token not in (None, "eos"):
-        ids = tokenizer(token, add_special_tokens=False)["input_ids"]
+    """Ids of the tokens that end a completion, the tokenizer's eos first: the one asked for, or else all that the
+    model's generation config and the tokenizer call end of sequence."""
+    size, configured = model.config.get_text_config().vocab_size, model.generation_config.eos_token_id
+    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    if args.stop_token_id is not None:
+        ids = [args.stop_token_id]
+    elif args.stop_token not in (None, "eos"):
+        ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
         known = len(ids) == 1 and ids != [tokenizer.unk_token_id]
-        require(known, f"--stop_token {token!r} is not one token of the tokenizer, nor eos")
-        return ids
-    configured = model.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
-    require(ids, f"the tokenizer {tokenizer.name_or_path} has no eos token; name one by --stop_token")
-    return sorted(ids)
+        require(known, f"--stop_token {args.stop_token!r} is not one token of the tokenizer, nor eos")
+    ids = [number for number in dict.fromkeys(ids) if number is not None]
+    require(ids and max(ids) < size, f"stop tokens {ids}: there must be one, and the model has only 0 to {size - 1}; "
+            "name one by --stop_token or --stop_token_id")
+    return ids
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
@@ -1460,11 +1345,9 @@ def stop_if_told(signals: Sequence[int], device: torch.device):
 
 def average_gradients(parameters):
     """Makes the gradients of replicas their mean. FSDP has done so in backward."""
-    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
-    if dist.is_initialized() and gradients:
-        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
-            work.wait()
-        torch._foreach_div_(gradients, dist.get_world_size())
+    for parameter in parameters if dist.is_initialized() else ():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            sum_over_ranks(parameter.grad).div_(dist.get_world_size())
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
@@ -1474,36 +1357,30 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 def shard(model, args, trained: bool):
     """FSDP2: every process keeps its part of each layer's weights, gradients and optimizer state, and gathers a layer
-    in --dtype when it is needed. With --offload_reference the parts of a frozen model lie in the CPU's memory.
-
-    The weights go from the first rank, which has them on the CPU, straight to where their parts belong; the models of
-    the others are on the meta device. Buffers, which may be in no state dict (rotary frequencies), are sent too."""
+    in --dtype when it is needed. The weights go from the first rank, which has them on the CPU, straight to where their
+    parts belong; others begin on the meta device. Buffers, which may be in no state dict (rotary frequencies), too."""
     first, device = dist.get_rank() == 0, torch.device(args.device)
     offload = args.offload_reference and not trained and device.type == "cuda"
-    weights = model.state_dict() if first else {}
-    buffers = gather([dict(model.named_buffers()) if first else None])[0]
+    weights, buffers = (model.state_dict(), [*model.buffers()]) if first else ({}, None)
     model.to("meta").tie_weights()
     options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
                "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32),
                "offload_policy": fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    for part in [*decoder_layers(model), *([] if tied else [embedding])]:
-        fsdp.fully_shard(part, **options)
+    for layer in decoder_layers(model):
+        fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(model, reshard_after_forward=not trained, **options)  # backward needs the rest again at once
+    model.forward = lambda function, *args, **options: function(model, *args, **options)  # see fsdp_forward
     model.to_empty(device="cpu" if offload else device).tie_weights()
     state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
-    for name, value in buffers.items():
-        module, _, last = name.rpartition(".")
-        model.get_submodule(module)._buffers[last] = value.to(device)
+    for mine, theirs in zip(model.buffers(), gather([buffers])[0]):
+        mine.data = theirs.to(device)
 
 
 @contextmanager
 def on_device(model, device: torch.device):
     """Within it a model is on the device; after it, back where it was. FSDP moves its models itself."""
     home, sharded = model.device, isinstance(model, fsdp.FSDPModule)
-    if home.type != device.type and not sharded:
-        model.to(device)
+    model if sharded else model.to(device)
     yield
     model.reshard() if sharded else model.to(home)  # the optimizer wants FSDP's own parts
 
@@ -1529,6 +1406,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all ranks, for the first one
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+DAMAGED = "{} (nothing is overwritten; move it away, and --resume takes the one before)"  # what cannot be loaded
 
 
 def newest_checkpoint(output: Path, limit: Optional[int] = None) -> Optional[Path]:
@@ -1541,26 +1419,22 @@ def newest_checkpoint(output: Path, limit: Optional[int] = None) -> Optional[Pat
 
 
 def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, limit: int, rank: int):
-    """Writes checkpoint-<state["update"]> under another name, flushes it and renames it, so that a checkpoint that
-    exists is whole. Then removes all but the newest `limit`. Every rank must call it; the first one writes."""
+    """Writes checkpoint-<state["update"]> under another name, flushes it and renames it, so that one that exists is
+    whole; then removes all but the newest `limit`. Every rank must call it; the first one writes."""
     weights = state_dict.get_model_state_dict(policy, options=FULL)
     moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
     if rank > 0 or target.exists():
         return
     shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        with explained(f"{target} cannot be saved; make room and go on by --resume"):
-            policy.save_pretrained(unfinished, state_dict=weights)
-            tokenizer.save_pretrained(unfinished)
-            torch.save(moments, unfinished / "optimizer.pt")
-            (unfinished / "state.json").write_text(json.dumps(state))
-            os.sync()
-            unfinished.rename(target)
-            newest_checkpoint(output, limit)
-    except InputError:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with explained(f"{target} cannot be saved; make room and go on by --resume"):
+        policy.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        torch.save(moments, unfinished / "optimizer.pt")
+        (unfinished / "state.json").write_text(json.dumps(state))
+        os.sync()
+        unfinished.rename(target)
+        newest_checkpoint(output, limit)
 
 
 MAKES_ANOTHER_RUN = {"sft_model_path", "reward_model_path", "reward_fns", "dataset_name", "dataset_train_split",
@@ -1568,40 +1442,26 @@ MAKES_ANOTHER_RUN = {"sft_model_path", "reward_model_path", "reward_fns", "datas
                      "training prompts"}
 
 
-def load_state(folder: Path, damaged: str, fresh: dict) -> dict:
-    """The state of a checkpoint, with the flags of `fresh`, a new run's. Says which flags are not those that the run
-    had, and refuses those that make it another run. `damaged`: how to say that it cannot be loaded."""
-    with explained(f"{damaged}: cannot be loaded"):
+def load_state(folder: Path, flags: dict) -> dict:
+    """The state of a checkpoint, with `flags`, a new run's. Says which of them are not those that the run had, and
+    refuses those that make it another run."""
+    with explained(f"{DAMAGED.format(folder)}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
-        old, new = state["flags"], fresh["flags"]
-    changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in new
-               if old.get(name) != new[name] and name not in ("resume", "output_dir", "device")}
+        changed = {name: f"{name} {state['flags'].get(name)} -> {value}" for name, value in flags.items()
+                   if state["flags"].get(name) != value and name not in ("resume", "output_dir", "device")}
     another = [text for name, text in changed.items() if name in MAKES_ANOTHER_RUN]
     require(not another, f"--resume: {folder.parent} is a run with other flags: {', '.join(another)}")
     print(f"resumed from {folder}" + f"; changed: {', '.join(changed.values())}" * bool(changed))
-    return state | {"flags": new}
+    return state | {"flags": flags}
 
 
-def load_optimizer(folder: Path, damaged: str, policy, optimizer, rank: int):
+def load_optimizer(folder: Path, policy, optimizer, rank: int):
     """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
-    with explained(f"{damaged}: cannot be loaded"):
+    with explained(f"{DAMAGED.format(folder)}: cannot be loaded"):
         saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True) if rank == 0 else {}
     state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=FROM_FIRST if dist.is_initialized() else FULL)
     for group in optimizer.param_groups:
         group.update(optimizer.defaults)
-
-
-def open_locked(path: Path, rank: int):
-    """The file, to write at its end; as long as it is open no other run can open it. Only rank 0 has one."""
-    if rank > 0:
-        return open(os.devnull, "w")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", encoding="utf-8", buffering=1)  # writes each line at once
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise InputError(f"--output_dir {path.parent}: another run is writing there") from error
-    return file
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
@@ -1629,7 +1489,7 @@ def explained(message: str):
 
 def first_line(error: BaseException) -> str:
     """What an error says, short enough to stand in a line of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 @lru_cache(maxsize=None)
@@ -1646,11 +1506,9 @@ def parse_args(argv: Optional[list[str]] = None) -> Args:
         with redirect_stderr(said):
             flags = tyro.cli(groups, args=argv, description=about, use_underscores=True,
                              config=[tyro.conf.OmitArgPrefixes])
-    except SystemExit as end:
-        if not end.code:  # --help
-            raise
-        text = " ".join(re.sub("╭.*╮|[─-╿]", " ", said.getvalue()).split())  # without tyro's boxes and their titles
-        raise InputError(re.split(" (Argument|For full) helptext", text)[0] + "; see --help") from None
+    except SystemExit as end:  # --help, or a mistake, of which tyro makes boxes
+        require(not end.code, " ".join(re.sub("[─-╿]", " ", said.getvalue()).split()))
+        raise
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
@@ -1661,7 +1519,7 @@ AT_LEAST = {"rloo_k": 2} | dict.fromkeys((
 
 def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
-    args = dataclasses.replace(args)
+    args = replace(args)
     if args.dataset_name is None:
         require(MINI_TLDR.is_dir(), f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
         args.dataset_name = str(MINI_TLDR)
@@ -1677,30 +1535,27 @@ def resolve_args(args: Args) -> Args:
     args.sharding = args.sharding if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "ddp"  # one process holds everything
     num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
     args.reward_weights = weights = args.reward_weights or (1.0,) * num_rewards
+    require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
+    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
 
     for name, value in vars(args).items():
         if isinstance(value, (int, float)):
             least = AT_LEAST.get(name, 0)
             require(math.isfinite(value) and value >= least, f"--{name} {value}: must be finite and at least {least}")
-    k, size = args.rloo_k, args.per_device_train_batch_size
+    k, size, output = args.rloo_k, args.per_device_train_batch_size, Path(args.output_dir)
     require(size % k == 0, f"--per_device_train_batch_size {size}: must be a multiple of --rloo_k {k}, whole groups")
     require(args.sft_model_path, "--sft_model_path is needed with --dataset_name: what shall be trained?")
     require(num_rewards, "no reward: give --reward_model_path, --reward_fns or both")
-    require(len(set(args.reward_fns)) == len(args.reward_fns), "--reward_fns names a function twice")
     require(len(weights) == num_rewards and all(map(math.isfinite, weights)), f"--reward_weights {weights}: must be "
             f"{num_rewards} finite numbers, the reward model's first, then those of --reward_fns")
-    require(args.seed < 2**32, f"--seed {args.seed}: must be below 2**32")
     require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.temperature, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
-    require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
-    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    output, problem = Path(args.output_dir), f"--output_dir {args.output_dir}"
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    require(existing.is_dir() and os.access(existing, os.W_OK), f"{problem}: cannot write to {existing}")
+    require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
     used, is_run = existing == output and any(output.iterdir()), (output / "metrics.jsonl").is_file()
-    require(args.resume or not used, f"{problem}: is not empty; name a new folder, or go on with that run by --resume")
-    require(is_run or not used, f"{problem}: holds files, but no run to resume")
+    require(not used or args.resume and is_run, f"--output_dir {output}: is not empty; name a new folder" + (
+            ", or go on with that run by --resume" if is_run else "; there is no run to resume"))
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
     return args
@@ -1723,27 +1578,25 @@ def command_line(argv: Optional[list[str]] = None):
             os.write(2, b"\nrloo.py stops: it finishes and saves the update in progress. Ctrl-C again ends it now.\n")
         signals.append(number)
 
-    handlers = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
     try:
         main(parse_args(argv), signals)
         if dist.is_initialized():
             dist.destroy_process_group()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (MemoryError, RuntimeError, InputError, OSError) as error:
+    except (InputError, OSError, MemoryError, RuntimeError) as error:
         text = str(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
             text = ("out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
                     f"raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
-        elif isinstance(error, RuntimeError) and not (dist.is_initialized() and "closed by peer" in text):
+        elif isinstance(error, RuntimeError):
             raise
         if rank > 0:  # the first rank most likely says the same, and torchrun then ends this one: wait for that
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         sys.exit(f"rloo.py: {text}")
-    finally:  # a second signal while Python shuts down must not change the exit status
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_IGN if signals else handler)
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float)
     reward_kl_coef = kl_coef if option.kl == "k1 in reward" else 0.0
     advantages = rloo.estimate_advantages(scores, kl, mask, reward_kl_coef, option.kl_level,
                                           option.normalize_advantage, option.advantage_estimator)
-    rewards = rloo.sequence_reward(scores, kl, reward_kl_coef)
+    rewards = rloo.rlhf_reward(scores, kl, reward_kl_coef)
     if option.divide:
         advantages = divided(advantages, rewards, option.divide)
     if not option.baseline:
