@@ -180,8 +180,6 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
 
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
 
-# ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
-
 
 def kl_per_token(logprobs, ref_logprobs, mask):
     """kl_t = log π(y_t) - log π_ref(y_t) of the sampled tokens (the k1 estimator, nats), (k, B, R), 0 where masked."""
