@@ -36,7 +36,7 @@ import time
 import traceback
 from collections import defaultdict
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -67,8 +67,13 @@ MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the e
 
 
 @dataclass
-class Models:
-    """save_pretrained folders or Hub ids. Where no dataset is given, they are those of the embedded mini TL;DR"""
+class Args:
+    """RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task.
+
+    Names and defaults are TRL's where no other is named. Rewards and the judge may be functions of yours:
+    function(prompts, completions, completion_ids, **columns) -> list of float or None."""
+
+    # Models: save_pretrained folders or Hub ids; where no dataset is given, those of the embedded mini TL;DR
     sft_model_path: Optional[str] = None  # policy to train, also the reference; if not given, model_name_or_path
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
@@ -76,19 +81,13 @@ class Models:
     attn_implementation: str = "sdpa"  # sdpa; any other kernel of transformers (eager, ...) takes --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
-
-@dataclass
-class Data:
-    """rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with"""
+    # Data: rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with
     dataset_name: Optional[str] = None  # .jsonl file, folder of <split>.jsonl, or Hub id; if not given, mini TL;DR
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: Optional[str] = None  # to evaluate on; else test, or the last tenth (at most 100) of train
     max_prompt_length: int = 512  # tokens; longer prompts are left out
 
-
-@dataclass
-class Rollout:
-    """how completions are sampled"""
+    # Rollout: how completions are sampled
     response_length: int = 53  # R: tokens sampled per completion at most
     temperature: float = 0.7  # of the softmax that completions are sampled from and scored by
     stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
@@ -96,10 +95,7 @@ class Rollout:
     rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, as with --layout plain
     local_rollout_forward_batch_size: int = 64  # completions per forward where no gradient is needed
 
-
-@dataclass
-class RLOO:
-    """the algorithm"""
+    # The algorithm
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
     kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
     kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion, or reward-to-go per token
@@ -117,39 +113,25 @@ class RLOO:
     num_ppo_epochs: int = 1  # passes over the completions of an update (TRL: 4)
     num_mini_batches: int = 1  # optimizer steps per pass
 
-
-@dataclass
-class Rewards:
-    """functions, each file.py:function or module:function, beside or instead of a reward model:
-    function(prompts, completions, completion_ids, **columns) -> list of float or None"""
-    reward_fns: tuple[str, ...] = ()  # reward functions
+    # Functions, called as said above
+    reward_fns: tuple[str, ...] = ()  # each file.py:function or module:function, beside or instead of a reward model
     reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
     judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
 
-
-@dataclass
-class BatchSize:
-    """an update, of each process, is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
-    completions"""
+    # The batch of an update, per process: the product of the first two and num_mini_batches
     per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
     total_episodes: int = 6_400  # completions in the whole run, rounded up to whole updates; 0: only evaluate
 
-
-@dataclass
-class Optimizer:
-    """AdamW"""
+    # The optimizer, AdamW
     learning_rate: float = 5e-4  # at its peak, for mini TL;DR's tiny model (TRL: 5e-5; 3e-6 for pythia-1b)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # its course over the run
     warmup_ratio: float = 0.0  # part of the run over which it rises from 0
     adam_eps: float = 1e-8  # ε
-    weight_decay: float = 0.0  # weight decay
+    weight_decay: float = 0.0  # AdamW's
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; 0: off
 
-
-@dataclass
-class Run:
-    """what a run leaves and shows"""
+    # What a run leaves and shows
     exp_name: str = "rloo"  # name of the run
     seed: int = 1  # of sampling and shuffling; on the CPU the same seed on the same machine repeats a run exactly
     output_dir: Optional[str] = None  # folder for all that the run leaves; else runs/<exp_name>__<seed>__<time>
@@ -163,19 +145,11 @@ class Run:
     wandb_entity: Optional[str] = None  # its entity (team)
     device: Optional[str] = None  # cpu, cuda, cuda:1, ...; if not given, cuda if there is one
 
-
-@dataclass
-class Scale:
-    """memory and devices: torchrun --nproc_per_node N rloo.py ... runs N processes"""
+    # Memory and devices: torchrun --nproc_per_node N rloo.py ... runs N processes
     layout: Literal["group", "plain"] = "group"  # a row per prompt with its k completions, or a row per completion
     sharding: Literal["ddp", "fsdp"] = "ddp"  # each process holds all weights, or its part of them (FSDP2)
     gradient_checkpointing: bool = False  # compute the layers' activations again in backward instead of keeping them
     offload_reference: bool = False  # reference and reward model lie in the CPU's memory while they are not used
-
-
-@dataclass
-class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scale):
-    """All flags. Names and defaults are TRL's where no other is named."""
 
 
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
@@ -197,7 +171,7 @@ def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range
     if missing_eos_penalty is not None:
         scores = torch.where(ended, scores, scores - missing_eos_penalty)
     if normalize:
-        scores = standardize(scores, ~scores.isnan())
+        scores = standardize(scores)
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
 
@@ -222,32 +196,26 @@ def advantage(rewards, estimator: str = "rloo"):
     total, n = r.sum(0), scorable.sum(0)
     if estimator == "reinforce":
         total, n = sum_over_ranks(total.sum(0)), sum_over_ranks(n.sum(0))
-    if estimator == "rloo":
-        found = r - (total - r) / (n - 1).clamp(min=1)
-    else:
-        found = r - total / n.clamp(min=1)
+    own = int(estimator == "rloo")  # whether the own reward is left out
+    found = r - (total - own * r) / (n - own).clamp(min=1)
     if estimator == "grpo":
         found = found / (((found * scorable).square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
     return torch.where(scorable & (n > 1), found, math.nan).to(rewards.dtype)
 
 
 def estimate_advantages(scores, kl, mask, kl_coef: float, kl_level: str, normalize: bool, estimator: str = "rloo"):
-    """Advantages (k, B), or (k, B, R) at token level, from shaped scores (k, B) and kl, mask (k, B, R); 0 where there
-    is none. kl_coef is 0 where the KL is in the loss. Another estimator changes `advantage` alone."""
+    """Advantages (k, B), or (k, B, R) at token level, of shaped scores (k, B) and kl, mask (k, B, R); 0 where none is.
+    kl_coef is 0 where the KL is in the loss."""
     advantages = advantage(rlhf_reward(scores, kl, kl_coef, kl_level), estimator)
-    if normalize:
-        entries = ~advantages.isnan()
-        advantages = standardize(advantages, entries & mask if kl_level == "token" else entries)
-    return advantages.nan_to_num(0.0)
+    if kl_level == "token":
+        advantages = advantages.masked_fill(~mask, math.nan)
+    return (standardize(advantages) if normalize else advantages).nan_to_num(0.0)
 
 
 def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
-    """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B).
-
-    new, old, mask (k, B, R): log-probs under the policy now and when it sampled. advantages (k, B): one ratio
-    ρ = exp(Σ_t new_t - old_t) per completion; advantages (k, B, R): one per token, and the tokens' losses add up.
-    Also returns log ρ and whether the clip decided, both of the shape of the advantages (Schulman et al. 2017, eq. 7).
-    """
+    """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7), and, of
+    the shape of the advantages, log ρ and whether the clip decided. new, old (k, B, R): log-probs now and when sampled.
+    Advantages (k, B): one ρ = exp(Σ_t new_t - old_t) per completion; (k, B, R): one per token, whose losses add up."""
     log_ratio = (new - old) * mask
     if advantages.dim() == 2:
         log_ratio = log_ratio.sum(-1)
@@ -283,10 +251,10 @@ def mean_and_std(values):
     return mean, (sum_over_ranks((kept - mean).square().sum()) / (count - 1).clamp(min=0)).sqrt()
 
 
-def standardize(x, keep):
-    """(x - mean) / (std + 1e-8), both over the entries of all ranks that `keep` names; the others stay as they are."""
-    mean, std = mean_and_std(x[keep])
-    return torch.where(keep & std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
+def standardize(x):
+    """(x - mean) / (std + 1e-8), both over all ranks' numbers; NaN stays NaN, and a lone number what it is."""
+    mean, std = mean_and_std(x)
+    return torch.where(std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
 
 
 # ---- One update ------------------------------------------------------------------------------------------------------
@@ -294,9 +262,7 @@ def standardize(x, keep):
 
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
     """One update of the policy (float32) on k completions of each of B prompts (`rows`, see prepare_row); its metrics.
-
-    reference: what the KL is measured from, or None. rewards: name -> function of a Batch, see score. sampling: what
-    rollout needs besides. Raises InputError where a number is not finite."""
+    The reference may be None; `rewards`: name -> function of a Batch, see score; `sampling`: what rollout needs."""
     device, k, B, times = policy.device, args.rloo_k, len(rows), [clock(policy.device)]
     chunk_size, temperature, dtype = args.local_rollout_forward_batch_size, args.temperature, getattr(torch, args.dtype)
     noted = defaultdict(list)  # metric -> tensors; the mean over all their entries, of all ranks, is logged
@@ -332,9 +298,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     counts = ~raw_scores.isnan() & (ended | (not args.mask_truncated_completions))  # completions that train
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one of each this is REINFORCE.
-    # ρ compares log-probs of training forwards only: those of generation differ by rounding, which would look like a
-    # step of the policy. The first mini-batch meets the policy that sampled, so its own forward gives the old log-probs
-    # and ρ is exactly 1: no step lies between. The other mini-batches meet one that has moved: they need theirs now.
+    # Old log-probs are not those of generation, whose rounding would look like a step of the policy. The first
+    # mini-batch meets the policy that sampled: its own forward gives them, and ρ is exactly 1.
     micro_batch = args.per_device_train_batch_size // k  # prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
     autocast = partial(torch.autocast, device.type, dtype, args.dtype != "float32")
@@ -386,15 +351,14 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
               "completions/mean_length": mask.sum(-1), "completions/clipped_ratio": ~ended}
     values |= {f"rewards/{name}" + "/mean" * (name in rewards): x for name, x in found.items()}
     values |= {name: torch.cat([part.flatten() for part in parts]) for name, parts in noted.items()}
-    means, stds = zip(*(mean_and_std(x) for x in values.values()))
-    means, stds = (dict(zip(values, torch.stack(x).tolist())) for x in (means, stds))
-    metrics = means | {"lr": optimizer.param_groups[0]["lr"], "objective/scores_std": stds["objective/scores"],
-                       "val/ratio_var": stds["val/ratio"] ** 2, "val/num_eos_tokens": int(sum_over_ranks(ended.sum())),
-                       "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
-                       "memory/peak_gb": peak_memory_gb(device)}
-    metrics |= {f"rewards/{name}/std": stds[f"rewards/{name}/mean"] for name in rewards}
-    times = dict(zip(["rollout", "reference", "reward", "train"], np.diff(times).tolist()))
-    metrics |= {f"time/{name}": seconds for name, seconds in times.items()}
+    stats = {name: torch.stack(mean_and_std(x)).tolist() for name, x in values.items()}
+    metrics = {name: mean for name, (mean, _) in stats.items()} | {
+        "lr": optimizer.param_groups[0]["lr"], "objective/scores_std": stats["objective/scores"][1],
+        "val/ratio_var": stats["val/ratio"][1] ** 2, "val/num_eos_tokens": int(sum_over_ranks(ended.sum())),
+        "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
+        "memory/peak_gb": peak_memory_gb(device)}
+    metrics |= {f"rewards/{name}/std": stats[f"rewards/{name}/mean"][1] for name in rewards}
+    metrics |= dict(zip(["time/rollout", "time/reference", "time/reward", "time/train"], np.diff(times).tolist()))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -1497,17 +1461,13 @@ def say_once(text: str):
 
 def parse_args(argv: Optional[list[str]] = None) -> Args:
     """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
-    groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
-    about = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            flags = tyro.cli(groups, args=argv, description=about, use_underscores=True,
-                             config=[tyro.conf.OmitArgPrefixes])
+            return tyro.cli(Args, args=argv, use_underscores=True)
     except SystemExit as end:  # --help, or a mistake, of which tyro makes boxes
         require(not end.code, " ".join(re.sub("[─-╿]", " ", said.getvalue()).split()))
         raise
-    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
 AT_LEAST = {"rloo_k": 2} | dict.fromkeys((
