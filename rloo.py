@@ -10,9 +10,8 @@ divergence from the reference model; its baseline is the mean reward of the k - 
     ρ_j = π(y_j) / π_old(y_j), π_old being the policy that sampled y_j: 1 in the first step; clip: to [1 - ε, 1 + ε]
 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
-in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
-
-Order of the file: flags, the maths, one update, the run; who stops there knows RLOO. What they call comes after.
+in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer. Order of the file: flags, the maths,
+one update, the run; who stops there knows RLOO. What they call comes after.
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is number j·B + b.
@@ -57,8 +56,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 
@@ -276,8 +273,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     # 2. KL of each token from the reference; without a reference it is 0.
     ref_logprobs = rollout_logprobs
     if reference is not None:
-        with on_device(reference, device):
-            ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
+        ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
     require_finite("a log-prob under the reference", ref_logprobs)
     kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
     times.append(clock(device))
@@ -371,8 +367,7 @@ def require_finite(what: str, values):
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns the evaluations before and after. `signals` grows when the program is told to stop: then it ends
-    and saves after the update in progress."""
+    """Trains; returns the evaluations before and after. When `signals` grows it saves after the update and ends."""
     args = resolve_args(args)
     print(f"loading {args.dataset_name} and {args.sft_model_path}", flush=True)
     device, k = torch.device(args.device), args.rloo_k
@@ -417,14 +412,14 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
     output.mkdir(parents=True, exist_ok=True)
-    files = [open(os.devnull if rank else output / name, "a", encoding="utf-8", buffering=1) for name in state["files"]]
-    metrics_file, completions_file = files
+    files = {name: open(os.devnull if rank else output / name, "a", encoding="utf-8", buffering=1)
+             for name in state["files"]}
     try:
         if rank == 0:
             with explained(f"--output_dir {output}: another run is writing there"):
-                fcntl.flock(metrics_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
-            for file, size in zip(files, state["files"].values()):
-                file.truncate(min(size, file.tell()))
+                fcntl.flock(files["metrics.jsonl"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+            for name, file in files.items():
+                file.truncate(min(state["files"][name], file.tell()))
             (output / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         if args.track and rank == 0:
             with explained("--track: Weights & Biases cannot start"):
@@ -443,7 +438,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             if test_rows and evaluation_due(done, num_updates, args.num_sample_generations):
                 samples = evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer, signals,
                                    greedy=done in (0, num_updates))
-                completions_file.writelines(json.dumps({"update": done} | sample) + "\n" for sample in samples)
+                files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
                 with bar.external_write_mode():
                     show(samples[:3], f"Held-out completions after {done} of {num_updates} updates, sampled")
                 after = summarize(samples)
@@ -453,7 +448,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 table = {"completions": wandb.Table([*samples[0]], [[*x.values()] for x in samples])} if samples else {}
                 wandb.log(state["metrics"] | table, step=done)
             if done:
-                metrics_file.write(json.dumps(state["metrics"]) + "\n")
+                files["metrics.jsonl"].write(json.dumps(state["metrics"]) + "\n")
             if done == num_updates:
                 break
 
@@ -464,17 +459,16 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             if metrics["grad_norm"] == 0:
                 say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
-            state |= {"update": done + 1, "episode": state["episode"] + batch_size}
-            metrics |= {"update": done + 1, "episode": state["episode"],
-                        "eps": (state["episode"] - first) / (clock(device) - start)}
-            state["metrics"] = metrics if done else state["metrics"] | metrics  # with the evaluation before
-            headline = {"reward": metrics.get("objective/rlhf_reward"), "kl": metrics["objective/kl"],
-                        "win": after.get("sampled/judge_win_rate", after.get("sampled/win_rate"))}
-            bar.set_postfix({name: f"{x:.2f}" for name, x in headline.items() if x is not None}, refresh=False)
+            counters = {"update": done + 1, "episode": state["episode"] + batch_size}
+            metrics |= counters | {"eps": (counters["episode"] - first) / (clock(device) - start)}
+            state |= counters | {"metrics": metrics if done else state["metrics"] | metrics}  # with eval_before
+            win = after.get("sampled/judge_win_rate", after.get("sampled/win_rate", "-"))
+            reward = metrics.get("objective/rlhf_reward", "-")
+            bar.set_postfix(reward=reward, kl=metrics["objective/kl"], win=win, refresh=False)
             bar.update()
 
             # Checkpoint: now and then, at the end, and where the run is told to stop.
-            state["files"] = {Path(file.name).name: file.tell() for file in files}
+            state["files"] = {name: file.tell() for name, file in files.items()}
             if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
                 save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
             stop_if_told(signals, device)
@@ -485,7 +479,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
               f"and --output_dir {output}")
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
     finally:
-        for file in files:
+        for file in files.values():
             file.close()
     bar.close()
     weights = state_dict.get_model_state_dict(policy, options=FULL)
@@ -522,12 +516,10 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
              signals: Sequence[int], greedy: bool) -> list[dict]:
     """A sampled completion of each of this rank's `rows`, and perhaps a greedy one, with its grades (the weighted score
     and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): those of all ranks.
-
     Every evaluation draws the same random numbers. Raises InterruptedError if the run is told to stop meanwhile."""
     model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
     for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
         transformers.set_seed(args.seed % 2**32)
-        found = []
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
             stop_if_told(signals, policy.device)
             batch, _ = rollout(model, part, 1, temperature, **sampling)
@@ -549,9 +541,8 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
                     compared = row["reference_ids"] and not math.isnan(ours - theirs)
                     known[name] = None if math.isnan(ours) else ours
                     known[name.replace("score", "win_rate")] = win if compared else None
-                found.append(known)
-        samples += gather(found)
-    return samples
+                samples.append(known)
+    return gather(samples)
 
 
 def summarize(samples: list[dict]) -> dict[str, float]:
@@ -623,10 +614,9 @@ class Batch(NamedTuple):
 
 def pad(sequences: Sequence[list[int]], pad_id: int, left: bool = False):
     """Token lists to ids and mask, both (len(sequences), longest)."""
-    longest = max(map(len, sequences))
-    ids = [[pad_id] * (longest - len(x)) * left + x + [pad_id] * (longest - len(x)) * (not left) for x in sequences]
-    slot, length = torch.arange(longest), torch.tensor([len(x) for x in sequences])[:, None]
-    return torch.tensor(ids, dtype=torch.long), slot >= longest - length if left else slot < length
+    rows = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
+    fill = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left" if left else "right")
+    return fill(rows, padding_value=pad_id), fill([torch.ones_like(row, dtype=torch.bool) for row in rows])
 
 
 def make_batch(rows: list[dict], responses, stop_ids: list[int], pad_id: int) -> Batch:
@@ -639,8 +629,8 @@ def make_batch(rows: list[dict], responses, stop_ids: list[int], pad_id: int) ->
 
 
 def sequence_mask(prompt_mask, R: int):
-    """Who sees whom in a prompt (B, P) and one completion of R slots, (B, 1, P + R, P + R) bool, and their positions,
-    (B, P + R). A slot sees the real slots up to itself and, if it is padding, itself: softmax must see something."""
+    """Who sees whom in a prompt (B, P) and one completion of R slots, (B, 1, P + R, P + R) bool, and the positions,
+    (B, P + R). A slot sees the real slots before it and itself, also if it is padding: softmax must see something."""
     real = F.pad(prompt_mask, (0, R), value=True)
     slot = torch.arange(real.shape[1], device=real.device)
     mask = (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
@@ -649,7 +639,7 @@ def sequence_mask(prompt_mask, R: int):
 
 @lru_cache(maxsize=2)  # all layers of a forward share what is made of its mask
 def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
-    """Lines begin … end-1 of a bool mask, first `slots` columns, as a bias of the scores, the block of lines repeated:
+    """Lines begin … end-1 of a bool mask, first `slots` columns, as a bias of the scores, all lines `repeats` times:
     (B, 1, repeats · lines, slots). In memory lines begin at multiples of 8, which kernels want."""
     part = mask[:, :1, begin:end, :slots].repeat(1, 1, repeats, 1)
     bias = part.new_zeros((*part.shape[:3], -(-slots // 8) * 8), dtype=dtype)[..., :slots]
@@ -676,18 +666,16 @@ def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
 
 def lane_attention(module, query, key, value, mask, scaling=None, **kwargs):
     """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
-    (B, n, H, D) and None. A mask (B, 1, n, m) says who sees whom, as in any row: so in prefill and in decoding.
-
-    A mask (B, k, S, S), expanded over k, is that of a prompt and one completion, S = P + R, for rows of n = P + k·R:
-    prompts attend to themselves, each lane to its prompt and itself. That costs P² + k·R·(P + R), not (P + k·R)², and
-    all layers share one small mask. Backward copies keys and values to the lanes again, instead of keeping them."""
+    (B, n, H, D) and None. In rollouts a mask (B, 1, n, m) says who sees whom, as in any row. In rows of n = P + k·R the
+    mask (B, k, S, S), expanded over k, is that of a prompt and one completion, S = P + R: prompts attend to themselves,
+    each lane to its prompt and itself. That costs P² + k·R·(P + R), not (P + k·R)², and all layers share one mask."""
     if mask is None:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+        return transformers.AttentionInterface()["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
     n, g, (_, k, lines, S) = query.shape[2], query.shape[1] // key.shape[1], mask.shape
     P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2
     bias = attention_bias(mask, 0, P, slots, g, query.dtype)
     out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
-    if n > lines:
+    if n > lines:  # backward copies keys and values to the lanes again, instead of keeping them
         bias = attention_bias(mask, P, S, S, g, query.dtype)
         lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False,
                            preserve_rng_state=False)
@@ -695,35 +683,27 @@ def lane_attention(module, query, key, value, mask, scaling=None, **kwargs):
     return out.contiguous(), None
 
 
-def use_lanes(model):
-    """Makes `lane_attention` the attention of a model."""
-    transformers.AttentionInterface.register("lanes", lane_attention)
-    transformers.AttentionMaskInterface.register("lanes", sdpa_mask)
-    if model.config._attn_implementation != "lanes":
-        model.set_attn_implementation("lanes")
+transformers.AttentionInterface.register("lanes", lane_attention)
+transformers.AttentionMaskInterface.register("lanes", transformers.AttentionMaskInterface()["sdpa"])
 
 
 def completion_hidden(model, batch: Batch, layout: str):
-    """Last hidden states (k, B, r + 1, H) of the base model, r ≤ R being the longest real completion: slot t is the one
-    that predicts token t of a completion, slot t + 1 the one that has just read it."""
+    """Last hidden states (k, B, r + 1, H) of the base model, r ≤ R being the longest real completion: slot t predicts
+    token t of a completion, slot t + 1 has just read it."""
     k, P, R = len(batch.responses), int(batch.prompt_mask.sum(-1).max()), int(batch.response_mask.sum(-1).max())
     prompt_ids, prompt_mask, responses = batch.prompt_ids[:, -P:], batch.prompt_mask[:, -P:], batch.responses[..., :R]
-    if layout == "plain":  # k·B prompts with one completion each
-        prompt_ids, prompt_mask = prompt_ids.repeat(k, 1), prompt_mask.repeat(k, 1)
-        responses = responses.reshape(1, -1, R)
     mask, positions = sequence_mask(prompt_mask, R)
     if layout == "plain":
-        mask = torch.cat([prompt_mask, batch.response_mask[..., :R].flatten(0, 1)], dim=1).long()
-    else:
-        use_lanes(model)
-        mask = mask.expand(-1, k, -1, -1)
-    lanes = len(responses)
-    ids = torch.cat([prompt_ids, responses.permute(1, 2, 0).flatten(1)], dim=1)
-    positions = torch.cat([positions[:, :P], positions[:, P:].repeat_interleave(lanes, dim=1)], dim=1)
-    hidden = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
-    last_of_prompt = hidden[:, P - 1 : P].expand(lanes, -1, -1, -1)  # predicts token 0 of every completion
-    hidden = torch.cat([last_of_prompt, hidden[:, P:].unflatten(1, (R, lanes)).permute(2, 0, 1, 3)], dim=2)
-    return hidden.reshape(k, -1, *hidden.shape[2:])
+        ids = torch.cat([prompt_ids.repeat(k, 1), responses.flatten(0, 1)], dim=1)
+        mask = torch.cat([prompt_mask.repeat(k, 1), batch.response_mask[..., :R].flatten(0, 1)], dim=1).long()
+        hidden = model.base_model(ids, attention_mask=mask, position_ids=positions.repeat(k, 1), use_cache=False)[0]
+        return hidden[:, P - 1 :].unflatten(0, (k, -1))
+    model.set_attn_implementation("lanes")
+    mask, ids = mask.expand(-1, k, -1, -1), torch.cat([prompt_ids, responses.permute(1, 2, 0).flatten(1)], dim=1)
+    positions = torch.cat([positions[:, :P], positions[:, P:].repeat_interleave(k, dim=1)], dim=1)
+    hidden = model.base_model(ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+    last_of_prompt = hidden[:, P - 1 : P].expand(k, -1, -1, -1)  # predicts token 0 of every completion
+    return torch.cat([last_of_prompt, hidden[:, P:].unflatten(1, (R, k)).permute(2, 0, 1, 3)], dim=2)
 
 
 def final_logits(model, hidden):
@@ -745,12 +725,12 @@ def block_logprobs(model, hidden, tokens, temperature: float):
 
 
 def fsdp_forward(function: Callable) -> Callable:
-    """Makes `function(model, ...)` a forward of a sharded model (see shard), since FSDP gathers what is outside the
-    layers (embedding, norm, head) for forwards only. For any other model it is the function itself."""
+    """Makes `function(model, ...)` a forward of the model where it is sharded (see shard), since FSDP gathers what is
+    outside the layers (embedding, norm, head) for forwards only."""
     @wraps(function)
     def forward(model, *args, **options):
-        call = partial(model, function) if isinstance(model, fsdp.FSDPModule) else partial(function, model)
-        return call(*args, **options)
+        sharded = isinstance(model, fsdp.FSDPModule)
+        return model(function, *args, **options) if sharded else function(model, *args, **options)
 
     return forward
 
@@ -763,21 +743,20 @@ def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "
     """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked.
 
     Logits are made for real completion tokens only, a block of tokens at a time, and once more in backward."""
-    hidden = completion_hidden(model, batch, layout)[:, :, :-1]
-    r, R = hidden.shape[2], batch.responses.shape[2]
-    mask = batch.response_mask[..., :r]
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    size = max(128, LOGITS_AT_ONCE["cpu" if hidden.is_cpu else "else"] // vocabulary)
-    blocks = zip(hidden[mask].split(size), batch.responses[..., :r][mask].split(size))
+    mask, hidden = batch.response_mask, completion_hidden(model, batch, layout)[:, :, :-1]
+    hidden = hidden[mask[..., : hidden.shape[2]]]
+    size = max(128, LOGITS_AT_ONCE["cpu" if hidden.is_cpu else "else"] // model.get_output_embeddings().weight.shape[0])
+    blocks = zip(hidden.split(size), batch.responses[mask].split(size))
     parts = zip(*(checkpoint(block_logprobs, model, *block, temperature, use_reentrant=False) for block in blocks))
-    return tuple(F.pad(torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, torch.cat(part)), (0, R - r))
-                 for part in parts)
+    return tuple(torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, torch.cat(part)) for part in parts)
 
 
 @torch.no_grad()
 def chunked_logprobs(model, batch: Batch, temperature: float, layout: str, chunk_size: int):
     """Log-probs (k, B, R) without gradient, of at most `chunk_size` completions at a time."""
-    return torch.cat([completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)], 1)
+    with on_device(model, batch.responses.device):
+        parts = [completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)]
+    return torch.cat(parts, dim=1)
 
 
 @fsdp_forward
@@ -836,12 +815,11 @@ class Decoder:
 
     def __init__(self, model, B: int, P: int, k: int, R: int, temperature: float, stop_ids: list[int]):
         zeros = partial(torch.zeros, device=model.device)
-        use_lanes(model)
+        model.set_attn_implementation("lanes")
         self.model, self.k, self.R, self.temperature = model, k, R, temperature
         self.stop_ids = torch.tensor(stop_ids, device=model.device)
         self.prompt_mask = zeros(B, P, dtype=torch.bool)
         self.step = zeros(1, dtype=torch.long)  # t, the number of the tokens sampled last
-        self.stopped = zeros(B, k, dtype=torch.bool)  # a stop token has come
         self.tokens = zeros(B, k, R, dtype=torch.long)
         self.logprobs = zeros(B, k, R)
         self.cache: dict[int, list] = {}  # layer -> keys and values (B, heads, P + k·R, D)
@@ -867,7 +845,6 @@ class Decoder:
         tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature)
         self.tokens.index_copy_(2, self.step, tokens[..., None])
         self.logprobs.index_copy_(2, self.step, logprobs[..., None])
-        self.stopped.logical_or_(torch.isin(tokens, self.stop_ids))
 
     def decode(self, visible: int):
         """Reads token t of every completion and samples token t + 1. Of the cache it sees the first `visible` slots;
@@ -895,25 +872,20 @@ class Decoder:
             torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
-        self.stopped.zero_()
-        self.slots = torch.arange(P, device=prompt_ids.device)  # the next forward fills these
-        self.visible = P  # and its attention reads the slots before this one
+        self.visible, self.slots = P, torch.arange(P, device=prompt_ids.device)  # what the forward sees and fills
         mask, positions = sequence_mask(prompt_mask, 0)
         self.read(prompt_ids, positions, mask, last=1)
         # A graph for each quarter of the steps (at least 128): early ones read less of the cache.
         span = max(128, -(-self.R // 4)) if cuda and Decoder.capture else 1
         for t in range(self.R - 1):
-            if t % 4 == 3 and self.stopped.all():  # asking makes the device wait, so ask seldom
-                break
+            if t % 4 == 3 and torch.isin(self.tokens[..., : t + 1], self.stop_ids).any(-1).all():
+                break  # asking makes the device wait, so it asks seldom
             visible = P + self.k * min(self.R, (t // span + 1) * span)
-            if span == 1:
-                self.decode(visible)
-                continue
-            if visible not in self.graphs:
+            if span > 1 and visible not in self.graphs:
                 self.graphs[visible] = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graphs[visible]):
                     self.decode(visible)
-            self.graphs[visible].replay()
+            self.graphs[visible].replay() if span > 1 else self.decode(visible)
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
 
@@ -921,9 +893,9 @@ def generate_hf(model, prompt_ids, prompt_mask, k: int, response_length: int, te
                 pad_id: int):
     """Tokens (k, B, R) of prompts (B, P), by `generate` of transformers from the full softmax(logits / temperature), at
     0 greedily: none of the model's own generation settings (top-k, ...) apply."""
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    config = transformers.GenerationConfig(max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id,
-                                           **sampling)
+    config = transformers.GenerationConfig(
+        max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id, do_sample=temperature > 0,
+        temperature=temperature or 1.0, top_k=0, top_p=1.0)
     own_config, model.generation_config = model.generation_config, transformers.GenerationConfig()
     out = model.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
                          generation_config=config)
@@ -935,26 +907,24 @@ def generate_hf(model, prompt_ids, prompt_mask, k: int, response_length: int, te
 @torch.no_grad()
 def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int], pad_id: int,
             engine: str = "group", chunk_size: int = 64):
-    """k completions of each row's prompt, at most `chunk_size` of them at a time, by Decoder ("group") or generate_hf.
-
-    Returns the Batch and the log-probs (k, B, R) that the tokens had when they were sampled, 0 where masked; for "hf"
-    one more forward in plain rows gives them."""
-    decoder, tokens, logprobs = None, [], []
+    """k completions of each row's prompt, at most `chunk_size` at a time: the Batch, and the log-probs (k, B, R) that
+    its tokens had when they were sampled, 0 where masked; for engine "hf" one more forward in plain rows gives them."""
     prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
-    for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
-        if engine == "hf":
-            tokens.append(generate_hf(model, ids, mask, k, response_length, temperature, stop_ids, pad_id))
-            continue
+    chunks = zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts))
+    if engine == "hf":
+        tokens = [generate_hf(model, *chunk, k, response_length, temperature, stop_ids, pad_id) for chunk in chunks]
+        batch = make_batch(rows, torch.cat(tokens, dim=1), stop_ids, pad_id)
+        return batch, chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)
+    decoder, found = None, []
+    for ids, mask in chunks:
         if decoder is None or len(decoder.prompt_mask) != len(ids):  # the last chunk may be smaller
             decoder = None  # frees its memory first
             decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
-        for found, new in zip((tokens, logprobs), decoder.generate(ids, mask)):
-            found.append(new)
+        found.append(decoder.generate(ids, mask))
     attention_bias.cache_clear()
-    batch = make_batch(rows, torch.cat(tokens, dim=1), stop_ids, pad_id)
-    if engine == "hf":
-        logprobs = [chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)]
-    return batch, torch.cat(logprobs, dim=1).masked_fill(~batch.response_mask, 0.0)
+    tokens, logprobs = (torch.cat(parts, dim=1) for parts in zip(*found))
+    batch = make_batch(rows, tokens, stop_ids, pad_id)
+    return batch, logprobs.masked_fill(~batch.response_mask, 0.0)
 
 
 def sampling_model(policy, dtype: torch.dtype):
