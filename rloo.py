@@ -70,10 +70,13 @@ class Args:
     Names and defaults are TRL's where no other is named. Rewards and the judge may be functions of yours:
     function(prompts, completions, completion_ids, **columns) -> list of float or None."""
 
-    # Models: save_pretrained folders or Hub ids; where no dataset is given, those of the embedded mini TL;DR
+    # Models and rewards: save_pretrained folders or Hub ids; where no dataset is given, those of mini TL;DR
     sft_model_path: Optional[str] = None  # policy to train, also the reference; if not given, model_name_or_path
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
+    reward_fns: tuple[str, ...] = ()  # each file.py:function or module:function, beside or instead of a reward model
+    reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
+    judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
     attn_implementation: str = "sdpa"  # sdpa; any other kernel of transformers (eager, ...) takes --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
@@ -110,22 +113,15 @@ class Args:
     num_ppo_epochs: int = 1  # passes over the completions of an update (TRL: 4)
     num_mini_batches: int = 1  # optimizer steps per pass
 
-    # Functions, called as said above
-    reward_fns: tuple[str, ...] = ()  # each file.py:function or module:function, beside or instead of a reward model
-    reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
-    judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
-
-    # The batch of an update, per process: the product of the first two and num_mini_batches
+    # Batch and optimizer. An update, of each process: the product of the first two and num_mini_batches completions
     per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
     total_episodes: int = 6_400  # completions in the whole run, rounded up to whole updates; 0: only evaluate
-
-    # The optimizer, AdamW
     learning_rate: float = 5e-4  # at its peak, for mini TL;DR's tiny model (TRL: 5e-5; 3e-6 for pythia-1b)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # its course over the run
     warmup_ratio: float = 0.0  # part of the run over which it rises from 0
-    adam_eps: float = 1e-8  # ε
-    weight_decay: float = 0.0  # AdamW's
+    adam_eps: float = 1e-8  # ε of AdamW
+    weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; 0: off
 
     # What a run leaves and shows
@@ -561,8 +557,7 @@ def show(samples: list[dict], title: str):
     names = [name for name in ("prompt", "completion", "reference", "score", "judge_score") if name in samples[0]]
     table = Table(*(Column(name, overflow="fold") for name in names), title=title, show_lines=True)
     for sample in samples:
-        prompt = " ".join(sample["prompt"].split())
-        texts = sample | {"prompt": "…" * (len(prompt) > 160) + prompt[-160:]}
+        texts = sample | {"prompt": re.sub("^.+(?=.{160}$)", "…", " ".join(sample["prompt"].split()))}  # its end
         table.add_row(*(Text(f"{x:.2f}" if isinstance(x, float) else x or "-") for x in map(texts.get, names)))
     rich.print(table)
 
@@ -806,10 +801,8 @@ def sample(logits, temperature: float):
 
 class Decoder:
     """Samples k completions of up to R tokens of each of B prompts of P slots, in the group layout: the prompts are
-    read once; then each step reads one token of every completion and samples the next.
-
-    It is also the cache of keys and values, one row per prompt. Shapes and addresses are static and nothing waits for
-    the device, so on CUDA steps are captured as graphs and replayed."""
+    read once; then each step reads one token of every completion and samples the next. It is also the cache of keys and
+    values. Shapes and addresses are static and nothing waits for the device: on CUDA steps are replayed as graphs."""
 
     capture = True  # until a step waits for the device
 
@@ -837,9 +830,10 @@ class Decoder:
     def get_seq_length(self, *args) -> int:
         return 0  # some models ask, to make positions that they are given anyway
 
-    def read(self, ids, positions, mask, last: int):
+    def read(self, ids, mask, positions, slots, last: int):
         """Reads tokens (B, n), which go into `slots` of the cache, and samples, as number `step`, what follows the
         `last` of them: all k, or a prompt's one."""
+        self.slots, self.visible = slots, mask.shape[-1]
         hidden = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self,
                                        use_cache=True)[0][:, -last:].expand(-1, self.k, -1)
         tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature)
@@ -850,14 +844,14 @@ class Decoder:
         """Reads token t of every completion and samples token t + 1. Of the cache it sees the first `visible` slots;
         those that are not filled yet are masked, and cost time."""
         (B, P), k = self.prompt_mask.shape, self.k
-        self.visible, self.slots = visible, P + self.step * k + torch.arange(k, device=self.step.device)
         slot = torch.arange(visible, device=self.step.device)
-        own = (slot >= P) & (slot <= self.slots[:, None]) & ((slot - self.slots[:, None]) % k == 0)  # (k, visible)
+        slots = P + self.step * k + slot[:k]
+        own = (slot >= P) & (slot <= slots[:, None]) & ((slot - slots[:, None]) % k == 0)  # (k, visible)
         mask = (F.pad(self.prompt_mask, (0, visible - P))[:, None] | own)[:, None]
         positions = (self.prompt_mask.sum(1, keepdim=True) + self.step).expand(B, k)
         ids = self.tokens.index_select(2, self.step).squeeze(2)
         self.step.add_(1)
-        self.read(ids, positions, mask, last=k)
+        self.read(ids, mask, positions, slots, last=k)
 
     def generate(self, prompt_ids, prompt_mask):
         """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
@@ -872,9 +866,7 @@ class Decoder:
             torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
-        self.visible, self.slots = P, torch.arange(P, device=prompt_ids.device)  # what the forward sees and fills
-        mask, positions = sequence_mask(prompt_mask, 0)
-        self.read(prompt_ids, positions, mask, last=1)
+        self.read(prompt_ids, *sequence_mask(prompt_mask, 0), torch.arange(P, device=prompt_ids.device), last=1)
         # A graph for each quarter of the steps (at least 128): early ones read less of the cache.
         span = max(128, -(-self.R // 4)) if cuda and Decoder.capture else 1
         for t in range(self.R - 1):
