@@ -885,12 +885,10 @@ def generate_hf(model, prompt_ids, prompt_mask, k: int, response_length: int, te
                 pad_id: int):
     """Tokens (k, B, R) of prompts (B, P), by `generate` of transformers from the full softmax(logits / temperature), at
     0 greedily: none of the model's own generation settings (top-k, ...) apply."""
-    config = transformers.GenerationConfig(
+    own_config, model.generation_config = model.generation_config, transformers.GenerationConfig(
         max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id, do_sample=temperature > 0,
         temperature=temperature or 1.0, top_k=0, top_p=1.0)
-    own_config, model.generation_config = model.generation_config, transformers.GenerationConfig()
-    out = model.generate(input_ids=prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long(),
-                         generation_config=config)
+    out = model.generate(prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long())
     model.generation_config = own_config  # saved later as it was loaded
     out = F.pad(out, (0, prompt_ids.shape[1] + response_length - out.shape[1]), value=pad_id)
     return out[:, prompt_ids.shape[1] :].unflatten(0, (k, len(prompt_ids)))
