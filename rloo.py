@@ -35,7 +35,7 @@ import time
 import traceback
 from collections import defaultdict
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -64,30 +64,28 @@ MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the e
 
 
 @dataclass
-class Args:
-    """RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task.
-
-    Names and defaults are TRL's where no other is named. Rewards and the judge may be functions of yours:
-    function(prompts, completions, completion_ids, **columns) -> list of float or None."""
-
-    # Models and rewards: save_pretrained folders or Hub ids; where no dataset is given, those of mini TL;DR
+class Models:
+    """save_pretrained folders or Hub ids. Where no dataset is given, they are those of the embedded mini TL;DR"""
     sft_model_path: Optional[str] = None  # policy to train, also the reference; if not given, model_name_or_path
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
-    reward_fns: tuple[str, ...] = ()  # each file.py:function or module:function, beside or instead of a reward model
-    reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
-    judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
     attn_implementation: str = "sdpa"  # sdpa; any other kernel of transformers (eager, ...) takes --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
-    # Data: rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with
+
+@dataclass
+class Data:
+    """rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with"""
     dataset_name: Optional[str] = None  # .jsonl file, folder of <split>.jsonl, or Hub id; if not given, mini TL;DR
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: Optional[str] = None  # to evaluate on; else test, or the last tenth (at most 100) of train
     max_prompt_length: int = 512  # tokens; longer prompts are left out
 
-    # Rollout: how completions are sampled
+
+@dataclass
+class Rollout:
+    """how completions are sampled"""
     response_length: int = 53  # R: tokens sampled per completion at most
     temperature: float = 0.7  # of the softmax that completions are sampled from and scored by
     stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
@@ -95,7 +93,10 @@ class Args:
     rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, as with --layout plain
     local_rollout_forward_batch_size: int = 64  # completions per forward where no gradient is needed
 
-    # The algorithm
+
+@dataclass
+class RLOO:
+    """the algorithm"""
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
     kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
     kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion, or reward-to-go per token
@@ -113,18 +114,39 @@ class Args:
     num_ppo_epochs: int = 1  # passes over the completions of an update (TRL: 4)
     num_mini_batches: int = 1  # optimizer steps per pass
 
-    # Batch and optimizer. An update, of each process: the product of the first two and num_mini_batches completions
+
+@dataclass
+class Rewards:
+    """functions, each file.py:function or module:function, beside or instead of a reward model:
+    function(prompts, completions, completion_ids, **columns) -> list of float or None"""
+    reward_fns: tuple[str, ...] = ()  # reward functions
+    reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
+    judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
+
+
+@dataclass
+class BatchSize:
+    """an update, of each process, is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
+    completions"""
     per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
     total_episodes: int = 6_400  # completions in the whole run, rounded up to whole updates; 0: only evaluate
+
+
+@dataclass
+class Optimizer:
+    """AdamW"""
     learning_rate: float = 5e-4  # at its peak, for mini TL;DR's tiny model (TRL: 5e-5; 3e-6 for pythia-1b)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # its course over the run
     warmup_ratio: float = 0.0  # part of the run over which it rises from 0
-    adam_eps: float = 1e-8  # ε of AdamW
-    weight_decay: float = 0.0  # of AdamW
+    adam_eps: float = 1e-8  # ε
+    weight_decay: float = 0.0  # weight decay
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; 0: off
 
-    # What a run leaves and shows
+
+@dataclass
+class Run:
+    """what a run leaves and shows"""
     exp_name: str = "rloo"  # name of the run
     seed: int = 1  # of sampling and shuffling; on the CPU the same seed on the same machine repeats a run exactly
     output_dir: Optional[str] = None  # folder for all that the run leaves; else runs/<exp_name>__<seed>__<time>
@@ -138,11 +160,19 @@ class Args:
     wandb_entity: Optional[str] = None  # its entity (team)
     device: Optional[str] = None  # cpu, cuda, cuda:1, ...; if not given, cuda if there is one
 
-    # Memory and devices: torchrun --nproc_per_node N rloo.py ... runs N processes
+
+@dataclass
+class Scale:
+    """memory and devices: torchrun --nproc_per_node N rloo.py ... runs N processes"""
     layout: Literal["group", "plain"] = "group"  # a row per prompt with its k completions, or a row per completion
     sharding: Literal["ddp", "fsdp"] = "ddp"  # each process holds all weights, or its part of them (FSDP2)
     gradient_checkpointing: bool = False  # compute the layers' activations again in backward instead of keeping them
     offload_reference: bool = False  # reference and reward model lie in the CPU's memory while they are not used
+
+
+@dataclass
+class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scale):
+    """All flags. Names and defaults are TRL's where no other is named."""
 
 
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
@@ -189,8 +219,10 @@ def advantage(rewards, estimator: str = "rloo"):
     total, n = r.sum(0), scorable.sum(0)
     if estimator == "reinforce":
         total, n = sum_over_ranks(total.sum(0)), sum_over_ranks(n.sum(0))
-    own = int(estimator == "rloo")  # whether the own reward is left out
-    found = r - (total - own * r) / (n - own).clamp(min=1)
+    if estimator == "rloo":
+        found = r - (total - r) / (n - 1).clamp(min=1)
+    else:
+        found = r - total / n.clamp(min=1)
     if estimator == "grpo":
         found = found / (((found * scorable).square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
     return torch.where(scorable & (n > 1), found, math.nan).to(rewards.dtype)
@@ -414,8 +446,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         if rank == 0:
             with explained(f"--output_dir {output}: another run is writing there"):
                 fcntl.flock(files["metrics.jsonl"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+            require(newest_checkpoint(output) == resumed, f"--output_dir {output}: another run has just ended there")
             for name, file in files.items():
-                file.truncate(min(state["files"][name], file.tell()))
+                file.seek(file.truncate(min(state["files"][name], file.tell())))
             (output / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         if args.track and rank == 0:
             with explained("--track: Weights & Biases cannot start"):
@@ -440,11 +473,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 after = summarize(samples)
                 state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                 state["before"] = state["before"] if done else after
+            if done:
+                files["metrics.jsonl"].write(json.dumps(state["metrics"]) + "\n")
             if args.track and rank == 0:
                 table = {"completions": wandb.Table([*samples[0]], [[*x.values()] for x in samples])} if samples else {}
                 wandb.log(state["metrics"] | table, step=done)
-            if done:
-                files["metrics.jsonl"].write(json.dumps(state["metrics"]) + "\n")
             if done == num_updates:
                 break
 
@@ -861,6 +894,8 @@ class Decoder:
             try:  # a step without a graph: libraries set themselves up, the cache gets its memory, and a wait raises
                 self.decode(P + self.k * self.R)
             except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 Decoder.capture = False
                 say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
             torch.cuda.set_sync_debug_mode("default")
@@ -907,7 +942,9 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
         return batch, chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)
     decoder, found = None, []
     for ids, mask in chunks:
-        if decoder is None or len(decoder.prompt_mask) != len(ids):  # the last chunk may be smaller
+        if model.device.type == "cpu":  # elsewhere chunks of one shape can use the same graphs
+            ids, mask = (x[:, -int(mask.sum(1).max()) :] for x in (ids, mask))
+        if decoder is None or decoder.prompt_mask.shape != ids.shape:
             decoder = None  # frees its memory first
             decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
         found.append(decoder.generate(ids, mask))
@@ -1421,13 +1458,18 @@ def say_once(text: str):
 
 def parse_args(argv: Optional[list[str]] = None) -> Args:
     """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
+    groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
+    about = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(Args, args=argv, use_underscores=True)
-    except SystemExit as end:  # --help, or a mistake, of which tyro makes boxes
-        require(not end.code, " ".join(re.sub("[─-╿]", " ", said.getvalue()).split()))
+            flags = tyro.cli(groups, args=argv, description=about, use_underscores=True,
+                             config=[tyro.conf.OmitArgPrefixes])
+    except SystemExit as end:  # --help, or a mistake, of which tyro makes boxes with a title
+        text = " ".join(re.sub("╭.*╮|[─-╿]", " ", said.getvalue()).split())
+        require(not end.code, re.split(" (Argument|For full) helptext", text)[0] + "; see --help")
         raise
+    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
 AT_LEAST = {"rloo_k": 2} | dict.fromkeys((
