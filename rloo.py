@@ -425,13 +425,13 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # The policy's weights stay float32; training casts them.
     label = f"--sft_model_path {args.sft_model_path}"
     begin = (resumed, DAMAGED.format(resumed)) if resumed else (args.sft_model_path, label)
-    policy = load_policy(args, *begin, trained=True)
-    layout = fit(args, policy, label, longest)
+    policy = load_model(args, *begin, trained=True)
+    layout = fit(args, policy, longest)
     sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id,
                 "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],
                 "engine": args.rollout_engine if layout == "group" else "hf",
                 "chunk_size": args.local_rollout_forward_batch_size}
-    reference = load_policy(args, args.sft_model_path, label, trained=False) if args.kl_coef else None
+    reference = load_model(args, args.sft_model_path, label, trained=False) if args.kl_coef else None
     rewards = load_reward_model(args, tokenizer, longest) | functions
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
@@ -753,7 +753,7 @@ def block_logprobs(model, hidden, tokens, temperature: float):
 
 
 def fsdp_forward(function: Callable) -> Callable:
-    """Makes `function(model, ...)` a forward of the model where it is sharded (see shard), since FSDP gathers what is
+    """Makes `function(model, ...)` a forward of the model where it is sharded, since FSDP gathers what is
     outside the layers (embedding, norm, head) for forwards only."""
     @wraps(function)
     def forward(model, *args, **options):
@@ -988,56 +988,50 @@ def decode(batch: Batch, tokenizer) -> list[str]:
 
 
 @torch.no_grad()
-def model_reward(model, layout: str, chunk_size: int, device: torch.device, batch: Batch) -> dict:
+def model_reward(model, layout: str, chunk_size: int, batch: Batch) -> dict:
     """The reward model's scores where it reads the policy's tokens."""
-    with on_device(model, device):
+    with on_device(model, batch.responses.device):
         scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
     require_finite("a score of the reward model", scores)
     return {"reward_model": scores}
 
 
-def text_reward(model, own_tokenizer, positions: int, tokenizer, chunk_size: int, device, batch: Batch) -> dict:
-    """The same where it has a tokenizer of its own: that reads the text, a chat by its own template; what ended ends in
-    its eos token. Text beyond its positions is cut from the left, which reward_model/cut counts."""
-    sequences, k, bos, eos = [], len(batch.responses), own_tokenizer.bos_token_id, own_tokenizer.eos_token_id
-    for row, text, end in zip(batch.rows * k, decode(batch, tokenizer), batch.ended.flatten().tolist()):
-        if isinstance(row["prompt"], list) and own_tokenizer.chat_template:
-            chat = [*row["prompt"], {"role": "assistant", "content": text}]
-            ids = own_tokenizer(own_tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
-            sequences.append(ids["input_ids"])
-            continue
-        ids = own_tokenizer(row["prompt_text"] + text)["input_ids"]
-        ids = ids[1:] if ids[:2] == [bos, bos] else ids  # a chat template's text may have one
-        sequences.append(ids + [eos] if end and eos is not None and ids[-1:] != [eos] else ids)
-    ids, mask = (x.to(device) for x in pad([ids[-positions:] for ids in sequences], own_tokenizer.pad_token_id or 0))
+def text_reward(model, own, positions: int, chunk_size: int, tokenizer, batch: Batch) -> dict:
+    """The same where it has a tokenizer, `own`, that reads the text, a chat by its own template; what ended ends in its
+    eos token. Text beyond its positions is cut from the left, which reward_model/cut counts."""
+    sequences, k, bos, eos, device = [], len(batch.responses), own.bos_token_id, own.eos_token_id, batch.ended.device
+    for row, text, ended in zip(batch.rows * k, decode(batch, tokenizer), batch.ended.flatten().tolist()):
+        chat = isinstance(row["prompt"], list) and own.chat_template is not None
+        turns = [*row["prompt"], {"role": "assistant", "content": text}] if chat else None
+        text = own.apply_chat_template(turns, tokenize=False) if chat else row["prompt_text"] + text
+        ids = own(text, add_special_tokens=not chat)["input_ids"]
+        ids = ids[1:] if ids[:2] == [bos, bos] else ids  # the policy's chat template may have added one
+        sequences.append(ids + [eos] * (ended and not chat and eos not in (None, *ids[-1:])))
+    ids, mask = (x.to(device) for x in pad([ids[-positions:] for ids in sequences], own.pad_token_id or 0))
     again = Batch(batch.rows * k, ids[:, :1], mask[:, :1], ids[None, :, 1:], mask[None, :, 1:], batch.ended.view(1, -1))
-    scores = model_reward(model, "plain", chunk_size, device, again)["reward_model"]
     cut = torch.tensor([float(len(ids) > positions) for ids in sequences], device=device)
-    return {"reward_model": scores.view(k, -1), "reward_model/cut": cut.view(k, -1)}
+    found = model_reward(model, "plain", chunk_size, again) | {"reward_model/cut": cut}
+    return {name: values.view(k, -1) for name, values in found.items()}
 
 
 def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     """{"reward_model": reward}, or nothing without one. It reads the policy's tokens if it has the policy's tokenizer
     or none, and embeddings for all of them; else its own tokenizer reads the text."""
-    path, label, own = args.reward_model_path, f"--reward_model_path {args.reward_model_path}", None
+    path, label, own = args.reward_model_path, f"--reward_model_path {args.reward_model_path} (with one label)", None
     if not path:
         return {}
-    model, missing = load_model(args, AutoModelForSequenceClassification, path, f"{label}, with one label",
-                                trained=False, num_labels=1)
+    model = load_model(args, path, label, False, AutoModelForSequenceClassification, num_labels=1)
     require(hasattr(model, "score"), f"{label}: {type(model).__name__} has no `score` head on its output")
-    if missing:
-        print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
     if not os.path.isdir(path) or any(Path(path).glob("tokenizer*")):
         own = load_pretrained(args, AutoTokenizer, path, label)
     words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
     same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
-    embeddings = model.config.get_text_config().vocab_size
-    rest = args.local_rollout_forward_batch_size, torch.device(args.device)
+    embeddings, chunk_size = model.config.get_text_config().vocab_size, args.local_rollout_forward_batch_size
     if embeddings > max(policy_words.values()) and (same or not words):
-        return {"reward_model": partial(model_reward, model, fit(args, model, label, longest), *rest)}
+        return {"reward_model": partial(model_reward, model, fit(args, model, longest), chunk_size)}
     require(0 < len(words) <= embeddings, f"{label}: has {embeddings} tokens, which do not fit its tokenizer, or the "
             "policy's if it has none")
-    return {"reward_model": partial(text_reward, model, own, positions_of(model), tokenizer, *rest)}
+    return {"reward_model": partial(text_reward, model, own, positions_of(model), chunk_size, tokenizer)}
 
 
 def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
@@ -1168,40 +1162,48 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
 
 def load_pretrained(args, auto_class, path, label: str, **options):
     """`auto_class.from_pretrained`; what cannot be loaded is an InputError that begins with `label`."""
-    with explained(f"{label}: cannot be loaded" if os.path.isdir(path) else f"{label}: no such folder or Hub model"):
+    with explained(f"{label}: cannot be loaded as a folder or Hub model"):
         return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
 
 
-def load_model(args, auto_class, path, label: str, trained: bool, **options):
-    """A model in eval mode (no dropout, in training either), on its device or sharded, and the names of the weights
-    that `path` does not have. With --sharding fsdp only the first rank reads the weights, into the CPU's memory."""
-    config = load_pretrained(args, AutoConfig, path, label, **options)
+def load_model(args, path, label: str, trained: bool, auto_class=AutoModelForCausalLM, **options):
+    """A model without dropout, on its device. With --sharding fsdp (FSDP2) every process keeps its part of each layer's
+    weights, gradients and optimizer state, and gathers a layer in --dtype when it is needed."""
+    config, device = load_pretrained(args, AutoConfig, path, label, **options), torch.device(args.device)
     own = None if args.attn_implementation == "sdpa" else args.attn_implementation  # None: sdpa, or eager without it
     options = {"dtype": torch.float32 if trained else getattr(torch, args.dtype), "attn_implementation": own}
-    info = {"missing_keys": []}
     if args.sharding == "ddp" or dist.get_rank() == 0:
         model, info = load_pretrained(args, auto_class, path, label, config=config, output_loading_info=True, **options)
+        if missing := sorted(info["missing_keys"]):
+            require(auto_class is not AutoModelForCausalLM, f"{label}: is no trained policy, it has no {missing[0]}")
+            print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
     else:
         with torch.device("meta"):
             model = auto_class.from_config(config, trust_remote_code=args.trust_remote_code, **options)
     model.eval().requires_grad_(trained)
-    if trained and args.gradient_checkpointing:
-        for layer in decoder_layers(model):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    if args.sharding == "fsdp":
-        shard(model, args, trained)
-    else:
-        model.to("cpu" if args.offload_reference and not trained else args.device)
-    return model, gather([sorted(info["missing_keys"])])[0]
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))  # the outermost list
+    for layer in layers if trained and args.gradient_checkpointing else ():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    offload = args.offload_reference and not trained
+    if args.sharding == "ddp":
+        return model.to("cpu" if offload else device)
 
-
-def load_policy(args, path, label: str, trained: bool):
-    """A causal language model, checked to have the logits that `final_logits` makes."""
-    model, missing = load_model(args, AutoModelForCausalLM, path, label, trained)
-    require(not missing, f"{label}: is no trained {type(model).__name__}, it has no {missing[:1]}")
-    with on_device(model, torch.device(args.device)):
-        final = logits_are_final(model, torch.tensor([[0, 1]], device=args.device))
-    require(final, f"{label}: {type(model).__name__} does more to its logits than final_logits: not supported")
+    # The weights go from the first rank's CPU straight to where their parts belong. Buffers, of which some are in no
+    # state dict (rotary frequencies), too.
+    offload = offload and device.type == "cuda"
+    weights, buffers = (model.state_dict(), [*model.buffers()]) if dist.get_rank() == 0 else ({}, None)
+    model.to("meta").tie_weights()
+    options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
+               "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32),
+               "offload_policy": fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy()}
+    for layer in layers:
+        fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(model, reshard_after_forward=not trained, **options)  # backward needs the rest again at once
+    model.forward = lambda function, *args, **options: function(model, *args, **options)  # see fsdp_forward
+    model.to_empty(device="cpu" if offload else device).tie_weights()
+    state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
+    for mine, theirs in zip(model.buffers(), gather([buffers])[0]):
+        mine.data = theirs.to(device)
     return model
 
 
@@ -1217,18 +1219,21 @@ def positions_of(model) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def fit(args, model, label: str, longest: int) -> str:
+def fit(args, model, longest: int) -> str:
     """The layout that a model takes: --layout, or plain, which is said, where it does not give the same numbers in the
-    group layout. An InputError if longest prompt and completion exceed its positions."""
-    R, positions, device = args.response_length, positions_of(model), torch.device(args.device)
-    require(longest + R <= positions, f"{label}: has {positions} positions; the longest prompt, {longest} tokens, and "
-            f"--response_length {R} need more: " + (f"--max_prompt_length {positions - R} fits" if positions > R else
-                                                    "lower --response_length"))
-    exact = args.dtype == "float32"
-    with on_device(model, device), torch.autocast(device.type, getattr(torch, args.dtype), not exact):
-        if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, R, device, 1e-3 if exact else 0.1):
-            return args.layout
-    print(f"{label}: its attention is no sdpa over the full row, so it runs with --layout plain, rollouts by generate")
+    group layout. Refuses a model of fewer positions than prompt and completion need, and logits that are not ours."""
+    R, name, device, dtype = args.response_length, type(model).__name__, torch.device(args.device), args.dtype
+    require(longest + R <= positions_of(model), f"{name}: has {positions_of(model)} positions; the longest prompt, "
+            f"{longest} tokens, and --response_length {R} need more: lower --max_prompt_length or --response_length")
+    with on_device(model, device):
+        if model.get_output_embeddings() is not None:  # a policy
+            final = logits_are_final(model, torch.tensor([[0, 1]], device=device))
+            require(final, f"{name} does more to its logits than final_logits: not supported")
+        with torch.autocast(device.type, getattr(torch, dtype), dtype != "float32"):
+            tolerance = 1e-3 if dtype == "float32" else 0.1
+            if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, R, device, tolerance):
+                return args.layout
+    print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain, rollouts by generate")
     return "plain"
 
 
@@ -1289,10 +1294,10 @@ def sum_over_ranks(x):
 
 def gather(items: list) -> list:
     """The lists of all processes, which are of one length, as one on each of them: first items, second items, ..."""
-    if not dist.is_initialized():
-        return items
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, items)
+    parts = [items]
+    if dist.is_initialized():
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, items)
     return [item for group in zip(*parts) for item in group]
 
 
@@ -1307,32 +1312,6 @@ def average_gradients(parameters):
     for parameter in parameters if dist.is_initialized() else ():
         if parameter.grad is not None and not isinstance(parameter, DTensor):
             sum_over_ranks(parameter.grad).div_(dist.get_world_size())
-
-
-def decoder_layers(model) -> torch.nn.ModuleList:
-    """The layers of a transformer: its outermost list of modules."""
-    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-
-
-def shard(model, args, trained: bool):
-    """FSDP2: every process keeps its part of each layer's weights, gradients and optimizer state, and gathers a layer
-    in --dtype when it is needed. The weights go from the first rank, which has them on the CPU, straight to where their
-    parts belong; others begin on the meta device. Buffers, which may be in no state dict (rotary frequencies), too."""
-    first, device = dist.get_rank() == 0, torch.device(args.device)
-    offload = args.offload_reference and not trained and device.type == "cuda"
-    weights, buffers = (model.state_dict(), [*model.buffers()]) if first else ({}, None)
-    model.to("meta").tie_weights()
-    options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
-               "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32),
-               "offload_policy": fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy()}
-    for layer in decoder_layers(model):
-        fsdp.fully_shard(layer, **options)
-    fsdp.fully_shard(model, reshard_after_forward=not trained, **options)  # backward needs the rest again at once
-    model.forward = lambda function, *args, **options: function(model, *args, **options)  # see fsdp_forward
-    model.to_empty(device="cpu" if offload else device).tie_weights()
-    state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
-    for mine, theirs in zip(model.buffers(), gather([buffers])[0]):
-        mine.data = theirs.to(device)
 
 
 @contextmanager

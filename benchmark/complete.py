@@ -64,8 +64,8 @@ def main(args: Args):
     numbered = [row | {"post": number} for number, row in enumerate(found[: args.posts])]
     rows = rloo.prepare_rows(numbered, tokenizer, args.max_prompt_length, args.dataset_name)
     label = f"--sft_model_path {args.sft_model_path}"
-    model = rloo.load_policy(flags, args.sft_model_path, label, trained=False)
-    layout = rloo.fit(flags, model, label, max(len(row["prompt_ids"]) for row in rows))
+    model = rloo.load_model(flags, args.sft_model_path, label, trained=False)
+    layout = rloo.fit(flags, model, max(len(row["prompt_ids"]) for row in rows))
     sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id,
                 "stop_ids": rloo.stop_token_ids(flags, model, tokenizer),
                 "engine": "group" if layout == "group" else "hf", "chunk_size": args.local_rollout_forward_batch_size}

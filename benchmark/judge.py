@@ -226,7 +226,7 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: Optional[str]
         ended = torch.tensor([texts[i].ended for i in part])
         batch = rloo.Batch([rows[i] for i in part], *(x.to(device) for x in (
             prompt_ids, prompt_mask, responses[None], mask[None], ended[None])))
-        found = rloo.model_reward(model, "plain", batch_size, device, batch)["reward_model"]  # (1, len(part))
+        found = rloo.model_reward(model, "plain", batch_size, batch)["reward_model"]  # (1, len(part))
         for i, score in zip(part, found[0].tolist()):
             scores[i] = score
     return scores
