@@ -1043,20 +1043,19 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         sys.path.append(str(path.parent))
         with explained(f"{label}: must be file.py:function or module:function, and cannot be loaded"):
             module = importlib.import_module(path.stem if path.suffix == ".py" else source)
-        same = path.suffix != ".py" or path.samefile(module.__file__)
-        require(same, f"{label}: another module has the name {path.stem}; rename the file")
-        function = getattr(module, name, None)
-        require(callable(function), f"{label}: there is no function {name}")
+            taken = path.suffix == ".py" and not path.samefile(module.__file__)
+            require(not taken, f"another module has the name {path.stem}; rename the file")
+            function = getattr(module, name)
+            require(callable(function), f"{name} is no function")
         require(name not in {*rewards, "reward_model"}, f"{label}: there are two rewards of this name; rename one")
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
     return rewards
 
 
 def function_reward(label: str, function: Callable, name: str, tokenizer, batch: Batch) -> dict:
-    """Scores of a reward function by its `name`, NaN where it returned None; `label` names it in errors.
-
-    It is called with prompts (as the dataset has them), completions (text without the stop token), completion_ids
-    (the stop token included) and every dataset column by its name, each a list of k·B in the order j·B + b."""
+    """Scores of a reward function by its `name`, NaN where it returned None. It is called with prompts (as the dataset
+    has them), completions (texts without the stop token), completion_ids (with it) and the dataset's other columns by
+    their names, each a list of k·B in the order j·B + b. `label` names it in errors."""
     rows = batch.rows * len(batch.responses)
     columns = sorted({column for row in batch.rows for column in row["columns"]} - {"prompt"})
     given = {column: [row["columns"].get(column) for row in rows] for column in columns}
@@ -1070,10 +1069,9 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
                          f"{place.lineno})") from error
     with explained(f"{label} must return {len(rows)} finite numbers or None, not {scores!r:.50}"):
         numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
-        for value, finite in zip(scores, numbers.isfinite()):
-            if value is not None and not finite:
-                raise ValueError(value)
-        return {name: numbers.to(batch.responses.device).view(batch.ended.shape)}
+        wrong = [value for value, fine in zip(scores, numbers.isfinite()) if value is not None and not fine]
+        require(not wrong, f"{wrong[:1]}")
+        return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -1082,79 +1080,71 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of one split of a dataset, or None where it has no such split. `name`: a .jsonl file, whose split is train,
     a folder with <split>.jsonl, or else what the datasets package loads by this name."""
-    file, folder = Path(name), os.path.isdir(name)
-    if file.suffix != ".jsonl" and not (folder and any(file.glob("*.jsonl"))):
-        with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them; what else there is, on the "
-                       "disk or the Hub, the datasets package reads: pip install datasets"):
+    with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them that can be read; what else there "
+                   "is, on the disk or the Hub, the datasets package reads: pip install datasets"):
+        files = {file.stem: file for file in Path(name).glob("*.jsonl")}
+        files = {"train": Path(name)} if name.endswith(".jsonl") else files
+        if not files:
             import datasets
 
-            splits = datasets.get_dataset_split_names(name)
-            return list(datasets.load_dataset(name, split=split)) if split in splits else None
-    require(os.path.exists(name), f"--dataset_name {name[:200]}: no such file")
-    file = file / f"{split}.jsonl" if folder else file
-    if not os.path.isfile(file) or not folder and split != "train":
-        return None
+            splits = datasets.load_dataset(name)
+            return list(splits[split]) if split in splits else None
+        lines = files[split].read_bytes().splitlines() if split in files else []
     rows = []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        with explained(f'{file}: line {number} must be a JSON object like {{"prompt": "..."}}'):
+    for number, line in enumerate(lines, 1):
+        with explained(f'{files[split]}: line {number} must be a JSON object like {{"prompt": "..."}}'):
             rows += [dict(**json.loads(line))] if line.strip() else []
-    return rows
+    return rows if split in files else None
 
 
 def prepare_row(row: dict, tokenizer) -> dict:
-    """One dataset row as the rest of the file wants it: {"prompt": text or messages, "prompt_text": str, "prompt_ids":
-    list of int, "reference": str or None, "reference_ids", "columns": the row}.
-
-    Where there is no `prompt`, the turns of `messages` up to the first of the user are the prompt; where there is no
-    `completion`, the next turn of the assistant is the reference. Messages go through the tokenizer's chat template; a
-    tokenizer that has none takes a single message as it is. Raises what Python does where the row is not like that."""
+    """One dataset row as the rest of the file wants it, as in the last line. Where there is no `prompt`, the turns of
+    `messages` up to the first of the user are the prompt; where there is no `completion`, the assistant's next turn is
+    the reference. A tokenizer without a chat template takes a single message as it is."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
         prompt = messages[: [message["role"] for message in messages].index("user") + 1]
     chat = isinstance(prompt, list)
+    templated = chat and tokenizer.chat_template is not None
+    require(not chat or templated or len(prompt) == 1, "several messages need a tokenizer with a chat template")
     if reference is None and isinstance(messages, list):
         reference = [turn for turn in messages[len(prompt) * chat :] if turn["role"] == "assistant"][:1] or None
-    templated = chat and tokenizer.chat_template is not None
-    if chat and not templated:
-        (message,) = prompt  # several messages need a chat template
     text, reference = (value[-1]["content"] if isinstance(value, list) else value for value in (prompt, reference))
     if templated:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
-    if not ids:
-        raise ValueError("the prompt is empty")
-    reference_ids = tokenizer(reference or "", add_special_tokens=False)["input_ids"]
-    return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference,
-            "reference_ids": reference_ids, "columns": row}
+    require(ids, "the prompt is empty")
+    return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference, "columns": row,
+            "reference_ids": tokenizer(reference or "", add_special_tokens=False)["input_ids"]}
 
 
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
-    prepared = []
+    kept = []
     for number, row in enumerate(rows, 1):
         with explained(f"{name}, row {number}: needs `prompt` (text or chat messages) or `messages` with a turn of the "
                        f"user, and as `completion` a text; has {', '.join(sorted(row))[:200] or 'nothing'}"):
-            prepared.append(prepare_row(row, tokenizer))
-    kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
-    require(kept, f"{name}: of {len(rows)} prompts none is within --max_prompt_length {max_prompt_length} tokens")
+            prepared = prepare_row(row, tokenizer)
+        kept += [prepared] if len(prepared["prompt_ids"]) <= max_prompt_length else []
+    say = f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens"
+    require(kept or not rows, say)
     if len(kept) < len(rows):
-        print(f"{name}: {len(rows) - len(kept)} of {len(rows)} prompts left out, over {max_prompt_length} tokens")
+        print(say)
     return kept
 
 
-def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
+def load_data(args: Args, tokenizer) -> list[list[dict]]:
     """Rows to train and to evaluate on, as `prepare_row` makes them; the latter may be none."""
     name, split, wanted = args.dataset_name, args.dataset_train_split, args.dataset_test_split
     train, test = load_rows(name, split), load_rows(name, wanted or "test")
-    require(train is not None, f"--dataset_name {name}: has no split {split}; name one by --dataset_train_split")
+    require(train, f"--dataset_name {name}: has no row in its split {split}; name one by --dataset_train_split")
     require(test is not None or wanted is None, f"--dataset_test_split {wanted}: {name} has no such split")
     if test is None:
         n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
         print(f"{name} has no split test: its last {n} rows are held out to evaluate on")
-    test, prepare = test[: args.num_eval_prompts], partial(prepare_rows, tokenizer=tokenizer,
-                                                           max_prompt_length=args.max_prompt_length)
-    return prepare(train, name=f"{name}, {split}"), prepare(test, name=f"{name}, held out") if test else []
+    parts = {split: train, "held out": test[: args.num_eval_prompts]}
+    return [prepare_rows(rows, tokenizer, args.max_prompt_length, f"{name}, {part}") for part, rows in parts.items()]
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -1258,12 +1248,11 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
     model's generation config and the tokenizer call end of sequence."""
     size, configured = model.config.get_text_config().vocab_size, model.generation_config.eos_token_id
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
-    if args.stop_token_id is not None:
-        ids = [args.stop_token_id]
-    elif args.stop_token not in (None, "eos"):
+    if args.stop_token not in (None, "eos"):
         ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
-        known = len(ids) == 1 and ids != [tokenizer.unk_token_id]
-        require(known, f"--stop_token {args.stop_token!r} is not one token of the tokenizer, nor eos")
+        require(len(ids) == 1 and ids != [tokenizer.unk_token_id], f"--stop_token {args.stop_token!r} is not one token "
+                "of the tokenizer, nor eos")
+    ids = ids if args.stop_token_id is None else [args.stop_token_id]
     ids = [number for number in dict.fromkeys(ids) if number is not None]
     require(ids and max(ids) < size, f"stop tokens {ids}: there must be one, and the model has only 0 to {size - 1}; "
             "name one by --stop_token or --stop_token_id")
@@ -1419,7 +1408,7 @@ def explained(message: str):
     """Whatever goes wrong within it, but for the machine's memory, is an InputError that begins with `message`."""
     try:
         yield
-    except (InputError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:  # libraries and users' files raise what they like
         raise InputError(f"{message} ({type(error).__name__}: {first_line(error)})") from error
@@ -1430,9 +1419,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-@lru_cache(maxsize=None)
-def say_once(text: str):
-    tqdm.write(text)
+say_once = lru_cache(maxsize=None)(tqdm.write)
 
 
 def parse_args(argv: Optional[list[str]] = None) -> Args:
@@ -1451,7 +1438,7 @@ def parse_args(argv: Optional[list[str]] = None) -> Args:
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 
-AT_LEAST = {"rloo_k": 2} | dict.fromkeys((
+AT_LEAST = {"rloo_k": 2, "temperature": 1e-6} | dict.fromkeys((
     "max_prompt_length", "response_length", "local_rollout_forward_batch_size", "num_ppo_epochs", "num_mini_batches",
     "per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"), 1)  # all other numbers: 0
 
@@ -1488,13 +1475,12 @@ def resolve_args(args: Args) -> Args:
     require(len(weights) == num_rewards and all(map(math.isfinite, weights)), f"--reward_weights {weights}: must be "
             f"{num_rewards} finite numbers, the reward model's first, then those of --reward_fns")
     require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
-    require(args.temperature, "--temperature 0: must be above 0 to sample (evaluation is greedy as well)")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    used, is_run = existing == output and any(output.iterdir()), (output / "metrics.jsonl").is_file()
-    require(not used or args.resume and is_run, f"--output_dir {output}: is not empty; name a new folder" + (
-            ", or go on with that run by --resume" if is_run else "; there is no run to resume"))
+    fresh = existing != output or not any(output.iterdir())
+    require(fresh or args.resume and (output / "metrics.jsonl").is_file(), f"--output_dir {output}: is not empty; name "
+            "a new folder, or one that holds a run, to go on with it by --resume")
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
     return args
@@ -1512,7 +1498,7 @@ def command_line(argv: Optional[list[str]] = None):
 
     def note(number: int, frame):
         if number == signal.SIGINT and signals and "RANK" not in os.environ:  # torchrun may send each signal twice
-            raise KeyboardInterrupt
+            os._exit(130)
         if rank == 0 and not signals:
             os.write(2, b"\nrloo.py stops: it finishes and saves the update in progress. Ctrl-C again ends it now.\n")
         signals.append(number)
@@ -1523,8 +1509,6 @@ def command_line(argv: Optional[list[str]] = None):
         main(parse_args(argv), signals)
         if dist.is_initialized():
             dist.destroy_process_group()
-    except KeyboardInterrupt:
-        sys.exit(130)
     except (InputError, OSError, MemoryError, RuntimeError) as error:
         text = str(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
