@@ -58,6 +58,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
+say_once = lru_cache(maxsize=None)(tqdm.write)  # above the progress bar
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ class Models:
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
-    attn_implementation: str = "sdpa"  # sdpa; any other kernel of transformers (eager, ...) takes --layout plain
+    attn_implementation: Optional[str] = None  # another kernel than sdpa (eager, ...), which takes --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
 
@@ -172,7 +173,7 @@ class Scale:
 
 @dataclass
 class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scale):
-    """All flags. Names and defaults are TRL's where no other is named."""
+    """All flags; without any, mini TL;DR is trained. Names and defaults are TRL's where no other is named."""
 
 
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
@@ -897,7 +898,7 @@ class Decoder:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 Decoder.capture = False
-                say_once(f"decoding runs without CUDA graphs, which costs speed ({first_line(error)})")
+                say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
             torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
@@ -1015,8 +1016,7 @@ def text_reward(model, own, positions: int, chunk_size: int, tokenizer, batch: B
 
 
 def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
-    """{"reward_model": reward}, or nothing without one. It reads the policy's tokens if it has the policy's tokenizer
-    or none, and embeddings for all of them; else its own tokenizer reads the text."""
+    """{} or {"reward_model": reward}. It reads the policy's tokens if it can: if it has no other tokenizer."""
     path, label, own = args.reward_model_path, f"--reward_model_path {args.reward_model_path} (with one label)", None
     if not path:
         return {}
@@ -1026,12 +1026,12 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
         own = load_pretrained(args, AutoTokenizer, path, label)
     words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
     same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
-    embeddings, chunk_size = model.config.get_text_config().vocab_size, args.local_rollout_forward_batch_size
+    config, chunk_size = model.config.get_text_config(), args.local_rollout_forward_batch_size
+    embeddings, positions = config.vocab_size, getattr(config, "max_position_embeddings", None) or sys.maxsize
     if embeddings > max(policy_words.values()) and (same or not words):
         return {"reward_model": partial(model_reward, model, fit(args, model, longest), chunk_size)}
-    require(0 < len(words) <= embeddings, f"{label}: has {embeddings} tokens, which do not fit its tokenizer, or the "
-            "policy's if it has none")
-    return {"reward_model": partial(text_reward, model, own, positions_of(model), chunk_size, tokenizer)}
+    require(0 < len(words) <= embeddings, f"{label}: has {embeddings} tokens, which do not fit its tokenizer, if any")
+    return {"reward_model": partial(text_reward, model, own, positions, chunk_size, tokenizer)}
 
 
 def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
@@ -1053,20 +1053,15 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
 
 
 def function_reward(label: str, function: Callable, name: str, tokenizer, batch: Batch) -> dict:
-    """Scores of a reward function by its `name`, NaN where it returned None. It is called with prompts (as the dataset
-    has them), completions (texts without the stop token), completion_ids (with it) and the dataset's other columns by
-    their names, each a list of k·B in the order j·B + b. `label` names it in errors."""
+    """Scores of a reward function by its `name`, NaN where it returned None. It gets prompts (as the dataset has them),
+    completions (texts), completion_ids (with the stop token) and the other columns by their names: lists, j·B + b."""
     rows = batch.rows * len(batch.responses)
     columns = sorted({column for row in batch.rows for column in row["columns"]} - {"prompt"})
     given = {column: [row["columns"].get(column) for row in rows] for column in columns}
     given |= {"prompts": [row["prompt"] for row in rows], "completions": decode(batch, tokenizer),
               "completion_ids": completion_tokens(batch)}
-    try:
+    with explained(f"{label} raised an error", place=True):
         scores = function(**given)
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[:2][-1]  # in the user's file, whatever that called
-        raise InputError(f"{label} raised {type(error).__name__}: {first_line(error)} ({place.filename}, line "
-                         f"{place.lineno})") from error
     with explained(f"{label} must return {len(rows)} finite numbers or None, not {scores!r:.50}"):
         numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
         wrong = [value for value, fine in zip(scores, numbers.isfinite()) if value is not None and not fine]
@@ -1080,8 +1075,8 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of one split of a dataset, or None where it has no such split. `name`: a .jsonl file, whose split is train,
     a folder with <split>.jsonl, or else what the datasets package loads by this name."""
-    with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them that can be read; what else there "
-                   "is, on the disk or the Hub, the datasets package reads: pip install datasets"):
+    with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them that can be read; what else "
+                   "there is, on disk or Hub, the datasets package reads: pip install datasets"):
         files = {file.stem: file for file in Path(name).glob("*.jsonl")}
         files = {"train": Path(name)} if name.endswith(".jsonl") else files
         if not files:
@@ -1157,11 +1152,10 @@ def load_pretrained(args, auto_class, path, label: str, **options):
 
 
 def load_model(args, path, label: str, trained: bool, auto_class=AutoModelForCausalLM, **options):
-    """A model without dropout, on its device. With --sharding fsdp (FSDP2) every process keeps its part of each layer's
-    weights, gradients and optimizer state, and gathers a layer in --dtype when it is needed."""
+    """A model without dropout, on its device or, with --sharding fsdp, a part of each of its layers."""
     config, device = load_pretrained(args, AutoConfig, path, label, **options), torch.device(args.device)
-    own = None if args.attn_implementation == "sdpa" else args.attn_implementation  # None: sdpa, or eager without it
-    options = {"dtype": torch.float32 if trained else getattr(torch, args.dtype), "attn_implementation": own}
+    options = {"attn_implementation": args.attn_implementation, "dtype": getattr(torch, args.dtype)}
+    options |= {"dtype": torch.float32} if trained else {}
     if args.sharding == "ddp" or dist.get_rank() == 0:
         model, info = load_pretrained(args, auto_class, path, label, config=config, output_loading_info=True, **options)
         if missing := sorted(info["missing_keys"]):
@@ -1174,23 +1168,22 @@ def load_model(args, path, label: str, trained: bool, auto_class=AutoModelForCau
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))  # the outermost list
     for layer in layers if trained and args.gradient_checkpointing else ():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    offload = args.offload_reference and not trained
+    home = torch.device("cpu") if args.offload_reference and not trained else device
     if args.sharding == "ddp":
-        return model.to("cpu" if offload else device)
+        return model.to(home)
 
-    # The weights go from the first rank's CPU straight to where their parts belong. Buffers, of which some are in no
-    # state dict (rotary frequencies), too.
-    offload = offload and device.type == "cuda"
+    # FSDP2: a layer is gathered in --dtype when it is needed. The first rank sends all weights to where their parts
+    # belong, and buffers, some of which are in no state dict (rotary frequencies).
     weights, buffers = (model.state_dict(), [*model.buffers()]) if dist.get_rank() == 0 else ({}, None)
     model.to("meta").tie_weights()
     options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
                "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32),
-               "offload_policy": fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy()}
+               "offload_policy": fsdp.CPUOffloadPolicy() if home != device else fsdp.OffloadPolicy()}
     for layer in layers:
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(model, reshard_after_forward=not trained, **options)  # backward needs the rest again at once
     model.forward = lambda function, *args, **options: function(model, *args, **options)  # see fsdp_forward
-    model.to_empty(device="cpu" if offload else device).tie_weights()
+    model.to_empty(device=home).tie_weights()
     state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
     for mine, theirs in zip(model.buffers(), gather([buffers])[0]):
         mine.data = theirs.to(device)
@@ -1205,16 +1198,12 @@ def logits_are_final(model, ids) -> bool:
     return bool((theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm())
 
 
-def positions_of(model) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
 def fit(args, model, longest: int) -> str:
-    """The layout that a model takes: --layout, or plain, which is said, where it does not give the same numbers in the
-    group layout. Refuses a model of fewer positions than prompt and completion need, and logits that are not ours."""
+    """The layout that a model takes: --layout, or plain if it must. Refuses logits that are not ours, few positions."""
     R, name, device, dtype = args.response_length, type(model).__name__, torch.device(args.device), args.dtype
-    require(longest + R <= positions_of(model), f"{name}: has {positions_of(model)} positions; the longest prompt, "
-            f"{longest} tokens, and --response_length {R} need more: lower --max_prompt_length or --response_length")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    require(longest + R <= positions, f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and "
+            f"--response_length {R} need more: lower --max_prompt_length or --response_length")
     with on_device(model, device):
         if model.get_output_embeddings() is not None:  # a policy
             final = logits_are_final(model, torch.tensor([[0, 1]], device=device))
@@ -1228,8 +1217,7 @@ def fit(args, model, longest: int) -> str:
 
 
 def load_tokenizer(args):
-    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL, where the model has a row to spare (a
-    pad token is never attended to, trained on or looked for, but it needs an id)."""
+    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL: it is never read, but needs an id."""
     name = f"--model_name_or_path {args.model_name_or_path}"
     config = load_pretrained(args, AutoConfig, args.sft_model_path, f"--sft_model_path {args.sft_model_path}")
     tokenizer = load_pretrained(args, AutoTokenizer, args.model_name_or_path, name)
@@ -1244,18 +1232,16 @@ def load_tokenizer(args):
 
 
 def stop_token_ids(args, model, tokenizer) -> list[int]:
-    """Ids of the tokens that end a completion, the tokenizer's eos first: the one asked for, or else all that the
-    model's generation config and the tokenizer call end of sequence."""
+    """Ids of the tokens that end a completion: the one asked for, or the tokenizer's and generation config's eos."""
     size, configured = model.config.get_text_config().vocab_size, model.generation_config.eos_token_id
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     if args.stop_token not in (None, "eos"):
         ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
-        require(len(ids) == 1 and ids != [tokenizer.unk_token_id], f"--stop_token {args.stop_token!r} is not one token "
-                "of the tokenizer, nor eos")
+        known = len(ids) == 1 and ids != [tokenizer.unk_token_id]
+        require(known, f"--stop_token {args.stop_token!r} is not one token of the tokenizer, nor eos")
     ids = ids if args.stop_token_id is None else [args.stop_token_id]
     ids = [number for number in dict.fromkeys(ids) if number is not None]
-    require(ids and max(ids) < size, f"stop tokens {ids}: there must be one, and the model has only 0 to {size - 1}; "
-            "name one by --stop_token or --stop_token_id")
+    require(ids and max(ids) < size, f"--stop_token_id: of {ids} one must be there; the model has only 0 to {size - 1}")
     return ids
 
 
@@ -1334,6 +1320,8 @@ def peak_memory_gb(device: torch.device) -> float:
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all ranks, for the first one
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 DAMAGED = "{} (nothing is overwritten; move it away, and --resume takes the one before)"  # what cannot be loaded
+MAKES_ANOTHER_RUN = {"sft_model_path", "model_name_or_path", "reward_model_path", "reward_fns", "dataset_name", "seed",
+                     "dataset_train_split", "max_prompt_length", "rloo_k", "completions per update", "training prompts"}
 
 
 def newest_checkpoint(output: Path, limit: Optional[int] = None) -> Optional[Path]:
@@ -1346,8 +1334,8 @@ def newest_checkpoint(output: Path, limit: Optional[int] = None) -> Optional[Pat
 
 
 def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, limit: int, rank: int):
-    """Writes checkpoint-<state["update"]> under another name, flushes it and renames it, so that one that exists is
-    whole; then removes all but the newest `limit`. Every rank must call it; the first one writes."""
+    """Writes a checkpoint under another name, flushes it and renames it, so that one that exists is whole. Every rank
+    must call it; the first one writes."""
     weights = state_dict.get_model_state_dict(policy, options=FULL)
     moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
@@ -1364,14 +1352,8 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
         newest_checkpoint(output, limit)
 
 
-MAKES_ANOTHER_RUN = {"sft_model_path", "reward_model_path", "reward_fns", "dataset_name", "dataset_train_split",
-                     "max_prompt_length", "rloo_k", "seed", "model_name_or_path", "completions per update",
-                     "training prompts"}
-
-
 def load_state(folder: Path, flags: dict) -> dict:
-    """The state of a checkpoint, with `flags`, a new run's. Says which of them are not those that the run had, and
-    refuses those that make it another run."""
+    """The state of a checkpoint with a new run's `flags`. Says which are changed; refuses those of another run."""
     with explained(f"{DAMAGED.format(folder)}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         changed = {name: f"{name} {state['flags'].get(name)} -> {value}" for name, value in flags.items()
@@ -1404,43 +1386,32 @@ def require(condition: object, message: str):
 
 
 @contextmanager
-def explained(message: str):
-    """Whatever goes wrong within it, but for the machine's memory, is an InputError that begins with `message`."""
+def explained(message: str, place: bool = False):
+    """Whatever goes wrong within it, but for the machine's memory, is an InputError that begins with `message` and may
+    name the `place` in the function that was called."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:  # libraries and users' files raise what they like
-        raise InputError(f"{message} ({type(error).__name__}: {first_line(error)})") from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, short enough to stand in a line of ours."""
-    return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-say_once = lru_cache(maxsize=None)(tqdm.write)
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        frame = traceback.extract_tb(error.__traceback__)[:3][-1]  # whatever that function called
+        said += f"; {frame.filename}, line {frame.lineno}" * place
+        raise InputError(f"{message} ({type(error).__name__}: {said})") from error
 
 
 def parse_args(argv: Optional[list[str]] = None) -> Args:
     """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
     groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
-    about = "RLOO (REINFORCE Leave-One-Out) for language models. Without flags it trains the embedded mini TL;DR task."
-    said = io.StringIO()
     try:
-        with redirect_stderr(said):
-            flags = tyro.cli(groups, args=argv, description=about, use_underscores=True,
+        with redirect_stderr(io.StringIO()) as said:
+            flags = tyro.cli(groups, args=argv, description=Args.__doc__, use_underscores=True,
                              config=[tyro.conf.OmitArgPrefixes])
     except SystemExit as end:  # --help, or a mistake, of which tyro makes boxes with a title
         text = " ".join(re.sub("╭.*╮|[─-╿]", " ", said.getvalue()).split())
         require(not end.code, re.split(" (Argument|For full) helptext", text)[0] + "; see --help")
         raise
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
-
-
-AT_LEAST = {"rloo_k": 2, "temperature": 1e-6} | dict.fromkeys((
-    "max_prompt_length", "response_length", "local_rollout_forward_batch_size", "num_ppo_epochs", "num_mini_batches",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"), 1)  # all other numbers: 0
 
 
 def resolve_args(args: Args) -> Args:
@@ -1464,9 +1435,11 @@ def resolve_args(args: Args) -> Args:
     require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
 
+    from_1 = {"max_prompt_length", "response_length", "local_rollout_forward_batch_size", "num_ppo_epochs",
+              "num_mini_batches", "per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"}
     for name, value in vars(args).items():
         if isinstance(value, (int, float)):
-            least = AT_LEAST.get(name, 0)
+            least = {"rloo_k": 2, "temperature": 1e-6}.get(name, int(name in from_1))
             require(math.isfinite(value) and value >= least, f"--{name} {value}: must be finite and at least {least}")
     k, size, output = args.rloo_k, args.per_device_train_batch_size, Path(args.output_dir)
     require(size % k == 0, f"--per_device_train_batch_size {size}: must be a multiple of --rloo_k {k}, whole groups")
@@ -1480,7 +1453,7 @@ def resolve_args(args: Args) -> Args:
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
     fresh = existing != output or not any(output.iterdir())
     require(fresh or args.resume and (output / "metrics.jsonl").is_file(), f"--output_dir {output}: is not empty; name "
-            "a new folder, or one that holds a run, to go on with it by --resume")
+            "a new folder, or go on by --resume if it holds a run (metrics.jsonl)")
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
     return args
@@ -1513,7 +1486,7 @@ def command_line(argv: Optional[list[str]] = None):
         text = str(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
             text = ("out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
-                    f"raise --gradient_accumulation_steps by the same factor ({first_line(error)})")
+                    "raise --gradient_accumulation_steps by the same factor")
         elif isinstance(error, RuntimeError):
             raise
         if rank > 0:  # the first rank most likely says the same, and torchrun then ends this one: wait for that

@@ -1074,7 +1074,7 @@ def test_an_error_in_a_users_function_names_flag_file_and_line(train, tmp_path, 
     """... of the user's file, not of the library that was called there."""
     (tmp_path / "mine.py").write_text("import json\n\n\ndef f(completions, **columns):\n    return json.loads('{')\n")
     spec = f"{tmp_path}/mine.py:f"
-    with pytest.raises(InputError, match=rf"^--{flag} {spec} raised JSONDecodeError: .*{tmp_path}/mine.py, line 5\)$"):
+    with pytest.raises(InputError, match=rf"^--{flag} {spec} raised an error \(JSONDecodeError: .*; {tmp_path}/mine.py, line 5\)$"):
         train(num_eval_prompts=2, **{flag: (spec,) if flag == "reward_fns" else spec})
 
 
@@ -1252,7 +1252,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "ModuleNotFoundError": ["--reward_fns {x}/bad.py:f"], "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
     "SystemExit": ["--reward_fns {x}/quits.py:f"], "--resume needs --output_dir": ["--resume"],
     "cannot write": ["--output_dir {x}/fns.py/x"], "is not empty; name a new": ["--output_dir {x}"],
-    "or one that holds a run, to go on with it by --resume": ["--output_dir {x} --resume"],
+    "if it holds a run": ["--output_dir {x} --resume"],
     "cannot be used": ["--device meta", "--device gpu", "--device cuda:99"],
     "No such file": ["--dataset_name {x}/nowhere.jsonl"],
     "pip install datasets": ["--dataset_name " + name for name in ("nobody/nothing", "{x}/rows.json", "n" * 5000)],
@@ -1270,7 +1270,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "{x}: cannot be loaded": ["--sft_model_path {x}", "--model_name_or_path {x}"],
     "is no trained policy": ["--sft_model_path {reward}"], "nonsense": ["--attn_implementation nonsense"],
     "--help": ["--nonsense 3", "--rloo_k three", "--dtype float16", "--kl_level word", "stray"],
-    "raised ZeroDivisionError: division by zero ({x}/fns.py, line 2)": ["--reward_fns {x}/fns.py:boom"]}
+    "raised an error (ZeroDivisionError: division by zero; {x}/fns.py, line 2)": ["--reward_fns {x}/fns.py:boom"]}
 
 
 @pytest.mark.parametrize("message, flags", [(message, flags) for message, lines in MISTAKES.items() for flags in lines])
@@ -1779,7 +1779,7 @@ def test_resume_begins_a_run_and_repeats_nothing_of_a_finished_one_whose_checkpo
     _, output = train(**flags, resume=True)
     expected = end_of(output)
     assert len(train(**flags, resume=True)[0]) == 4 and end_of(output) == expected
-    with pytest.raises(InputError, match="to go on with it by --resume"):
+    with pytest.raises(InputError, match="go on by --resume if it holds a run"):
         train(**flags)
     for path in (output / "checkpoint-1", output):  # both are models with a tokenizer
         assert len(train(sft_model_path=str(path))[0]) == 1
