@@ -1158,12 +1158,12 @@ def load_model(args, path, label: str, trained: bool, auto_class=AutoModelForCau
     options |= {"dtype": torch.float32} if trained else {}
     if args.sharding == "ddp" or dist.get_rank() == 0:
         model, info = load_pretrained(args, auto_class, path, label, config=config, output_loading_info=True, **options)
-        if missing := sorted(info["missing_keys"]):
-            require(auto_class is not AutoModelForCausalLM, f"{label}: is no trained policy, it has no {missing[0]}")
-            print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
     else:
         with torch.device("meta"):
-            model = auto_class.from_config(config, trust_remote_code=args.trust_remote_code, **options)
+            model, info = auto_class.from_config(config, trust_remote_code=args.trust_remote_code, **options), {}
+    if missing := gather([sorted(info.get("missing_keys", ()))])[0]:
+        require(auto_class is not AutoModelForCausalLM, f"{label}: is no trained policy, it has no {missing[0]}")
+        print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
     model.eval().requires_grad_(trained)
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))  # the outermost list
     for layer in layers if trained and args.gradient_checkpointing else ():
