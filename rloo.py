@@ -19,7 +19,7 @@ Masks are boolean, true on what is kept, and are made from positions, never by c
 """
 
 import fcntl
-import importlib
+import importlib.util
 import io
 import itertools
 import json
@@ -1022,7 +1022,7 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
         return {}
     model = load_model(args, path, label, False, AutoModelForSequenceClassification, num_labels=1)
     require(hasattr(model, "score"), f"{label}: {type(model).__name__} has no `score` head on its output")
-    if not os.path.isdir(path) or any(Path(path).glob("tokenizer*")):
+    if not os.path.isdir(path) or [*Path(path).glob("*token*"), *Path(path).glob("vocab*")]:
         own = load_pretrained(args, AutoTokenizer, path, label)
     words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
     same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
@@ -1034,6 +1034,16 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     return {"reward_model": partial(text_reward, model, own, positions, chunk_size, tokenizer)}
 
 
+@lru_cache(maxsize=None)  # functions of one file share it
+def load_file(path: Path):
+    """The module in a file of any name and place."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look modules up by name
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
     """name -> reward, for functions `file.py:function` or `module:function`; they may import what lies beside them."""
     rewards: dict[str, Callable] = {}
@@ -1042,12 +1052,10 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
         with explained(f"{label}: must be file.py:function or module:function, and cannot be loaded"):
-            module = importlib.import_module(path.stem if path.suffix == ".py" else source)
-            taken = path.suffix == ".py" and not path.samefile(module.__file__)
-            require(not taken, f"another module has the name {path.stem}; rename the file")
-            function = getattr(module, name)
+            function = getattr(load_file(path) if path.suffix == ".py" else importlib.import_module(source), name)
             require(callable(function), f"{name} is no function")
-        require(name not in {*rewards, "reward_model"}, f"{label}: there are two rewards of this name; rename one")
+        require(specs.count(spec) == 1, f"{label}: is named twice")
+        name = spec if name in {*rewards, "reward_model"} else name
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
     return rewards
 
@@ -1105,6 +1113,7 @@ def prepare_row(row: dict, tokenizer) -> dict:
     if reference is None and isinstance(messages, list):
         reference = [turn for turn in messages[len(prompt) * chat :] if turn["role"] == "assistant"][:1] or None
     text, reference = (value[-1]["content"] if isinstance(value, list) else value for value in (prompt, reference))
+    require(isinstance(text, str) and isinstance(reference, (str, type(None))), "prompt and completion must be texts")
     if templated:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
@@ -1241,7 +1250,8 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
         require(known, f"--stop_token {args.stop_token!r} is not one token of the tokenizer, nor eos")
     ids = ids if args.stop_token_id is None else [args.stop_token_id]
     ids = [number for number in dict.fromkeys(ids) if number is not None]
-    require(ids and max(ids) < size, f"--stop_token_id: of {ids} one must be there; the model has only 0 to {size - 1}")
+    require(ids and max(ids) < size, f"stop tokens {ids}: one is needed, and the model has only 0 to {size - 1}; name "
+            "one by --stop_token or --stop_token_id")
     return ids
 
 
@@ -1343,12 +1353,15 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
         return
     shutil.rmtree(unfinished, ignore_errors=True)
     with explained(f"{target} cannot be saved; make room and go on by --resume"):
-        policy.save_pretrained(unfinished, state_dict=weights)
-        tokenizer.save_pretrained(unfinished)
-        torch.save(moments, unfinished / "optimizer.pt")
-        (unfinished / "state.json").write_text(json.dumps(state))
-        os.sync()
-        unfinished.rename(target)
+        try:
+            policy.save_pretrained(unfinished, state_dict=weights)
+            tokenizer.save_pretrained(unfinished)
+            torch.save(moments, unfinished / "optimizer.pt")
+            (unfinished / "state.json").write_text(json.dumps(state))
+            os.sync()
+            unfinished.rename(target)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
         newest_checkpoint(output, limit)
 
 
@@ -1487,7 +1500,7 @@ def command_line(argv: Optional[list[str]] = None):
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
             text = ("out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
                     "raise --gradient_accumulation_steps by the same factor")
-        elif isinstance(error, RuntimeError):
+        elif isinstance(error, RuntimeError) and not (dist.is_initialized() and "closed by peer" in text):
             raise
         if rank > 0:  # the first rank most likely says the same, and torchrun then ends this one: wait for that
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

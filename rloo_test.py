@@ -1230,7 +1230,7 @@ BROKEN = {  # what the next test finds in the folder {x}
     "empty.jsonl": "", "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n', "list.jsonl": "[1]\n",
     "deep.jsonl": "[" * 100_000, "latin.jsonl": b'{"prompt": "\xe4\xff"}\n', "rows.json": '[{"prompt": "a"}]',
     "text.jsonl": '{"text": "a"}\n', "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\n",
-    "bad.py": "import nowhere_to_be_found\n", "syntax.py": "def f(:\n", "json.py": "", "quits.py": "raise SystemExit(3)\n"}
+    "bad.py": "import nowhere_to_be_found\n", "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n"}
 MISTAKES = {  # what the line must say besides the flag's name -> what is added to a command line that works
     "must be finite and at least 2": ["--rloo_k 1", "--rloo_k 0"],
     "must be finite and at least 1": [
@@ -1244,9 +1244,8 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"], "at least 1e-06": ["--temperature 0"],
     "not both": ["--stop_token eos --stop_token_id 3"], "'zebra' is not one token": ["--stop_token zebra"],
     "has only 0 to 15": ["--stop_token_id 99"], "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
-    "two rewards of this name": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
-    "cannot be loaded (ModuleNotFoundError": ["--reward_fns {x}/no.py:f"],
-    "another module has the name json": ["--reward_fns {x}/json.py:f"],
+    "is named twice": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
+    "cannot be loaded (FileNotFoundError": ["--reward_fns {x}/no.py:f"],
     "must be file.py:function": ["--reward_fns fns"], "thing is no function": ["--reward_fns {x}/fns.py:thing"],
     "has no attribute 'nothing'": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "ModuleNotFoundError": ["--reward_fns {x}/bad.py:f"], "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
@@ -1889,8 +1888,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(train, monkeypatch, tmp_pa
         patch.setattr(torch, "save", save)
         train(**LONG, output_dir=str(output))
     left = sorted(path.name for path in output.iterdir())
-    assert {*left} - {"unfinished-checkpoint"} == {"args.json", "checkpoint-1", "checkpoint-2", "completions.jsonl",
-                                                   "metrics.jsonl"}
+    assert left == ["args.json", "checkpoint-1", "checkpoint-2", "completions.jsonl", "metrics.jsonl"]
     train(**LONG, output_dir=str(output), resume=True)
     assert end_of(output) == end_of(train(**LONG)[1])
 
@@ -1902,7 +1900,7 @@ def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
     done = shell(["-c", code, *command(tiny, tmp_path / "out")], HERE)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"rloo.py: {tmp_path}/out/checkpoint-1 cannot be saved; make room")
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert not list((tmp_path / "out").glob("*checkpoint*"))
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
