@@ -1857,6 +1857,49 @@ def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path,
     assert end_of(tmp_path / "stopped") == end_of(train(**run)[1])
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_loads_while_another_one_ends_in_its_folder_changes_nothing(train, tmp_path, monkeypatch, resume):
+    output, started = tmp_path / "out", []
+
+    def run_another(inputs, rewards):
+        if not started:
+            started.append(True)
+            train(**LONG, output_dir=str(output))
+        return rewards
+
+    spy(monkeypatch, "load_reward_model", run_another)  # when it has looked for a checkpoint
+    with pytest.raises(InputError, match=f"^--output_dir {output}: another run has just ended there"):
+        train(**LONG, output_dir=str(output), resume=resume)
+    assert end_of(output) == end_of(train(**LONG)[1])
+
+
+def test_a_run_that_is_killed_stopped_and_killed_again_leaves_each_update_once(train, tmp_path, monkeypatch):
+    """... where no checkpoint is made in between, so that each start cuts off what the one before has written."""
+    flags = {**LONG, "save_steps": 0, "output_dir": str(tmp_path / "out"), "resume": True}
+    expected = end_of(train(**LONG)[1])
+
+    def killed_in(update):
+        calls = itertools.count(1)
+
+        def kill(inputs, metrics):
+            if next(calls) == update:
+                raise KeyboardInterrupt
+            return metrics
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            spy(patch, "update", kill)
+            train(**flags)
+
+    killed_in(4)
+    told = []
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        spy(patch, "update", lambda inputs, metrics: told.append(15) or metrics)
+        train(signals=told, **flags)
+    killed_in(3)
+    train(**flags)
+    assert end_of(tmp_path / "out") == expected
+
+
 @pytest.mark.parametrize("number", [15, 2], ids=["SIGTERM", "Ctrl-C"])
 def test_a_signal_ends_a_process_with_a_line_at_once_and_a_checkpoint(tiny, tmp_path, number):
     line = command(tiny, tmp_path / "out", total_episodes=10**6, per_device_train_batch_size=8)
