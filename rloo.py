@@ -7,7 +7,7 @@ For each prompt the policy samples k completions. The reward of a completion is 
 divergence from the reference model; its baseline is the mean reward of the k - 1 other completions of its prompt:
 
     R_j = score_j - β Σ_t kl_jt      A_j = R_j - Σ_{i≠j} R_i / (k - 1)      loss = mean_j max(-A_j ρ_j, -A_j clip(ρ_j))
-    ρ_j = π(y_j) / π_old(y_j), π_old being the policy that sampled y_j: 1 in the first step; clip: to [1 - ε, 1 + ε]
+    ρ_j = π(y_j) / π_old(y_j); π_old sampled y_j, so ρ_j = 1 in the first step; clip: to [1 - ε, 1 + ε]
 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer. Order of the file: flags, the maths,
@@ -328,7 +328,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     micro_batch = args.per_device_train_batch_size // k  # prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
     autocast = partial(torch.autocast, device.type, dtype, args.dtype != "float32")
-    old_logprobs = rollout_logprobs.clone()
+    old_logprobs = torch.empty_like(rollout_logprobs)
     if args.num_mini_batches > 1:
         with autocast():
             old_logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
@@ -429,7 +429,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     policy = load_model(args, *begin, trained=True)
     layout = fit(args, policy, longest)
     sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id,
-                "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],
+                "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],  # the first rank knows them
                 "engine": args.rollout_engine if layout == "group" else "hf",
                 "chunk_size": args.local_rollout_forward_batch_size}
     reference = load_model(args, args.sft_model_path, label, trained=False) if args.kl_coef else None
@@ -502,6 +502,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
                 save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
             stop_if_told(signals, device)
+        weights = state_dict.get_model_state_dict(policy, options=FULL)
+        if rank == 0 and num_updates:
+            with explained(f"{output}: the policy cannot be saved; make room and go on by --resume"):
+                policy.save_pretrained(output, state_dict=weights)
+                tokenizer.save_pretrained(output)
     except InterruptedError:  # told to stop
         if state["update"]:
             save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
@@ -512,11 +517,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         for file in files.values():
             file.close()
     bar.close()
-    weights = state_dict.get_model_state_dict(policy, options=FULL)
-    if rank == 0 and num_updates:
-        with explained(f"{output}: the policy cannot be saved; make room and go on by --resume"):
-            policy.save_pretrained(output, state_dict=weights)
-            tokenizer.save_pretrained(output)
     print_gains(state["before"], after if num_updates else {}, len(test_rows))
     print(f"\n{state['episode'] - first:,} episodes in {clock(device) - start:.0f} s. " + (
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
@@ -553,7 +553,7 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
             stop_if_told(signals, policy.device)
             batch, _ = rollout(model, part, 1, temperature, **sampling)
-            # Completions and their references are graded together, as k = 2; one that has none is graded twice.
+            # Completions and their references are graded together, as k = 2; without one a completion is its own.
             ids = [row["reference_ids"] or own for row, own in zip(part, batch.responses[0].tolist())]
             R, stop_ids = sampling["response_length"], sampling["stop_ids"]
             ids = [[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]]
@@ -609,8 +609,8 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
 #
 # plain: every completion is a row of its own, its prompt before it.
-# group: the same numbers from one row per prompt, in which its k completions follow it, interleaved by time. The prompt
-# is read once, and a completion sees it and itself, never its siblings. For P = 2 (one of them padding), k = 2, R = 2:
+# group: the same numbers from one row per prompt; its k completions, the lanes, follow it, interleaved by time. So the
+# prompt is read once. A lane sees it and itself, never its siblings. P = 2 (one of them padding), k = 2, R = 2:
 #
 #     slot:      0    1     2     3     4     5        sees   . p a b a b
 #     holds:     pad  p     a0    b0    a1    b1       pad    x
@@ -899,7 +899,8 @@ class Decoder:
                     raise
                 Decoder.capture = False
                 say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
-            torch.cuda.set_sync_debug_mode("default")
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
         self.read(prompt_ids, *sequence_mask(prompt_mask, 0), torch.arange(P, device=prompt_ids.device), last=1)
@@ -949,7 +950,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
             decoder = None  # frees its memory first
             decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
         found.append(decoder.generate(ids, mask))
-    attention_bias.cache_clear()
+    attention_bias.cache_clear()  # its masks may lie in the memory of a graph
     tokens, logprobs = (torch.cat(parts, dim=1) for parts in zip(*found))
     batch = make_batch(rows, tokens, stop_ids, pad_id)
     return batch, logprobs.masked_fill(~batch.response_mask, 0.0)
@@ -957,7 +958,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
 
 def sampling_model(policy, dtype: torch.dtype):
     """The policy, or, where its weights are sharded or in another dtype, a copy of them, whole and in `dtype`, which is
-    gone when the rollout is done."""
+    gone when the caller drops it."""
     if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule):
         return policy
     with torch.device("meta"):
@@ -1101,7 +1102,7 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
 
 
 def prepare_row(row: dict, tokenizer) -> dict:
-    """One dataset row as the rest of the file wants it, as in the last line. Where there is no `prompt`, the turns of
+    """One dataset row as the rest of the file wants it: the dict at the end. Where there is no `prompt`, the turns of
     `messages` up to the first of the user are the prompt; where there is no `completion`, the assistant's next turn is
     the reference. A tokenizer without a chat template takes a single message as it is."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
@@ -1303,7 +1304,8 @@ def average_gradients(parameters):
 def on_device(model, device: torch.device):
     """Within it a model is on the device; after it, back where it was. FSDP moves its models itself."""
     home, sharded = model.device, isinstance(model, fsdp.FSDPModule)
-    model if sharded else model.to(device)
+    if not sharded:
+        model.to(device)
     yield
     model.reshard() if sharded else model.to(home)  # the optimizer wants FSDP's own parts
 
