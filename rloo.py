@@ -1052,7 +1052,7 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         (source, _, name), label = spec.rpartition(":"), f"--{flag} {spec}"
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
-        with explained(f"{label}: must be file.py:function or module:function, and cannot be loaded"):
+        with explained(f"{label}: must be file.py:function or module:function; this cannot be loaded"):
             function = getattr(load_file(path) if path.suffix == ".py" else importlib.import_module(source), name)
             require(callable(function), f"{name} is no function")
         require(specs.count(spec) == 1, f"{label}: is named twice")
