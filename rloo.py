@@ -754,8 +754,8 @@ def block_logprobs(model, hidden, tokens, temperature: float):
 
 
 def fsdp_forward(function: Callable) -> Callable:
-    """Makes `function(model, ...)` a forward of the model where it is sharded, since FSDP gathers what is
-    outside the layers (embedding, norm, head) for forwards only."""
+    """Makes `function(model, ...)` a forward of the model where it is sharded, since FSDP gathers what is outside
+    the layers (embedding, norm, head) for forwards only."""
     @wraps(function)
     def forward(model, *args, **options):
         sharded = isinstance(model, fsdp.FSDPModule)

@@ -828,6 +828,7 @@ def test_metrics_of_a_policy_that_moved_equal_the_formulas(train, monkeypatch):
                   for (new, old, _, mask, *_), _ in seen[2:]]  # of both epochs of the second update
     tokens, sums = sum(sum(log_ratios, []), []), [sum(x) for epoch in log_ratios for x in epoch]
     assert second["val/ratio"] == pytest.approx(sum(map(math.exp, tokens)) / len(tokens), abs=1e-6) != 1
+    assert second["val/ratio_var"] == pytest.approx(statistics.variance(map(math.exp, tokens)), rel=1e-4)
     assert second["policy/approxkl_avg"] == pytest.approx(sum(0.5 * x * x for x in sums) / len(sums), rel=1e-4)
     assert second["objective/kl"] == pytest.approx(-second["objective/non_score_reward"] / 0.1) != 0
     assert second["objective/rlhf_reward"] == pytest.approx(
