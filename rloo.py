@@ -19,7 +19,7 @@ Masks are boolean, true on what is kept, and are made from positions, never by c
 """
 
 import fcntl
-import importlib.util
+import importlib
 import io
 import itertools
 import json
@@ -42,13 +42,10 @@ from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple, Optional, Sequence
 
 import numpy as np
-import rich
 import torch
 import torch.nn.functional as F
 import transformers
 import tyro
-from rich.table import Column, Table
-from rich.text import Text
 from torch import distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict
@@ -56,13 +53,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.cache_utils import Cache, StaticLayer
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 say_once = lru_cache(maxsize=None)(tqdm.write)  # above the progress bar
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Models:
@@ -178,18 +175,6 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
 
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
 
-
-def kl_per_token(logprobs, ref_logprobs, mask):
-    """kl_t = log π(y_t) - log π_ref(y_t) of the sampled tokens (the k1 estimator, nats), (k, B, R), 0 where masked."""
-    return (logprobs - ref_logprobs) * mask
-
-
-def weighted_sum(scores, weights):
-    """Σ_i weight_i · score_i (k, B) over the rewards that apply; NaN where none does."""
-    terms = torch.stack([weight * score for weight, score in zip(weights, scores)])
-    return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan)
-
-
 def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range):
     """Scores (k, B) after penalty, normalisation and clipping, in this order; ended (k, B): a stop token came."""
     if missing_eos_penalty is not None:
@@ -229,15 +214,6 @@ def advantage(rewards, estimator: str = "rloo"):
     return torch.where(scorable & (n > 1), found, math.nan).to(rewards.dtype)
 
 
-def estimate_advantages(scores, kl, mask, kl_coef: float, kl_level: str, normalize: bool, estimator: str = "rloo"):
-    """Advantages (k, B), or (k, B, R) at token level, of shaped scores (k, B) and kl, mask (k, B, R); 0 where none is.
-    kl_coef is 0 where the KL is in the loss."""
-    advantages = advantage(rlhf_reward(scores, kl, kl_coef, kl_level), estimator)
-    if kl_level == "token":
-        advantages = advantages.masked_fill(~mask, math.nan)
-    return (standardize(advantages) if normalize else advantages).nan_to_num(0.0)
-
-
 def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
     """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7), and, of
     the shape of the advantages, log ρ and whether the clip decided. new, old (k, B, R): log-probs now and when sampled.
@@ -256,7 +232,7 @@ def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
 def kl_penalty(new, ref_logprobs, mask):
     """Σ_t e^{-kl_t} - 1 + kl_t of each completion, (k, B): the k3 estimator of the KL, with gradient, for the loss
     (Schulman 2020, "Approximating KL Divergence"). Its gradient is, on average, that of KL(π_ref ‖ π)."""
-    kl = kl_per_token(new, ref_logprobs, mask)
+    kl = (new - ref_logprobs) * mask
     return (torch.expm1(-kl) + kl).sum(-1)
 
 
@@ -285,9 +261,8 @@ def standardize(x):
 
 # ---- One update ------------------------------------------------------------------------------------------------------
 
-
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
-    """One update of the policy (float32) on k completions of each of B prompts (`rows`, see prepare_row); its metrics.
+    """One update of the policy (float32) on k completions of each of B prompts (`rows`, see load_data); its metrics.
     The reference may be None; `rewards`: name -> function of a Batch, see score; `sampling`: what rollout needs."""
     device, k, B, times = policy.device, args.rloo_k, len(rows), [clock(policy.device)]
     chunk_size, temperature, dtype = args.local_rollout_forward_batch_size, args.temperature, getattr(torch, args.dtype)
@@ -295,28 +270,28 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
 
     # 1. Rollout: k completions of each prompt, and their log-probs when they were sampled.
     batch, rollout_logprobs = rollout(sampling_model(policy, dtype), rows, k, temperature, **sampling)
-    require_finite("a log-prob of the rollout", rollout_logprobs)
     mask, ended = batch.response_mask, batch.ended
     times.append(clock(device))
 
-    # 2. KL of each token from the reference; without a reference it is 0.
+    # 2. KL of each token from the reference (the k1 estimator), in nats and 0 where masked; without a reference 0.
     ref_logprobs = rollout_logprobs
     if reference is not None:
         ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
-    require_finite("a log-prob under the reference", ref_logprobs)
-    kl = kl_per_token(rollout_logprobs, ref_logprobs, mask)
+    kl = rollout_logprobs - ref_logprobs
+    require_finite("a log-prob of the rollout, or under the reference,", kl)
     times.append(clock(device))
 
     # 3. Scores, as they come and as they count.
-    found = score(rewards, batch)
-    raw_scores = weighted_sum([found[name] for name in rewards], args.reward_weights)
+    raw_scores, found = score(rewards, args.reward_weights, batch)
     scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
     times.append(clock(device))
 
     # 4. Advantages: (k, B) with one ratio per completion, (k, B, R) with one per token.
     kl_coef = args.kl_coef if args.kl_in_reward else 0.0  # of the KL in the reward
-    advantages = estimate_advantages(scores, kl, mask, kl_coef, args.kl_level, args.normalize_advantage,
-                                     args.advantage_estimator)
+    advantages = advantage(rlhf_reward(scores, kl, kl_coef, args.kl_level), args.advantage_estimator)
+    if args.kl_level == "token":
+        advantages = advantages.masked_fill(~mask, math.nan)
+    advantages = (standardize(advantages) if args.normalize_advantage else advantages).nan_to_num(0.0)
     if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
         advantages = advantages[..., None].expand(mask.shape)
     entries = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the advantages that count in means
@@ -349,7 +324,6 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 if not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
                 losses = losses * weight[:, micro]
-                require_finite("a log-prob in training", new)
                 require_finite("the loss", losses)
                 (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 
@@ -358,7 +332,9 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 noted["policy/clipfrac_avg"].append(clipped[entries[:, micro]])
                 noted["policy/entropy_avg"].append(entropy[real])
                 noted["val/ratio"].append((new.detach() - old)[real].double().exp())
-            average_gradients(policy.parameters())
+            for parameter in policy.parameters() if dist.is_initialized() else ():
+                if parameter.grad is not None and not isinstance(parameter, DTensor):  # FSDP has done so in backward
+                    sum_over_ranks(parameter.grad).div_(dist.get_world_size())
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             require_finite("the gradient", norm)
@@ -370,19 +346,19 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
     best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
     same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
-    values = {"frac_reward_zero_std": same[(~raw_scores.isnan()).sum(0) > 1], "objective/kl": kl.sum(-1),
-              "objective/entropy": -rollout_logprobs.sum(-1), "objective/non_score_reward": -kl_coef * kl.sum(-1),
-              "objective/rlhf_reward": rlhf_reward(scores, kl, kl_coef), "objective/scores": raw_scores,
-              "completions/mean_length": mask.sum(-1), "completions/clipped_ratio": ~ended}
-    values |= {f"rewards/{name}" + "/mean" * (name in rewards): x for name, x in found.items()}
-    values |= {name: torch.cat([part.flatten() for part in parts]) for name, parts in noted.items()}
-    stats = {name: torch.stack(mean_and_std(x)).tolist() for name, x in values.items()}
-    metrics = {name: mean for name, (mean, _) in stats.items()} | {
-        "lr": optimizer.param_groups[0]["lr"], "objective/scores_std": stats["objective/scores"][1],
-        "val/ratio_var": stats["val/ratio"][1] ** 2, "val/num_eos_tokens": int(sum_over_ranks(ended.sum())),
+    noted |= {"frac_reward_zero_std": [same[(~raw_scores.isnan()).sum(0) > 1]], "objective/kl": [kl.sum(-1)],
+              "objective/entropy": [-rollout_logprobs.sum(-1)], "objective/non_score_reward": [-kl_coef * kl.sum(-1)],
+              "objective/rlhf_reward": [rlhf_reward(scores, kl, kl_coef)], "objective/scores": [raw_scores],
+              "completions/mean_length": [mask.sum(-1)], "completions/clipped_ratio": [~ended]}
+    noted |= {f"rewards/{name}" + "/mean" * (name in rewards): [values] for name, values in found.items()}
+    stats = {name: mean_and_std(torch.cat([x.flatten() for x in parts])) for name, parts in noted.items()}
+    metrics = {name: float(mean) for name, (mean, _) in stats.items()} | {
+        "lr": optimizer.param_groups[0]["lr"], "objective/scores_std": float(stats["objective/scores"][1]),
+        "val/ratio_var": float(stats["val/ratio"][1]) ** 2, "val/num_eos_tokens": int(sum_over_ranks(ended.sum())),
         "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
-        "memory/peak_gb": peak_memory_gb(device)}
-    metrics |= {f"rewards/{name}/std": stats[f"rewards/{name}/mean"][1] for name in rewards}
+        "memory/peak_gb": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)}
+    metrics |= {f"rewards/{name}/std": float(stats[f"rewards/{name}/mean"][1]) for name in rewards}
     metrics |= dict(zip(["time/rollout", "time/reference", "time/reward", "time/train"], np.diff(times).tolist()))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
@@ -393,7 +369,6 @@ def require_finite(what: str, values):
 
 
 # ---- The run ---------------------------------------------------------------------------------------------------------
-
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
     """Trains; returns the evaluations before and after. When `signals` grows it saves after the update and ends."""
@@ -406,7 +381,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     batch_size = k * B * world
 
     # Functions and data first: they are quick to load and the likeliest to be wrong.
-    tokenizer = load_tokenizer(args)
+    tokenizer = load_tokenizer(args, "--model_name_or_path or --sft_model_path", args.model_name_or_path)
     functions = load_functions(args.reward_fns, "reward_fns", tokenizer)
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer)
     train_rows, test_rows = load_data(args, tokenizer)
@@ -417,27 +392,28 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
     state = {"update": 0, "episode": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
              "run_id": f"{output.name}-{time.time_ns()}", "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
-    resumed = newest_checkpoint(output) if args.resume else None
+    resumed = checkpoints(output)[:1] if args.resume else []
     if resumed:
-        state = load_state(resumed, state["flags"])
+        state = load_state(resumed[0], state["flags"])
     first = state["episode"]
     num_updates = state["update"] + max(0, math.ceil((args.total_episodes - first) / batch_size))
 
     # The policy's weights stay float32; training casts them.
-    label = f"--sft_model_path {args.sft_model_path}"
-    begin = (resumed, DAMAGED.format(resumed)) if resumed else (args.sft_model_path, label)
+    begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, *begin, trained=True)
     layout = fit(args, policy, longest)
-    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id,
+    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id or 0,
                 "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],  # the first rank knows them
                 "engine": args.rollout_engine if layout == "group" else "hf",
                 "chunk_size": args.local_rollout_forward_batch_size}
-    reference = load_model(args, args.sft_model_path, label, trained=False) if args.kl_coef else None
+    reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
     rewards = load_reward_model(args, tokenizer, longest) | functions
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
+    course = args.lr_scheduler_type + "_with_warmup" * (args.lr_scheduler_type == "constant")
+    schedule = transformers.get_scheduler(course, optimizer, args.warmup_ratio * num_updates, num_updates)
     if resumed:
-        load_optimizer(resumed, policy, optimizer, rank)
+        load_optimizer(resumed[0], policy, optimizer, rank)
 
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
     output.mkdir(parents=True, exist_ok=True)
@@ -447,7 +423,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         if rank == 0:
             with explained(f"--output_dir {output}: another run is writing there"):
                 fcntl.flock(files["metrics.jsonl"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
-            require(newest_checkpoint(output) == resumed, f"--output_dir {output}: another run has just ended there")
+            require(checkpoints(output)[:1] == resumed, f"--output_dir {output}: another run has just ended there")
             for name, file in files.items():
                 file.seek(file.truncate(min(state["files"][name], file.tell())))
             (output / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
@@ -459,7 +435,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                            id=state["run_id"], resume="allow", config=vars(args))
         print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, by "
               f"{world} x {device}, into {output}", flush=True)
-        order = itertools.islice(prompt_order(len(train_rows), args.seed), first // k, None)
+        epochs = (np.random.default_rng([args.seed, epoch]).permutation(train_rows) for epoch in itertools.count())
+        order = itertools.islice(itertools.chain.from_iterable(epochs), first // k, None)
         after, start = {}, clock(device)
         bar = tqdm(total=num_updates, initial=state["update"], unit="update", dynamic_ncols=True, disable=rank > 0)
         while True:
@@ -469,8 +446,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 samples = evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer, signals,
                                    greedy=done in (0, num_updates))
                 files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
-                with bar.external_write_mode():
-                    show(samples[:3], f"Held-out completions after {done} of {num_updates} updates, sampled")
+                title = f"\nHeld-out completions after {done} of {num_updates} updates, sampled:"
+                bar.write("\n\n".join([title, *map(as_text, samples[:3]), ""]))
                 after = summarize(samples)
                 state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                 state["before"] = state["before"] if done else after
@@ -484,8 +461,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
             # Train. What is drawn in an update depends on the seed, the update and the rank alone.
             transformers.set_seed(int(np.random.SeedSequence([args.seed, done, rank]).generate_state(1)[0]))
-            optimizer.param_groups[0]["lr"] = learning_rate(args, state["episode"] / args.total_episodes)
-            rows = [train_rows[i] for i in itertools.islice(order, B * world)][rank * B : (rank + 1) * B]
+            optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](done)
+            rows = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
             metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             if metrics["grad_norm"] == 0:
                 say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
@@ -501,12 +478,12 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             state["files"] = {name: file.tell() for name, file in files.items()}
             if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
                 save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
-            stop_if_told(signals, device)
-        weights = state_dict.get_model_state_dict(policy, options=FULL)
+            if sum_over_ranks(torch.tensor(len(signals), device=device)):
+                raise InterruptedError
         if rank == 0 and num_updates:
             with explained(f"{output}: the policy cannot be saved; make room and go on by --resume"):
-                policy.save_pretrained(output, state_dict=weights)
-                tokenizer.save_pretrained(output)
+                shutil.copytree(checkpoints(output)[0], output, dirs_exist_ok=True,
+                                ignore=shutil.ignore_patterns("optimizer.pt", "state.json"))
     except InterruptedError:  # told to stop
         if state["update"]:
             save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
@@ -516,24 +493,17 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     finally:
         for file in files.values():
             file.close()
+
     bar.close()
-    print_gains(state["before"], after if num_updates else {}, len(test_rows))
+    before, after = state["before"], after if num_updates else {}
+    if test_rows:
+        print(f"\n{len(test_rows)} held-out prompts{', before and after' * bool(after)}, mean ± standard error. win_rate:"
+              " above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
+    for name in (name for name in after or before if not name.endswith("_stderr")):
+        print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
     print(f"\n{state['episode'] - first:,} episodes in {clock(device) - start:.0f} s. " + (
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
-    return {"before": state["before"], "after": after}
-
-
-def learning_rate(args: Args, progress: float) -> float:
-    """The learning rate at `progress` of the run, 0 … 1: it warms up linearly, then falls to 0 or stays."""
-    left = (1 - progress) / (1 - args.warmup_ratio)
-    course = {"linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left), "constant": 1.0}[args.lr_scheduler_type]
-    return args.learning_rate * (progress / args.warmup_ratio if progress < args.warmup_ratio else course)
-
-
-def prompt_order(num_rows: int, seed: int) -> Iterator[int]:
-    """Yields row indices for ever. Every epoch is each row once, in an order that depends on (seed, epoch) alone."""
-    for epoch in itertools.count():
-        yield from np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
+    return {"before": before, "after": after}
 
 
 def evaluation_due(update: int, num_updates: int, between: int) -> bool:
@@ -548,20 +518,19 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
     and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): those of all ranks.
     Every evaluation draws the same random numbers. Raises InterruptedError if the run is told to stop meanwhile."""
     model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
+    R, stop_ids, pad_id = (sampling[name] for name in ("response_length", "stop_ids", "pad_id"))
+    graders = [("score", rewards, args.reward_weights)] + [("judge_score", judges, (1.0,))] * bool(judges)
     for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
         transformers.set_seed(args.seed % 2**32)
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
-            stop_if_told(signals, policy.device)
+            if sum_over_ranks(torch.tensor(len(signals), device=model.device)):
+                raise InterruptedError
             batch, _ = rollout(model, part, 1, temperature, **sampling)
             # Completions and their references are graded together, as k = 2; without one a completion is its own.
             ids = [row["reference_ids"] or own for row, own in zip(part, batch.responses[0].tolist())]
-            R, stop_ids = sampling["response_length"], sampling["stop_ids"]
-            ids = [[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]]
-            pair = torch.cat([batch.responses, torch.tensor(ids, device=policy.device)])
-            pair = make_batch(part, pair, stop_ids, sampling["pad_id"])
-            scores = score(rewards, pair)
-            grades = {"score": weighted_sum([scores[name] for name in rewards], args.reward_weights)}
-            grades |= {"judge_score": values for values in score(judges, pair).values()}
+            ids = batch.responses.new_tensor([[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]])
+            pair = make_batch(part, torch.cat([batch.responses, ids]), stop_ids, pad_id)
+            grades = {name: score(functions, weights, pair)[0] for name, functions, weights in graders}
             for b, (row, text) in enumerate(zip(part, decode(batch, tokenizer))):
                 known = {"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
                          "reference": (row["reference"] or "").strip(), "length": int(batch.response_mask[0, b].sum())}
@@ -586,24 +555,11 @@ def summarize(samples: list[dict]) -> dict[str, float]:
     return found | {f"{name}_stderr": float(np.std(x) / max(1, len(x) - 1) ** 0.5) for name, x in columns.items()}
 
 
-def show(samples: list[dict], title: str):
-    """Prints samples as a table as wide as the terminal."""
-    names = [name for name in ("prompt", "completion", "reference", "score", "judge_score") if name in samples[0]]
-    table = Table(*(Column(name, overflow="fold") for name in names), title=title, show_lines=True)
-    for sample in samples:
-        texts = sample | {"prompt": re.sub("^.+(?=.{160}$)", "…", " ".join(sample["prompt"].split()))}  # its end
-        table.add_row(*(Text(f"{x:.2f}" if isinstance(x, float) else x or "-") for x in map(texts.get, names)))
-    rich.print(table)
-
-
-def print_gains(before: dict[str, float], after: dict[str, float], prompts: int):
-    """The closing table: evaluations before and after."""
-    when = ", before and after" * bool(after)
-    if prompts:
-        print(f"\n{prompts} held-out prompts{when}, mean ± standard error. win_rate: above the reference, ties half;\n"
-              "judge: by --judge_fn, which only evaluates; length: in tokens.")
-    for name in (name for name in after or before if not name.endswith("_stderr")):
-        print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
+def as_text(sample: dict) -> str:
+    """A sample to look at: the end of its prompt, what was made of it, and its grades."""
+    shown = {name: sample[name] for name in ("prompt", "completion", "reference", "score", "judge_score") if name in sample}
+    shown["prompt"] = "…" * (len(text := " ".join(sample["prompt"].split())) > 100) + text[-100:]
+    return "\n".join(f"{name:13}{f'{x:.2f}' if isinstance(x, float) else x or '-'}" for name, x in shown.items())
 
 
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
@@ -620,10 +576,8 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
 #                                                      a1     . x x . x
 #                                                      b1     . x . x . x
 
-
 class Batch(NamedTuple):
     """B prompts and k completions of each."""
-
     rows: list[dict]  # B rows of the dataset, see prepare_row
     prompt_ids: torch.Tensor  # (B, P) left-padded
     prompt_mask: torch.Tensor  # (B, P) bool
@@ -639,6 +593,11 @@ class Batch(NamedTuple):
     def chunks(self, size: int) -> Iterator["Batch"]:
         """Whole groups, at most `size` completions at a time if a group has no more."""
         return map(self.prompts, torch.arange(len(self.rows)).split(max(1, size // len(self.responses))))
+
+    def completion_ids(self) -> list[list[int]]:
+        """Real tokens of the k·B completions, the stop token included, in the order j·B + b."""
+        rows, lengths = self.responses.flatten(0, 1).tolist(), self.response_mask.sum(-1).flatten().tolist()
+        return [row[:n] for row, n in zip(rows, lengths)]
 
 
 def pad(sequences: Sequence[list[int]], pad_id: int, left: bool = False):
@@ -758,23 +717,19 @@ def fsdp_forward(function: Callable) -> Callable:
     the layers (embedding, norm, head) for forwards only."""
     @wraps(function)
     def forward(model, *args, **options):
-        sharded = isinstance(model, fsdp.FSDPModule)
-        return model(function, *args, **options) if sharded else function(model, *args, **options)
+        call = partial(model, function) if isinstance(model, fsdp.FSDPModule) else partial(function, model)
+        return call(*args, **options)
 
     return forward
-
-
-LOGITS_AT_ONCE = {"cpu": 2**23, "else": 2**27}  # entries of a (tokens, vocabulary) block of logits, in float32
 
 
 @fsdp_forward
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group"):
     """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked.
-
     Logits are made for real completion tokens only, a block of tokens at a time, and once more in backward."""
     mask, hidden = batch.response_mask, completion_hidden(model, batch, layout)[:, :, :-1]
     hidden = hidden[mask[..., : hidden.shape[2]]]
-    size = max(128, LOGITS_AT_ONCE["cpu" if hidden.is_cpu else "else"] // model.get_output_embeddings().weight.shape[0])
+    size = max(128, (2**23 if hidden.is_cpu else 2**27) // model.get_output_embeddings().weight.shape[0])
     blocks = zip(hidden.split(size), batch.responses[mask].split(size))
     parts = zip(*(checkpoint(block_logprobs, model, *block, temperature, use_reentrant=False) for block in blocks))
     return tuple(torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, torch.cat(part)) for part in parts)
@@ -796,29 +751,7 @@ def model_scores(model, batch: Batch, layout: str = "group"):
     return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
 
 
-@fsdp_forward
-@torch.no_grad()
-def takes_group_rows(model, P: int, k: int, R: int, device="cpu", tolerance: float = 1e-3) -> bool:
-    """Whether a model gives the same numbers in both layouts on a batch of this size. Not so with linear attention, a
-    sliding window shorter than prompt and completion, ALiBi, or kernels that take no mask."""
-    if model.config._attn_implementation not in ("sdpa", "lanes"):
-        return False
-    tokens = torch.arange(P + 2 * k * R, device=device) * 7919 % model.config.get_text_config().vocab_size
-    rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
-    probe = make_batch(rows, tokens[P:].view(k, 2, R), stop_ids=[-1], pad_id=0)
-    try:
-        plain, group = (completion_hidden(model, probe, layout).float() for layout in ("plain", "group"))
-        if (plain - group).norm() < tolerance * plain.norm():
-            return True
-    except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-    model.set_attn_implementation("sdpa")
-    return False
-
-
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
-
 
 def sample(logits, temperature: float):
     """A token of each softmax(logits / temperature), at 0 the likeliest, and its log-prob, both (...), from logits
@@ -835,9 +768,8 @@ def sample(logits, temperature: float):
 
 class Decoder:
     """Samples k completions of up to R tokens of each of B prompts of P slots, in the group layout: the prompts are
-    read once; then each step reads one token of every completion and samples the next. It is also the cache of keys and
-    values. Shapes and addresses are static and nothing waits for the device: on CUDA steps are replayed as graphs."""
-
+    read once; then each step reads one token of every completion and samples the next. Shapes and addresses are static
+    and nothing waits for the device: on CUDA steps are replayed as graphs."""
     capture = True  # until a step waits for the device
 
     def __init__(self, model, B: int, P: int, k: int, R: int, temperature: float, stop_ids: list[int]):
@@ -847,32 +779,17 @@ class Decoder:
         self.stop_ids = torch.tensor(stop_ids, device=model.device)
         self.prompt_mask = zeros(B, P, dtype=torch.bool)
         self.step = zeros(1, dtype=torch.long)  # t, the number of the tokens sampled last
-        self.tokens = zeros(B, k, R, dtype=torch.long)
-        self.logprobs = zeros(B, k, R)
-        self.cache: dict[int, list] = {}  # layer -> keys and values (B, heads, P + k·R, D)
+        self.tokens, self.logprobs = zeros(B, k, R, dtype=torch.long), zeros(B, k, R)
+        self.cache = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P + k * R))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
 
-    def update(self, keys, values, layer: int, *args, **kwargs):
-        """What `transformers` calls on a cache: keeps new keys and values, returns all that can be seen."""
-        if layer not in self.cache:
-            slots = self.prompt_mask.shape[1] + self.k * self.R
-            self.cache[layer] = [x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (keys, values)]
-        for kept, new in zip(self.cache[layer], (keys, values)):
-            kept.index_copy_(2, self.slots, new)
-        return [kept[:, :, : self.visible] for kept in self.cache[layer]]
-
-    def get_seq_length(self, *args) -> int:
-        return 0  # some models ask, to make positions that they are given anyway
-
-    def read(self, ids, mask, positions, slots, last: int):
-        """Reads tokens (B, n), which go into `slots` of the cache, and samples, as number `step`, what follows the
-        `last` of them: all k, or a prompt's one."""
-        self.slots, self.visible = slots, mask.shape[-1]
-        hidden = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self,
-                                       use_cache=True)[0][:, -last:].expand(-1, self.k, -1)
-        tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature)
-        self.tokens.index_copy_(2, self.step, tokens[..., None])
-        self.logprobs.index_copy_(2, self.step, logprobs[..., None])
+    def read(self, ids, mask, positions, last: int):
+        """Reads tokens (B, n), which go into the next n slots of the cache, and samples, as number `step`, what follows
+        the `last` of them: all k, or a prompt's one."""
+        hidden = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True,
+                                       past_key_values=self.cache)[0][:, -last:].expand(-1, self.k, -1)
+        for kept, new in zip((self.tokens, self.logprobs), sample(final_logits(self.model, hidden), self.temperature)):
+            kept.index_copy_(2, self.step, new[..., None])
 
     def decode(self, visible: int):
         """Reads token t of every completion and samples token t + 1. Of the cache it sees the first `visible` slots;
@@ -885,12 +802,12 @@ class Decoder:
         positions = (self.prompt_mask.sum(1, keepdim=True) + self.step).expand(B, k)
         ids = self.tokens.index_select(2, self.step).squeeze(2)
         self.step.add_(1)
-        self.read(ids, mask, positions, slots, last=k)
+        self.read(ids, mask, positions, last=k)
 
     def generate(self, prompt_ids, prompt_mask):
         """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
         P, cuda = prompt_ids.shape[1], prompt_ids.is_cuda
-        if cuda and not self.cache and self.R > 1 and Decoder.capture:
+        if cuda and not self.graphs and self.R > 1 and Decoder.capture:
             torch.cuda.set_sync_debug_mode("error")
             try:  # a step without a graph: libraries set themselves up, the cache gets its memory, and a wait raises
                 self.decode(P + self.k * self.R)
@@ -903,7 +820,8 @@ class Decoder:
                 torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
-        self.read(prompt_ids, *sequence_mask(prompt_mask, 0), torch.arange(P, device=prompt_ids.device), last=1)
+        self.cache.reset()
+        self.read(prompt_ids, *sequence_mask(prompt_mask, 0), last=1)
         # A graph for each quarter of the steps (at least 128): early ones read less of the cache.
         span = max(128, -(-self.R // 4)) if cuda and Decoder.capture else 1
         for t in range(self.R - 1):
@@ -918,32 +836,24 @@ class Decoder:
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
 
-def generate_hf(model, prompt_ids, prompt_mask, k: int, response_length: int, temperature: float, stop_ids: list[int],
-                pad_id: int):
-    """Tokens (k, B, R) of prompts (B, P), by `generate` of transformers from the full softmax(logits / temperature), at
-    0 greedily: none of the model's own generation settings (top-k, ...) apply."""
-    own_config, model.generation_config = model.generation_config, transformers.GenerationConfig(
-        max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id, do_sample=temperature > 0,
-        temperature=temperature or 1.0, top_k=0, top_p=1.0)
-    out = model.generate(prompt_ids.repeat(k, 1), attention_mask=prompt_mask.repeat(k, 1).long())
-    model.generation_config = own_config  # saved later as it was loaded
-    out = F.pad(out, (0, prompt_ids.shape[1] + response_length - out.shape[1]), value=pad_id)
-    return out[:, prompt_ids.shape[1] :].unflatten(0, (k, len(prompt_ids)))
-
-
 @torch.no_grad()
 def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int], pad_id: int,
             engine: str = "group", chunk_size: int = 64):
     """k completions of each row's prompt, at most `chunk_size` at a time: the Batch, and the log-probs (k, B, R) that
-    its tokens had when they were sampled, 0 where masked; for engine "hf" one more forward in plain rows gives them."""
+    its tokens had when they were sampled, 0 where masked. Engine "hf" is `generate` of transformers, by the full
+    softmax(logits / temperature) as well (none of the model's own settings, top-k, ..., apply), in plain rows; one more
+    forward gives its log-probs."""
     prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
-    chunks = zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts))
-    if engine == "hf":
-        tokens = [generate_hf(model, *chunk, k, response_length, temperature, stop_ids, pad_id) for chunk in chunks]
-        batch = make_batch(rows, torch.cat(tokens, dim=1), stop_ids, pad_id)
-        return batch, chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)
-    decoder, found = None, []
-    for ids, mask in chunks:
+    own_config, decoder, found = model.generation_config, None, []
+    for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
+        if engine == "hf":
+            model.generation_config = transformers.GenerationConfig(
+                max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id, do_sample=temperature > 0,
+                temperature=temperature or 1.0, top_k=0, top_p=1.0)
+            out = model.generate(ids.repeat(k, 1), attention_mask=mask.repeat(k, 1).long())[:, ids.shape[1] :]
+            model.generation_config = own_config  # saved later as it was loaded
+            found.append([F.pad(out, (0, response_length - out.shape[1]), value=pad_id).unflatten(0, (k, len(ids)))])
+            continue
         if model.device.type == "cpu":  # elsewhere chunks of one shape can use the same graphs
             ids, mask = (x[:, -int(mask.sum(1).max()) :] for x in (ids, mask))
         if decoder is None or decoder.prompt_mask.shape != ids.shape:
@@ -951,9 +861,10 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
             decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
         found.append(decoder.generate(ids, mask))
     attention_bias.cache_clear()  # its masks may lie in the memory of a graph
-    tokens, logprobs = (torch.cat(parts, dim=1) for parts in zip(*found))
+    tokens, *logprobs = (torch.cat(parts, dim=1) for parts in zip(*found))
     batch = make_batch(rows, tokens, stop_ids, pad_id)
-    return batch, logprobs.masked_fill(~batch.response_mask, 0.0)
+    logprobs = logprobs or [chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)]
+    return batch, logprobs[0].masked_fill(~batch.response_mask, 0.0)
 
 
 def sampling_model(policy, dtype: torch.dtype):
@@ -971,21 +882,17 @@ def sampling_model(policy, dtype: torch.dtype):
 
 # ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
 
-
-def score(rewards: dict[str, Callable], batch: Batch) -> dict:
-    """Scores (k, B) by the name of each reward, and what else a reward has to tell of each completion."""
-    return {name: values for reward in rewards.values() for name, values in reward(batch).items()}
-
-
-def completion_tokens(batch: Batch) -> list[list[int]]:
-    """Real token ids of the k·B completions, the stop token included, in the order j·B + b."""
-    ids, lengths = batch.responses.flatten(0, 1).tolist(), batch.response_mask.sum(-1).flatten().tolist()
-    return [row[:n] for row, n in zip(ids, lengths)]
+def score(rewards: dict[str, Callable], weights: Sequence[float], batch: Batch):
+    """Σ_i weight_i · score_i (k, B) over the rewards that apply, NaN where none does; and by name the scores of each
+    reward, and what else it has to tell of each completion."""
+    found = {name: values for reward in rewards.values() for name, values in reward(batch).items()}
+    terms = torch.stack([weight * found[name] for weight, name in zip(weights, rewards)])
+    return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan), found
 
 
 def decode(batch: Batch, tokenizer) -> list[str]:
     """Texts of the k·B completions without the stop token and other special tokens, in the order j·B + b."""
-    kept = [ids[:-1] if end else ids for ids, end in zip(completion_tokens(batch), batch.ended.flatten().tolist())]
+    kept = [ids[:-1] if end else ids for ids, end in zip(batch.completion_ids(), batch.ended.flatten().tolist())]
     return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -998,7 +905,7 @@ def model_reward(model, layout: str, chunk_size: int, batch: Batch) -> dict:
     return {"reward_model": scores}
 
 
-def text_reward(model, own, positions: int, chunk_size: int, tokenizer, batch: Batch) -> dict:
+def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
     """The same where it has a tokenizer, `own`, that reads the text, a chat by its own template; what ended ends in its
     eos token. Text beyond its positions is cut from the left, which reward_model/cut counts."""
     sequences, k, bos, eos, device = [], len(batch.responses), own.bos_token_id, own.eos_token_id, batch.ended.device
@@ -1009,40 +916,26 @@ def text_reward(model, own, positions: int, chunk_size: int, tokenizer, batch: B
         ids = own(text, add_special_tokens=not chat)["input_ids"]
         ids = ids[1:] if ids[:2] == [bos, bos] else ids  # the policy's chat template may have added one
         sequences.append(ids + [eos] * (ended and not chat and eos not in (None, *ids[-1:])))
-    ids, mask = (x.to(device) for x in pad([ids[-positions:] for ids in sequences], own.pad_token_id or 0))
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    ids, mask = (x.to(device) for x in pad([ids[-most:] for ids in sequences], pad_id=0))
     again = Batch(batch.rows * k, ids[:, :1], mask[:, :1], ids[None, :, 1:], mask[None, :, 1:], batch.ended.view(1, -1))
-    cut = torch.tensor([float(len(ids) > positions) for ids in sequences], device=device)
+    cut = torch.tensor([float(len(ids) > most) for ids in sequences], device=device)
     found = model_reward(model, "plain", chunk_size, again) | {"reward_model/cut": cut}
     return {name: values.view(k, -1) for name, values in found.items()}
 
 
 def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
-    """{} or {"reward_model": reward}. It reads the policy's tokens if it can: if it has no other tokenizer."""
-    path, label, own = args.reward_model_path, f"--reward_model_path {args.reward_model_path} (with one label)", None
+    """{} or {"reward_model": reward}. It reads the policy's tokens if it can: if its tokenizer is the policy's."""
+    flag, path, size = "--reward_model_path", args.reward_model_path, args.local_rollout_forward_batch_size
     if not path:
         return {}
-    model = load_model(args, path, label, False, AutoModelForSequenceClassification, num_labels=1)
-    require(hasattr(model, "score"), f"{label}: {type(model).__name__} has no `score` head on its output")
-    if not os.path.isdir(path) or [*Path(path).glob("*token*"), *Path(path).glob("vocab*")]:
-        own = load_pretrained(args, AutoTokenizer, path, label)
-    words, policy_words = own.get_vocab() if own else {}, tokenizer.get_vocab()
-    same = words.items() <= policy_words.items() and len(words) >= len(policy_words) - 1  # [PAD] may be new
-    config, chunk_size = model.config.get_text_config(), args.local_rollout_forward_batch_size
-    embeddings, positions = config.vocab_size, getattr(config, "max_position_embeddings", None) or sys.maxsize
-    if embeddings > max(policy_words.values()) and (same or not words):
-        return {"reward_model": partial(model_reward, model, fit(args, model, longest), chunk_size)}
-    require(0 < len(words) <= embeddings, f"{label}: has {embeddings} tokens, which do not fit its tokenizer, if any")
-    return {"reward_model": partial(text_reward, model, own, positions, chunk_size, tokenizer)}
-
-
-@lru_cache(maxsize=None)  # functions of one file share it
-def load_file(path: Path):
-    """The module in a file of any name and place."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look modules up by name
-    spec.loader.exec_module(module)
-    return module
+    own = load_tokenizer(args, flag, path)
+    model = load_model(args, flag, path, False, AutoModelForSequenceClassification, num_labels=1)
+    fits = len(own) <= model.config.get_text_config().vocab_size and hasattr(model, "score")
+    require(fits, f"{flag} {path}: has fewer embeddings than its tokenizer has tokens, or no `score` head on its output")
+    if {**own.get_vocab(), "[PAD]": 0} == {**tokenizer.get_vocab(), "[PAD]": 0}:  # TRL adds [PAD] where it trains
+        return {"reward_model": partial(model_reward, model, fit(args, model, longest), size)}
+    return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
 
 
 def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
@@ -1053,7 +946,10 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
         with explained(f"{label}: must be file.py:function or module:function; this cannot be loaded"):
-            function = getattr(load_file(path) if path.suffix == ".py" else importlib.import_module(source), name)
+            module = importlib.import_module(path.stem if path.suffix == ".py" else source)
+            same = path.suffix != ".py" or Path(module.__file__).resolve() == path
+            require(same, f"rename it, {module} has the same name")
+            function = getattr(module, name)
             require(callable(function), f"{name} is no function")
         require(specs.count(spec) == 1, f"{label}: is named twice")
         name = spec if name in {*rewards, "reward_model"} else name
@@ -1068,7 +964,7 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
     columns = sorted({column for row in batch.rows for column in row["columns"]} - {"prompt"})
     given = {column: [row["columns"].get(column) for row in rows] for column in columns}
     given |= {"prompts": [row["prompt"] for row in rows], "completions": decode(batch, tokenizer),
-              "completion_ids": completion_tokens(batch)}
+              "completion_ids": batch.completion_ids()}
     with explained(f"{label} raised an error", place=True):
         scores = function(**given)
     with explained(f"{label} must return {len(rows)} finite numbers or None, not {scores!r:.50}"):
@@ -1079,7 +975,6 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
-
 
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of one split of a dataset, or None where it has no such split. `name`: a .jsonl file, whose split is train,
@@ -1154,26 +1049,47 @@ def load_data(args: Args, tokenizer) -> list[list[dict]]:
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
-
 def load_pretrained(args, auto_class, path, label: str, **options):
     """`auto_class.from_pretrained`; what cannot be loaded is an InputError that begins with `label`."""
     with explained(f"{label}: cannot be loaded as a folder or Hub model"):
         return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
 
 
-def load_model(args, path, label: str, trained: bool, auto_class=AutoModelForCausalLM, **options):
+def load_tokenizer(args, flag: str, path: str):
+    """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
+    tokenizer = load_pretrained(args, AutoTokenizer, path, f"{flag} {path}")
+    require(len(tokenizer) > len(tokenizer.all_special_ids), f"{flag} {path}: has no tokenizer, or one without words")
+    return tokenizer
+
+
+def stop_token_ids(args, model, tokenizer) -> list[int]:
+    """Ids of the tokens that end a completion: the one asked for, or the tokenizer's and generation config's eos."""
+    size, configured = model.config.get_text_config().vocab_size, model.generation_config.eos_token_id
+    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    if args.stop_token not in (None, "eos"):
+        ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
+        ids = ids if len(ids) == 1 and ids != [tokenizer.unk_token_id] else []
+    ids = ids if args.stop_token_id is None else [args.stop_token_id]
+    ids = [number for number in dict.fromkeys(ids) if number is not None]
+    require(len(tokenizer) <= size, f"the tokenizer has {len(tokenizer)} tokens, the model only {size}")
+    require(ids and max(ids) < size, f"--stop_token {args.stop_token} --stop_token_id {args.stop_token_id}: must name "
+            f"one of the model's {size} tokens, where it is not to be the tokenizer's eos token")
+    return ids
+
+
+def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelForCausalLM, **options):
     """A model without dropout, on its device or, with --sharding fsdp, a part of each of its layers."""
-    config, device = load_pretrained(args, AutoConfig, path, label, **options), torch.device(args.device)
-    options = {"attn_implementation": args.attn_implementation, "dtype": getattr(torch, args.dtype)}
-    options |= {"dtype": torch.float32} if trained else {}
+    label, device = f"{flag} {path}", torch.device(args.device)
+    config = load_pretrained(args, AutoConfig, path, label, **options)
+    dtype = torch.float32 if trained else getattr(torch, args.dtype)
+    options = {"config": config, "attn_implementation": args.attn_implementation, "dtype": dtype}
     if args.sharding == "ddp" or dist.get_rank() == 0:
-        model, info = load_pretrained(args, auto_class, path, label, config=config, output_loading_info=True, **options)
+        model, info = load_pretrained(args, auto_class, path, label, output_loading_info=True, **options)
     else:
         with torch.device("meta"):
-            model, info = auto_class.from_config(config, trust_remote_code=args.trust_remote_code, **options), {}
-    if missing := gather([sorted(info.get("missing_keys", ()))])[0]:
-        require(auto_class is not AutoModelForCausalLM, f"{label}: is no trained policy, it has no {missing[0]}")
-        print(f"{label}: has no trained reward head; a random one scores, good for a smoke test only")
+            model, info = auto_class.from_config(trust_remote_code=args.trust_remote_code, **options), {}
+    missing = gather([sorted(info.get("missing_keys", ()))])[0]
+    require(not missing, f"{label}: is no trained model of this kind, it has no {missing[:1]}")
     model.eval().requires_grad_(trained)
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))  # the outermost list
     for layer in layers if trained and args.gradient_checkpointing else ():
@@ -1202,10 +1118,27 @@ def load_model(args, path, label: str, trained: bool, auto_class=AutoModelForCau
 
 @fsdp_forward
 @torch.no_grad()
-def logits_are_final(model, ids) -> bool:
-    """Whether a model's own logits are `final_logits` of its last hidden states, tried on some tokens (1, n)."""
-    ours, theirs = final_logits(model, model.base_model(ids)[0]), type(model).forward(model, ids).logits.float()
-    return bool((theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm())
+def probe(model, P: int, k: int, R: int, device, tolerance: float = 1e-3) -> tuple[bool, bool]:
+    """On a batch of this size: are a policy's logits `final_logits` of its last hidden states? And does the model give
+    the same numbers in both layouts? Not so with linear attention, a sliding window shorter than prompt and completion,
+    ALiBi, or kernels that take no mask."""
+    tokens = torch.arange(P + 2 * k * R, device=device) * 7919 % model.config.get_text_config().vocab_size
+    final, group = True, False
+    if model.get_output_embeddings() is not None:
+        ours, theirs = (final_logits(model, model.base_model(tokens[None, :2])[0]),
+                        type(model).forward(model, tokens[None, :2]).logits.float())
+        final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
+    rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
+    batch = make_batch(rows, tokens[P:].view(k, 2, R), stop_ids=[-1], pad_id=0)
+    if model.config._attn_implementation in ("sdpa", "lanes"):
+        try:
+            plain, lanes = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
+            group = (plain - lanes).norm() < tolerance * plain.norm()
+        except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+        model.set_attn_implementation("sdpa")
+    return bool(final), bool(group)
 
 
 def fit(args, model, longest: int) -> str:
@@ -1214,50 +1147,15 @@ def fit(args, model, longest: int) -> str:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     require(longest + R <= positions, f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and "
             f"--response_length {R} need more: lower --max_prompt_length or --response_length")
-    with on_device(model, device):
-        if model.get_output_embeddings() is not None:  # a policy
-            final = logits_are_final(model, torch.tensor([[0, 1]], device=device))
-            require(final, f"{name} does more to its logits than final_logits: not supported")
-        with torch.autocast(device.type, getattr(torch, dtype), dtype != "float32"):
-            tolerance = 1e-3 if dtype == "float32" else 0.1
-            if args.layout == "plain" or takes_group_rows(model, longest, args.rloo_k, R, device, tolerance):
-                return args.layout
-    print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain, rollouts by generate")
-    return "plain"
-
-
-def load_tokenizer(args):
-    """The policy's tokenizer. One without a pad token gets [PAD], like in TRL: it is never read, but needs an id."""
-    name = f"--model_name_or_path {args.model_name_or_path}"
-    config = load_pretrained(args, AutoConfig, args.sft_model_path, f"--sft_model_path {args.sft_model_path}")
-    tokenizer = load_pretrained(args, AutoTokenizer, args.model_name_or_path, name)
-    size = config.get_text_config().vocab_size
-    require(len(tokenizer) > len(tokenizer.all_special_ids), f"{name}: there is no tokenizer in it, or none with words")
-    if added := tokenizer.pad_token_id is None:
-        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-        print(f"{name}: the tokenizer has no pad token; [PAD] is added as token {tokenizer.pad_token_id}")
-    require(len(tokenizer) <= size, f"{name}: the tokenizer has {len(tokenizer)} tokens, the model only {size}"
-            + "; set tokenizer.pad_token (the eos token will do) and save the tokenizer" * added)
-    return tokenizer
-
-
-def stop_token_ids(args, model, tokenizer) -> list[int]:
-    """Ids of the tokens that end a completion: the one asked for, or the tokenizer's and generation config's eos."""
-    size, configured = model.config.get_text_config().vocab_size, model.generation_config.eos_token_id
-    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
-    if args.stop_token not in (None, "eos"):
-        ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
-        known = len(ids) == 1 and ids != [tokenizer.unk_token_id]
-        require(known, f"--stop_token {args.stop_token!r} is not one token of the tokenizer, nor eos")
-    ids = ids if args.stop_token_id is None else [args.stop_token_id]
-    ids = [number for number in dict.fromkeys(ids) if number is not None]
-    require(ids and max(ids) < size, f"stop tokens {ids}: one is needed, and the model has only 0 to {size - 1}; name "
-            "one by --stop_token or --stop_token_id")
-    return ids
+    with on_device(model, device), torch.autocast(device.type, getattr(torch, dtype), dtype != "float32"):
+        final, group = probe(model, longest, args.rloo_k, R, device, 1e-3 if dtype == "float32" else 0.1)
+    require(final, f"{name} does more to its logits than final_logits: not supported")
+    if args.layout == "group" and not group:
+        print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain and generate")
+    return args.layout if group else "plain"
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
-
 
 def start_processes(device: torch.device) -> tuple[int, int]:
     """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own."""
@@ -1287,19 +1185,6 @@ def gather(items: list) -> list:
     return [item for group in zip(*parts) for item in group]
 
 
-def stop_if_told(signals: Sequence[int], device: torch.device):
-    """Raises InterruptedError on all ranks if any of them was told to stop; all of them must ask."""
-    if sum_over_ranks(torch.tensor(len(signals), device=device)):
-        raise InterruptedError
-
-
-def average_gradients(parameters):
-    """Makes the gradients of replicas their mean. FSDP has done so in backward."""
-    for parameter in parameters if dist.is_initialized() else ():
-        if parameter.grad is not None and not isinstance(parameter, DTensor):
-            sum_over_ranks(parameter.grad).div_(dist.get_world_size())
-
-
 @contextmanager
 def on_device(model, device: torch.device):
     """Within it a model is on the device; after it, back where it was. FSDP moves its models itself."""
@@ -1317,13 +1202,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def peak_memory_gb(device: torch.device) -> float:
-    """GiB: of this device's memory, or of the process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-
-
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 #
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and state.json:
@@ -1331,18 +1209,15 @@ def peak_memory_gb(device: torch.device) -> float:
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathered from all ranks, for the first one
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-DAMAGED = "{} (nothing is overwritten; move it away, and --resume takes the one before)"  # what cannot be loaded
+DAMAGED = "checkpoint (if it is damaged, move it away, and --resume takes the one before)"
 MAKES_ANOTHER_RUN = {"sft_model_path", "model_name_or_path", "reward_model_path", "reward_fns", "dataset_name", "seed",
                      "dataset_train_split", "max_prompt_length", "rloo_k", "completions per update", "training prompts"}
 
 
-def newest_checkpoint(output: Path, limit: Optional[int] = None) -> Optional[Path]:
-    """The newest checkpoint in `output`, or None; all but the newest `limit` are removed."""
-    found = sorted((int(path.name[11:]), path) for path in output.glob("checkpoint-*") if path.name[11:].isdecimal())
-    for _, path in found[:-limit] if limit else []:
-        path.rename(output / "unfinished-checkpoint")  # a folder with a checkpoint's name is never half removed
-        shutil.rmtree(output / "unfinished-checkpoint")
-    return found[-1][1] if found else None
+def checkpoints(output: Path) -> list[Path]:
+    """The checkpoints in `output`, the newest first."""
+    found = (path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal())
+    return sorted(found, key=lambda path: -int(path.name[11:]))
 
 
 def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, limit: int, rank: int):
@@ -1355,21 +1230,19 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
         return
     shutil.rmtree(unfinished, ignore_errors=True)
     with explained(f"{target} cannot be saved; make room and go on by --resume"):
-        try:
-            policy.save_pretrained(unfinished, state_dict=weights)
-            tokenizer.save_pretrained(unfinished)
-            torch.save(moments, unfinished / "optimizer.pt")
-            (unfinished / "state.json").write_text(json.dumps(state))
-            os.sync()
-            unfinished.rename(target)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        newest_checkpoint(output, limit)
+        policy.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        torch.save(moments, unfinished / "optimizer.pt")
+        (unfinished / "state.json").write_text(json.dumps(state))
+        os.sync()
+        unfinished.rename(target)
+        for old in checkpoints(output)[limit:]:
+            shutil.rmtree(old)
 
 
 def load_state(folder: Path, flags: dict) -> dict:
     """The state of a checkpoint with a new run's `flags`. Says which are changed; refuses those of another run."""
-    with explained(f"{DAMAGED.format(folder)}: cannot be loaded"):
+    with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         changed = {name: f"{name} {state['flags'].get(name)} -> {value}" for name, value in flags.items()
                    if state["flags"].get(name) != value and name not in ("resume", "output_dir", "device")}
@@ -1381,7 +1254,7 @@ def load_state(folder: Path, flags: dict) -> dict:
 
 def load_optimizer(folder: Path, policy, optimizer, rank: int):
     """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
-    with explained(f"{DAMAGED.format(folder)}: cannot be loaded"):
+    with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True) if rank == 0 else {}
     state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=FROM_FIRST if dist.is_initialized() else FULL)
     for group in optimizer.param_groups:
@@ -1389,7 +1262,6 @@ def load_optimizer(folder: Path, policy, optimizer, rank: int):
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
-
 
 class InputError(ValueError):
     """A mistake in what the user gave: the command line prints it as one line, without a stack trace."""
@@ -1450,12 +1322,12 @@ def resolve_args(args: Args) -> Args:
     require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
 
-    from_1 = {"max_prompt_length", "response_length", "local_rollout_forward_batch_size", "num_ppo_epochs",
-              "num_mini_batches", "per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"}
+    least = dict.fromkeys(["max_prompt_length", "response_length", "local_rollout_forward_batch_size", "num_ppo_epochs",
+                           "num_mini_batches", "per_device_train_batch_size", "gradient_accumulation_steps",
+                           "save_total_limit"], 1) | {"rloo_k": 2, "temperature": 1e-6}
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)):
-            least = {"rloo_k": 2, "temperature": 1e-6}.get(name, int(name in from_1))
-            require(math.isfinite(value) and value >= least, f"--{name} {value}: must be finite and at least {least}")
+        fine = not isinstance(value, (int, float)) or math.isfinite(value) and value >= least.get(name, 0)
+        require(fine, f"--{name} {value}: must be finite and at least {least.get(name, 0)}")
     k, size, output = args.rloo_k, args.per_device_train_batch_size, Path(args.output_dir)
     require(size % k == 0, f"--per_device_train_batch_size {size}: must be a multiple of --rloo_k {k}, whole groups")
     require(args.sft_model_path, "--sft_model_path is needed with --dataset_name: what shall be trained?")
@@ -1485,10 +1357,10 @@ def command_line(argv: Optional[list[str]] = None):
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a name that is not on the Hub is said once, by us
 
     def note(number: int, frame):
-        if number == signal.SIGINT and signals and "RANK" not in os.environ:  # torchrun may send each signal twice
-            os._exit(130)
         if rank == 0 and not signals:
             os.write(2, b"\nrloo.py stops: it finishes and saves the update in progress. Ctrl-C again ends it now.\n")
+        if "RANK" not in os.environ:  # torchrun may send each signal twice
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -58,15 +58,14 @@ def main(args: Args):
                       model_name_or_path=args.model_name_or_path or args.sft_model_path,
                       response_length=args.response_length, stop_token=args.stop_token)
 
-    tokenizer = rloo.load_tokenizer(flags)
+    tokenizer = rloo.load_tokenizer(flags, "--model_name_or_path or --sft_model_path", flags.model_name_or_path)
     found = rloo.load_rows(args.dataset_name, args.dataset_test_split)
     require(found is not None, f"--dataset_test_split {args.dataset_test_split}: {args.dataset_name} has no such split")
     numbered = [row | {"post": number} for number, row in enumerate(found[: args.posts])]
     rows = rloo.prepare_rows(numbered, tokenizer, args.max_prompt_length, args.dataset_name)
-    label = f"--sft_model_path {args.sft_model_path}"
-    model = rloo.load_model(flags, args.sft_model_path, label, trained=False)
+    model = rloo.load_model(flags, "--sft_model_path", args.sft_model_path, trained=False)
     layout = rloo.fit(flags, model, max(len(row["prompt_ids"]) for row in rows))
-    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id,
+    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id or 0,
                 "stop_ids": rloo.stop_token_ids(flags, model, tokenizer),
                 "engine": "group" if layout == "group" else "hf", "chunk_size": args.local_rollout_forward_batch_size}
 

@@ -7,7 +7,7 @@ Exact. The policy is a language model with a vocabulary of 3 (token 0 stops), at
 parameters: a row of logits per prompt and one per previous token. An update is 2 prompts with k completions each. There
 are 7 completions of a prompt, so all updates, with their probability, can be listed; a mean or a variance is a sum over
 them, in float64, without sampling. The estimate g of an update is what rloo.py's own functions make of it
-(shape_scores, estimate_advantages, policy_loss at ratio 1, kl_penalty, loss_weight). g* is the gradient of
+(shape_scores, rlhf_reward, advantage, policy_loss at ratio 1, kl_penalty, loss_weight). g* is the gradient of
 E[score - β KL(π ‖ π_ref)], the mean over both prompts. For every option:
 
     bias      |E g - g*| / |g*|: a wrong scale counts as well as a wrong direction
@@ -269,8 +269,10 @@ def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float)
     if option.kl in ("k3 in reward", "k3 in both"):
         scores = scores - kl_coef * k3
     reward_kl_coef = kl_coef if option.kl == "k1 in reward" else 0.0
-    advantages = rloo.estimate_advantages(scores, kl, mask, reward_kl_coef, option.kl_level,
-                                          option.normalize_advantage, option.advantage_estimator)
+    advantages = rloo.advantage(rloo.rlhf_reward(scores, kl, reward_kl_coef, option.kl_level), option.advantage_estimator)
+    if option.kl_level == "token":
+        advantages = advantages.masked_fill(~mask, math.nan)
+    advantages = (rloo.standardize(advantages) if option.normalize_advantage else advantages).nan_to_num(0.0)
     rewards = rloo.rlhf_reward(scores, kl, reward_kl_coef)
     if option.divide:
         advantages = divided(advantages, rewards, option.divide)
@@ -290,7 +292,7 @@ def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     prompts = torch.arange(B)
     new, ref, scores, mask = (x[prompts, index].flatten(1, 2) for x in (
         case.logprobs, case.ref_logprobs, case.scores, case.mask.expand(B, -1, -1)))  # (k, N·B, ...)
-    kl, k3 = rloo.kl_per_token(new, ref, mask), rloo.kl_penalty(new, ref, mask)
+    kl, k3 = (new - ref) * mask, rloo.kl_penalty(new, ref, mask)
     parts = [slice(i, i + B) for i in range(0, N * B, B)] if option.mixes_prompts else [slice(None)]
     found = [advantages_and_weights(scores[:, part], kl[:, part], k3[:, part], mask[:, part], option, case.kl_coef)
              for part in parts]
@@ -367,7 +369,7 @@ def measure_kl(args: Args) -> list[dict]:
         reference = torch.randn(B * V + V * V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         theta = move_away(reference, make_scores("dense", n, seed + 1000), tokens, mask, distance)
         case = make_case(theta, reference, torch.zeros(B, n, dtype=torch.float64), tokens, mask, 1.0)
-        kl = rloo.kl_per_token(case.logprobs, case.ref_logprobs, mask)
+        kl = (case.logprobs - case.ref_logprobs) * mask
         k3 = rloo.kl_penalty(case.logprobs, case.ref_logprobs, mask)
         probability = case.logprobs.sum(-1).exp() / B
         base = moments(case, updates, Option())
@@ -689,12 +691,12 @@ def to_updates(x: torch.Tensor, k: int, prompts: int) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def update_gradients(scores, kl, mask, sketches, k: int, estimator: str, kl_coef: float, size: int) -> torch.Tensor:
+def update_gradients(scores, kl, sketches, k: int, estimator: str, kl_coef: float, size: int) -> torch.Tensor:
     """g (updates, m) of a block of prompts, at ratio 1 the mean of A_j ∇ log π(y_j), A by rloo.py's function, called
-    once per update; scores (16, block), kl, mask (16, block, R), sketches (16, block, m)."""
-    parts = (to_updates(x, k, size // k) for x in (scores, kl, mask, sketches))
-    return torch.stack([torch.einsum("jb,jbm->m", rloo.estimate_advantages(
-        s, kl, mask, kl_coef, "sequence", False, estimator), g) / size for s, kl, mask, g in zip(*parts)])
+    once per update; scores (16, block), kl (16, block, R), sketches (16, block, m)."""
+    parts = (to_updates(x, k, size // k) for x in (scores, kl, sketches))
+    return torch.stack([torch.einsum("jb,jbm->m", rloo.advantage(
+        rloo.rlhf_reward(s, kl, kl_coef), estimator), g) / size for s, kl, g in zip(*parts)])
 
 
 class Products(NamedTuple):
@@ -809,7 +811,7 @@ def measure_model(args: Args) -> dict:
             with torch.no_grad():
                 ref_logprobs = torch.cat([rloo.completion_logprobs(reference, part, args.temperature)[0]
                                           for part in batch.chunks(256)], dim=1)
-        kl, scores = rloo.kl_per_token(logprobs, ref_logprobs, mask), judge_scores(tokenizer, batch)
+        kl, scores = (logprobs - ref_logprobs) * mask, judge_scores(tokenizer, batch)
         policy.set_attn_implementation("eager")  # whose gradients vmap knows
         sketches = []
         for i in range(block):
@@ -819,7 +821,7 @@ def measure_model(args: Args) -> dict:
                 check[i] = compare_sketch(found, sketches[-1], scores["gold"][:, i : i + 1])
         sketches = torch.stack(sketches, dim=1)  # (16, block, 2 · sketch)
         for (judged, estimator, k), kept in gradients.items():
-            kept.append(update_gradients(scores[judged], kl, mask, sketches, k, estimator, args.kl_coef, args.update))
+            kept.append(update_gradients(scores[judged], kl, sketches, k, estimator, args.kl_coef, args.update))
         for judged in JUDGED:
             scores_seen[judged].append(scores[judged])
         kl_seen.append(kl.sum(-1))

@@ -197,7 +197,7 @@ def test_gradients_are_those_of_the_log_probs_and_the_estimate_that_of_rloo():
     policy, reference, tokenizer, rows, sampling = estimators.load(args)
     assert reference is None
     sampling["response_length"] = 6
-    batch, logprobs = estimators.rloo.rollout(policy, rows[:2], 4, 0.7, **sampling)
+    batch, _ = estimators.rloo.rollout(policy, rows[:2], 4, 0.7, **sampling)
     scores = estimators.judge_scores(tokenizer, batch)
     assert scores["gold"].shape == (4, 2) and set(scores["win"].unique().tolist()) <= {0.0, 1.0}
     policy.set_attn_implementation("eager")
@@ -205,10 +205,9 @@ def test_gradients_are_those_of_the_log_probs_and_the_estimate_that_of_rloo():
     found = torch.stack([estimators.completion_gradients(policy, group, 0.7) for group in groups], dim=1)
     policy.set_attn_implementation("sdpa")
     policy.requires_grad_(True)
-    kl = torch.zeros_like(logprobs)
     rewards = torch.arange(8.0).view(4, 2).square()
     new, _ = estimators.rloo.completion_logprobs(policy, batch, 0.7)
-    A = estimators.rloo.estimate_advantages(rewards, kl, batch.response_mask, 0.0, "sequence", False)
+    A = estimators.rloo.advantage(rewards)
     losses, _, _ = estimators.rloo.policy_loss(new, new.detach(), A, batch.response_mask, 0.2, 0.2)
     exact = -torch.cat([x.flatten() for x in torch.autograd.grad(losses.mean(), list(policy.parameters()))])
     ours = torch.einsum("jb,jbw->w", A, found) / 8

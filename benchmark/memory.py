@@ -39,19 +39,20 @@ def worker(flags: dict, result: str):
     """One process of a run: trains, and the first one writes down what it held."""
     import rloo
 
-    held, optimizers, average, adamw = {}, [], rloo.average_gradients, torch.optim.AdamW
+    held, clip = {}, torch.nn.utils.clip_grad_norm_
+    optimizers, adamw = [], torch.optim.AdamW
 
     def nbytes(tensors) -> int:
         return sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
 
-    def note(parameters):
+    def note(parameters, *args):
         parameters = list(parameters)
-        average(parameters)
         state = [x for values in optimizers[0].state.values() for x in values.values()]
         gradients = nbytes(p.grad for p in parameters)
         held.update(parameters=nbytes(parameters), gradients=gradients, optimizer=nbytes(state))
+        return clip(parameters, *args)
 
-    rloo.average_gradients = note
+    torch.nn.utils.clip_grad_norm_ = note
     torch.optim.AdamW = lambda *args, **kwargs: optimizers.append(adamw(*args, **kwargs)) or optimizers[0]
     rloo.main(rloo.Args(**flags))
     if int(os.environ["RANK"]) == 0:

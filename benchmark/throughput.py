@@ -344,16 +344,11 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
     def group_engine(length: int):
         rloo.rollout(in_layout("group", reference), batch.rows, k, TEMPERATURE, length, [never], pad_id, "group", size)
 
-    def hf_engine(length: int):
-        for part in batch.chunks(size):
-            rloo.generate_hf(in_layout("plain", reference), part.prompt_ids, part.prompt_mask, k, length, TEMPERATURE,
-                             [never], pad_id)
-
-    def static_engine(length: int):
+    def generate(length: int, cache: str):
         for ids, mask in ([x.repeat(k, 1) for x in part[1:3]] for part in batch.chunks(size)):
             out = in_layout("plain", reference).generate(
                 input_ids=ids, attention_mask=mask.long(), max_new_tokens=length, do_sample=True, top_k=0, top_p=1.0,
-                temperature=TEMPERATURE, eos_token_id=[never], pad_token_id=pad_id, cache_implementation="static")
+                temperature=TEMPERATURE, eos_token_id=[never], pad_token_id=pad_id, cache_implementation=cache)
             assert out.shape[1] == ids.shape[1] + length
 
     @torch.no_grad()
@@ -362,8 +357,8 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
             function(in_layout(layout, model), part, *options, layout)
 
     if "decode" not in args.skip:
-        engines = {"group engine": group_engine, "generate, dynamic cache": hf_engine,
-                   "generate, static cache": static_engine}
+        engines = {"group engine": group_engine, "generate, dynamic cache": partial(generate, cache=None),
+                   "generate, static cache": partial(generate, cache="static")}
         for name, length in (("decode", args.response_length), ("first token", 1)):
             # not in turns with each other: that would reallocate the static cache
             lanes = {engine: partial(function, length) for engine, function in engines.items()}
