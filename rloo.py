@@ -390,13 +390,12 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     # Where the run begins: at a checkpoint, or at update 0. The metrics of an update are written after its evaluation.
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
-    state = {"update": 0, "episode": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
+    state = {"update": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
              "run_id": f"{output.name}-{time.time_ns()}", "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
     resumed = checkpoints(output)[:1] if args.resume else []
     if resumed:
         state = load_state(resumed[0], state["flags"])
-    first = state["episode"]
-    num_updates = state["update"] + max(0, math.ceil((args.total_episodes - first) / batch_size))
+    first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
 
     # The policy's weights stay float32; training casts them.
     begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
@@ -436,9 +435,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, by "
               f"{world} x {device}, into {output}", flush=True)
         epochs = (np.random.default_rng([args.seed, epoch]).permutation(train_rows) for epoch in itertools.count())
-        order = itertools.islice(itertools.chain.from_iterable(epochs), first // k, None)
+        order = itertools.islice(itertools.chain.from_iterable(epochs), first * B * world, None)
         after, start = {}, clock(device)
-        bar = tqdm(total=num_updates, initial=state["update"], unit="update", dynamic_ncols=True, disable=rank > 0)
+        bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=rank > 0)
         while True:
             # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
             done, samples = state["update"], []
@@ -466,9 +465,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             if metrics["grad_norm"] == 0:
                 say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
-            counters = {"update": done + 1, "episode": state["episode"] + batch_size}
-            metrics |= counters | {"eps": (counters["episode"] - first) / (clock(device) - start)}
-            state |= counters | {"metrics": metrics if done else state["metrics"] | metrics}  # with eval_before
+            metrics |= {"update": done + 1, "episode": (done + 1) * batch_size,
+                        "eps": (done + 1 - first) * batch_size / (clock(device) - start)}
+            state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # of the start
             win = after.get("sampled/judge_win_rate", after.get("sampled/win_rate", "-"))
             reward = metrics.get("objective/rlhf_reward", "-")
             bar.set_postfix(reward=reward, kl=metrics["objective/kl"], win=win, refresh=False)
@@ -497,11 +496,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     bar.close()
     before, after = state["before"], after if num_updates else {}
     if test_rows:
-        print(f"\n{len(test_rows)} held-out prompts{', before and after' * bool(after)}, mean ± standard error. win_rate:"
-              " above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
+        print(f"\n{len(test_rows)} held-out prompts" + ", before and after" * bool(after) + ", mean ± standard error. "
+              "win_rate: above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
     for name in (name for name in after or before if not name.endswith("_stderr")):
         print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
-    print(f"\n{state['episode'] - first:,} episodes in {clock(device) - start:.0f} s. " + (
+    print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. " + (
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
     return {"before": before, "after": after}
 
@@ -557,9 +556,10 @@ def summarize(samples: list[dict]) -> dict[str, float]:
 
 def as_text(sample: dict) -> str:
     """A sample to look at: the end of its prompt, what was made of it, and its grades."""
-    shown = {name: sample[name] for name in ("prompt", "completion", "reference", "score", "judge_score") if name in sample}
-    shown["prompt"] = "…" * (len(text := " ".join(sample["prompt"].split())) > 100) + text[-100:]
-    return "\n".join(f"{name:13}{f'{x:.2f}' if isinstance(x, float) else x or '-'}" for name, x in shown.items())
+    prompt, names = " ".join(sample["prompt"].split()), ("prompt", "completion", "reference", "score", "judge_score")
+    shown = sample | {"prompt": "…" * (len(prompt) > 100) + prompt[-100:]}
+    shown = {name: f"{x:.2f}" if isinstance(x, float) else x or "-" for name, x in shown.items() if name in names}
+    return "\n".join(f"{name:13}{text}" for name, text in shown.items())
 
 
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
@@ -932,7 +932,7 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     own = load_tokenizer(args, flag, path)
     model = load_model(args, flag, path, False, AutoModelForSequenceClassification, num_labels=1)
     fits = len(own) <= model.config.get_text_config().vocab_size and hasattr(model, "score")
-    require(fits, f"{flag} {path}: has fewer embeddings than its tokenizer has tokens, or no `score` head on its output")
+    require(fits, f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has tokens")
     if {**own.get_vocab(), "[PAD]": 0} == {**tokenizer.get_vocab(), "[PAD]": 0}:  # TRL adds [PAD] where it trains
         return {"reward_model": partial(model_reward, model, fit(args, model, longest), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}

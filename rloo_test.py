@@ -197,7 +197,8 @@ def advantages_of(scores, kl, mask, kl_coef: float, level: str, normalize: bool 
     return (rloo.standardize(advantages) if normalize else advantages).nan_to_num(0.0)
 
 
-@pytest.mark.parametrize("normalize, level", itertools.product((False, True), ("sequence", "token")))
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("level", ["sequence", "token"])
 def test_an_update_takes_these_advantages(train, monkeypatch, normalize, level):
     """... those that the tests below compare with loops; with unscorable completions."""
     rollouts, rewards, losses = (spy(monkeypatch, name) for name in ("rollout", "rlhf_reward", "policy_loss"))

@@ -16,7 +16,7 @@ import csv
 import json
 import math
 import sys
-from collections import Counter
+
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional

@@ -127,7 +127,9 @@ class Args(Workload, Machine):
     """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
 
     micro_batch: int = 0
-    """completions per forward, per backward and per call of generate; 0: all of an update"""
+    """completions per forward and backward in training; 0: all of an update"""
+    rollout_batch: int = 0
+    """completions per forward without gradient and per call of generate; 0: as micro_batch"""
     rounds: int = 3
     """turns of updates, each of which starts a process per trainer"""
     updates: int = 3
@@ -148,6 +150,7 @@ def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on others and refuses what cannot run."""
     total, k, longest = args.prompts * args.rloo_k, args.rloo_k, args.max_prompt + args.response_length
     args = dataclasses.replace(args, micro_batch=args.micro_batch or total)
+    args = dataclasses.replace(args, rollout_batch=args.rollout_batch or args.micro_batch)
     args.settle()
     positions = shape_config(args).max_position_embeddings
     at_least_1 = ("prompts", "min_prompt", "rounds", "updates", "micro_batch")
@@ -156,8 +159,8 @@ def resolve_args(args: Args) -> Args:
         (min(k, args.response_length) < 2, "--rloo_k and --response_length must be at least 2"),
         (args.min_prompt > args.max_prompt, f"--min_prompt {args.min_prompt} exceeds --max_prompt {args.max_prompt}"),
         (longest > positions, f"{longest} tokens exceed the {positions} positions of {args.shape}: lower --max_prompt"),
-        (args.micro_batch % k or total % args.micro_batch, f"--micro_batch {args.micro_batch}: must be a multiple of "
-         f"--rloo_k {k} that divides the {total} completions of an update"),
+        *((getattr(args, name) % k or total % getattr(args, name), f"--{name} {getattr(args, name)}: must be a multiple of "
+           f"--rloo_k {k} that divides the {total} completions of an update") for name in ("micro_batch", "rollout_batch")),
         (args.vocab_size and args.vocab_size < 8, f"--vocab_size {args.vocab_size}: must be at least 8"),
         (args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
          f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast"),
@@ -329,7 +332,7 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
     import rloo
 
     set_up(args)
-    k, size, device, found = args.rloo_k, args.micro_batch, args.device, {}
+    k, size, device, found = args.rloo_k, args.rollout_batch, args.device, {}
 
     def load(auto_class, name: str, dtype: str):
         options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
@@ -366,7 +369,7 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
     if "phases" not in args.skip:
         phases = {"reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
                   "reward model": partial(read, rloo.model_scores, reward, []),
-                  "training": partial(train, policy, batch, args.dtype, size)}
+                  "training": partial(train, policy, batch, args.dtype, args.micro_batch)}
         for name, phase in phases.items():
             lanes = {f"{layout} layout": partial(phase, layout) for layout in ("group", "plain")}
             found[name] = timed(lanes, args.repetitions, device)
@@ -422,7 +425,7 @@ def run_rloo(folder: Path, args: Args, out: Path, layout: str) -> dict:
         "output_dir": out, "layout": layout, "rloo_k": args.rloo_k, "kl_coef": KL_COEF,
         "response_length": args.response_length, "temperature": TEMPERATURE, "max_prompt_length": args.max_prompt,
         "per_device_train_batch_size": args.micro_batch, "gradient_accumulation_steps": total // args.micro_batch,
-        "local_rollout_forward_batch_size": args.micro_batch, "learning_rate": LEARNING_RATE, "num_eval_prompts": 0,
+        "local_rollout_forward_batch_size": args.rollout_batch, "learning_rate": LEARNING_RATE, "num_eval_prompts": 0,
         "total_episodes": (args.updates + 1) * total, "num_sample_generations": 0, "dtype": args.dtype,
         "device": args.device, "seed": args.seed}
     call([sys.executable, ROOT / "rloo.py", *(part for name, value in flags.items() for part in (f"--{name}", value))])
@@ -488,7 +491,7 @@ def trl_job(folder: str, args: Args, out: str):
         config = trl.RLOOConfig(
             **common, rloo_k=args.rloo_k, kl_coef=KL_COEF, response_length=args.response_length, stop_token="eos",
             total_episodes=(args.updates + 1) * total, num_ppo_epochs=1, num_mini_batches=1, num_sample_generations=0,
-            local_rollout_forward_batch_size=args.micro_batch)
+            local_rollout_forward_batch_size=args.rollout_batch)
         trainer = trl.RLOOTrainer(
             config=config, processing_class=tokenizer, policy=load(AutoModelForCausalLM, "policy", "float32"),
             ref_policy=load(AutoModelForCausalLM, "policy", args.dtype), callbacks=[Marks()],
