@@ -16,7 +16,6 @@ import csv
 import json
 import math
 import sys
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
