@@ -410,7 +410,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
     course = args.lr_scheduler_type + "_with_warmup" * (args.lr_scheduler_type == "constant")
-    schedule = transformers.get_scheduler(course, optimizer, args.warmup_ratio * num_updates, num_updates)
+    schedule = transformers.get_scheduler(course, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
     if resumed:
         load_optimizer(resumed[0], policy, optimizer, rank)
 
@@ -497,7 +497,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     before, after = state["before"], after if num_updates else {}
     if test_rows:
         print(f"\n{len(test_rows)} held-out prompts" + ", before and after" * bool(after) + ", mean ± standard error. "
-              "win_rate: above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
+              "win_rate: above the reference, ties half;\n"
+              "judge: by --judge_fn, which only evaluates; length: in tokens.")
     for name in (name for name in after or before if not name.endswith("_stderr")):
         print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. " + (
@@ -808,8 +809,9 @@ class Decoder:
         """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
         P, cuda = prompt_ids.shape[1], prompt_ids.is_cuda
         if cuda and not self.graphs and self.R > 1 and Decoder.capture:
+            self.read(prompt_ids[:, :1], *sequence_mask(prompt_mask[:, :1], 0), last=1)  # the cache gets its memory
             torch.cuda.set_sync_debug_mode("error")
-            try:  # a step without a graph: libraries set themselves up, the cache gets its memory, and a wait raises
+            try:  # a step without a graph: libraries set themselves up, and a wait raises
                 self.decode(P + self.k * self.R)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
@@ -930,10 +932,12 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     if not path:
         return {}
     own = load_tokenizer(args, flag, path)
-    model = load_model(args, flag, path, False, AutoModelForSequenceClassification, num_labels=1)
-    fits = len(own) <= model.config.get_text_config().vocab_size and hasattr(model, "score")
-    require(fits, f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has tokens")
-    if {**own.get_vocab(), "[PAD]": 0} == {**tokenizer.get_vocab(), "[PAD]": 0}:  # TRL adds [PAD] where it trains
+    model = load_model(args, f"{flag} (with one label)", path, False, AutoModelForSequenceClassification, num_labels=1)
+    embeddings = model.config.get_text_config().vocab_size
+    require(hasattr(model, "score") and len(own) <= embeddings,
+            f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has tokens")
+    other_words = own.get_vocab().items() ^ tokenizer.get_vocab().items()
+    if {word for word, _ in other_words} <= {own.pad_token, tokenizer.pad_token} and len(tokenizer) <= embeddings:
         return {"reward_model": partial(model_reward, model, fit(args, model, longest), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
 
@@ -946,9 +950,10 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
         with explained(f"{label}: must be file.py:function or module:function; this cannot be loaded"):
+            require(path.suffix != ".py" or path.is_file(), f"no file {path}")
             module = importlib.import_module(path.stem if path.suffix == ".py" else source)
-            same = path.suffix != ".py" or Path(module.__file__).resolve() == path
-            require(same, f"rename it, {module} has the same name")
+            same = path.suffix != ".py" or path.samefile(getattr(module, "__file__", None) or "")
+            require(same, f"rename it: {module} has the same name")
             function = getattr(module, name)
             require(callable(function), f"{name} is no function")
         require(specs.count(spec) == 1, f"{label}: is named twice")
@@ -1058,7 +1063,8 @@ def load_pretrained(args, auto_class, path, label: str, **options):
 def load_tokenizer(args, flag: str, path: str):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
     tokenizer = load_pretrained(args, AutoTokenizer, path, f"{flag} {path}")
-    require(len(tokenizer) > len(tokenizer.all_special_ids), f"{flag} {path}: has no tokenizer, or one without words")
+    words = len(tokenizer) - len(tokenizer.all_special_ids)
+    require(words > 0, f"{flag} {path}: has no tokenizer, or one without words; save the right one into it")
     return tokenizer
 
 
@@ -1071,9 +1077,10 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
         ids = ids if len(ids) == 1 and ids != [tokenizer.unk_token_id] else []
     ids = ids if args.stop_token_id is None else [args.stop_token_id]
     ids = [number for number in dict.fromkeys(ids) if number is not None]
-    require(len(tokenizer) <= size, f"the tokenizer has {len(tokenizer)} tokens, the model only {size}")
+    require(len(tokenizer) <= size, f"--model_name_or_path {args.model_name_or_path}: the tokenizer has "
+            f"{len(tokenizer)} tokens, the model only {size}")
     require(ids and max(ids) < size, f"--stop_token {args.stop_token} --stop_token_id {args.stop_token_id}: must name "
-            f"one of the model's {size} tokens, where it is not to be the tokenizer's eos token")
+            f"one token, of the model's {size}; without them the tokenizer needs an eos token")
     return ids
 
 
@@ -1118,27 +1125,27 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
 
 @fsdp_forward
 @torch.no_grad()
-def probe(model, P: int, k: int, R: int, device, tolerance: float = 1e-3) -> tuple[bool, bool]:
-    """On a batch of this size: are a policy's logits `final_logits` of its last hidden states? And does the model give
-    the same numbers in both layouts? Not so with linear attention, a sliding window shorter than prompt and completion,
-    ALiBi, or kernels that take no mask."""
+def probe(model, layout: str, P: int, k: int, R: int, device, tolerance: float = 1e-3) -> tuple[bool, str]:
+    """On a batch of this size: are a policy's logits `final_logits` of its last hidden states? And which layout can be
+    used: group if the model gives the same numbers as in plain rows. Not so with linear attention, a sliding window
+    shorter than prompt and completion, ALiBi, or kernels that take no mask."""
     tokens = torch.arange(P + 2 * k * R, device=device) * 7919 % model.config.get_text_config().vocab_size
-    final, group = True, False
+    final, found = True, "plain"
     if model.get_output_embeddings() is not None:
         ours, theirs = (final_logits(model, model.base_model(tokens[None, :2])[0]),
                         type(model).forward(model, tokens[None, :2]).logits.float())
         final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
     rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
     batch = make_batch(rows, tokens[P:].view(k, 2, R), stop_ids=[-1], pad_id=0)
-    if model.config._attn_implementation in ("sdpa", "lanes"):
+    if layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
         try:
-            plain, lanes = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
-            group = (plain - lanes).norm() < tolerance * plain.norm()
+            plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
+            found = "group" if (plain - group).norm() < tolerance * plain.norm() else "plain"
         except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
             if isinstance(error, torch.OutOfMemoryError):
                 raise
         model.set_attn_implementation("sdpa")
-    return bool(final), bool(group)
+    return bool(final), found
 
 
 def fit(args, model, longest: int) -> str:
@@ -1148,11 +1155,12 @@ def fit(args, model, longest: int) -> str:
     require(longest + R <= positions, f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and "
             f"--response_length {R} need more: lower --max_prompt_length or --response_length")
     with on_device(model, device), torch.autocast(device.type, getattr(torch, dtype), dtype != "float32"):
-        final, group = probe(model, longest, args.rloo_k, R, device, 1e-3 if dtype == "float32" else 0.1)
+        tolerance = 1e-3 if dtype == "float32" else 0.1
+        final, layout = probe(model, args.layout, longest, args.rloo_k, R, device, tolerance)
     require(final, f"{name} does more to its logits than final_logits: not supported")
-    if args.layout == "group" and not group:
+    if layout != args.layout:
         print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain and generate")
-    return args.layout if group else "plain"
+    return layout
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
@@ -1228,16 +1236,18 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
     if rank > 0 or target.exists():
         return
-    shutil.rmtree(unfinished, ignore_errors=True)
     with explained(f"{target} cannot be saved; make room and go on by --resume"):
-        policy.save_pretrained(unfinished, state_dict=weights)
-        tokenizer.save_pretrained(unfinished)
-        torch.save(moments, unfinished / "optimizer.pt")
-        (unfinished / "state.json").write_text(json.dumps(state))
-        os.sync()
-        unfinished.rename(target)
-        for old in checkpoints(output)[limit:]:
-            shutil.rmtree(old)
+        try:
+            policy.save_pretrained(unfinished, state_dict=weights)
+            tokenizer.save_pretrained(unfinished)
+            torch.save(moments, unfinished / "optimizer.pt")
+            (unfinished / "state.json").write_text(json.dumps(state))
+            os.sync()
+            unfinished.rename(target)
+            for old in checkpoints(output)[limit:]:
+                shutil.rmtree(old.rename(unfinished))
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def load_state(folder: Path, flags: dict) -> dict:

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPTNeoXConfig, LlamaConfig,
@@ -587,9 +588,10 @@ def any_model(name: str):
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     model, (_, lanes) = any_model(name), OTHERS.get(name, (SIZE, True))
-    assert rloo.probe(model, 12, 3, 8, "cpu") == (True, lanes)
+    assert rloo.probe(model, "group", 12, 3, 8, "cpu") == (True, "group" if lanes else "plain")
     if name in ("mistral", "gemma3_text"):  # a prompt and a completion, not the whole row, must fit into the window
-        assert rloo.probe(model, 6, 3, 6, "cpu") == (True, True)
+        assert rloo.probe(model, "group", 6, 3, 6, "cpu") == (True, "group")
+    assert rloo.probe(model, "plain", 12, 3, 8, "cpu") == (True, "plain")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -616,13 +618,31 @@ def test_kernels_other_than_sdpa_run_in_plain_rows(train, capsys):
     assert without_times(runs[0])[0] == pytest.approx(without_times(runs[1])[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen3"])
+class Copies(TorchDispatchMode):
+    """Notes what is copied from one device to another, for which a CUDA device is waited for as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if "copy" in str(function) and torch.is_tensor(out) and any(x.device != out.device for x in args if torch.is_tensor(x)):
+            self.seen.append(str(function))
+        return out
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "llama", "qwen3"])
 def test_a_rollout_waits_for_nothing_on_the_device(family):
     """Tensors on the meta device have no values: to ask for one raises, as does a tensor on another device."""
     with torch.device("meta"):
         model, prompt_ids, prompt_mask = tiny_model(family), torch.ones(4, 5).long(), torch.ones(4, 5).bool()
     with torch.no_grad():  # three tokens: from the fifth on it asks now and then whether all have stopped
-        tokens, logprobs = rloo.Decoder(model, 4, 5, 2, 3, 0.7, [0, 9]).generate(prompt_ids, prompt_mask)
+        decoder = rloo.Decoder(model, 4, 5, 2, 3, 0.7, [0, 9])
+        decoder.read(prompt_ids[:, :1], *rloo.sequence_mask(prompt_mask[:, :1], 0), last=1)  # makes the cache
+        with Copies() as copies:
+            tokens, logprobs = decoder.generate(prompt_ids, prompt_mask)
+    assert not copies.seen
     assert tokens.is_meta and logprobs.is_meta and tokens.shape == logprobs.shape == (2, 4, 3)
 
 
@@ -1180,6 +1200,14 @@ def test_a_reward_model_reads_the_policys_tokens_or_the_text(train, tmp_path):
     vocab = {word: i for word, i in tiny_tokenizer().get_vocab().items() if word != "[PAD]"}
     unpadded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab)), eos_token="<eos>")
     assert reward(unpadded).func is reward().func is rloo.model_reward
+    named = tiny_tokenizer("<eos>")
+    named.add_special_tokens({"pad_token": "<pad>"})  # a 17th token, which the reward model has no embedding for
+    assert reward(named).func is rloo.text_reward and "<pad>" in named.get_vocab()
+    model.resize_token_embeddings(17)
+    model.save_pretrained(tmp_path)
+    assert reward(named).func is rloo.model_reward
+    model.resize_token_embeddings(16)
+    model.save_pretrained(tmp_path)
     scores = reward()(batch)["reward_model"]
 
     order = torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(0)).tolist()
@@ -1268,7 +1296,7 @@ BROKEN = {  # what the next test finds in the folder {x}
     "empty.jsonl": "", "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n', "list.jsonl": "[1]\n",
     "deep.jsonl": "[" * 100_000, "latin.jsonl": b'{"prompt": "\xe4\xff"}\n', "rows.json": '[{"prompt": "a"}]',
     "text.jsonl": '{"text": "a"}\n', "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\n",
-    "bad.py": "import nowhere_to_be_found\n", "json.py": "", "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n"}
+    "bad.py": "import nowhere_to_be_found\n", "json.py": "", "time.py": "", "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n"}
 MISTAKES = {  # what the line must say besides the flag's name -> what is added to a command line that works
     "must be finite and at least 2": ["--rloo_k 1", "--rloo_k 0"],
     "must be finite and at least 1": [
@@ -1281,9 +1309,10 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "must be a multiple of --rloo_k 2": ["--per_device_train_batch_size 7"],
     "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"], "at least 1e-06": ["--temperature 0"],
     "not both": ["--stop_token eos --stop_token_id 3"],
-    "must name one of the model's 16 tokens": ["--stop_token zebra", "--stop_token_id 99"], "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
+    "must name one token, of the model's 16": ["--stop_token zebra", "--stop_token_id 99"], "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
     "is named twice": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
-    "No module named 'no'": ["--reward_fns {x}/no.py:f"], "rename it": ["--reward_fns {x}/json.py:f"],
+    "no file {x}/no.py": ["--reward_fns {x}/no.py:f"],
+    "rename it": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
     "must be file.py:function": ["--reward_fns fns"], "thing is no function": ["--reward_fns {x}/fns.py:thing"],
     "has no attribute 'nothing'": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "ModuleNotFoundError": ["--reward_fns {x}/bad.py:f"], "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
@@ -1369,9 +1398,9 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_pat
 @pytest.mark.parametrize("kind, message", [
     ("no words", "--model_name_or_path or --sft_model_path {sft}: has no tokenizer, or one without words"),
     ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
-    ("too many tokens", "the tokenizer has 18 tokens, the model only 16"),
-    ("no head", "--reward_model_path {reward}: is no trained model of this kind, it has no .'score.weight'"),
-    ("labels", r"--reward_model_path {reward}: cannot be loaded .*mismatch")])
+    ("too many tokens", "--model_name_or_path {sft}: the tokenizer has 18 tokens, the model only 16"),
+    ("no head", r"--reward_model_path \(with one label\) {reward}: is no trained model of this kind, it has no .'score.weight'"),
+    ("labels", r"--reward_model_path \(with one label\) {reward}: cannot be loaded .*mismatch")])
 def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, message):
     folders = {part: shutil.copytree(tiny / part, tmp_path / part) for part in ("sft", "reward")}
     tokenizer = tokenizer_of([]) if kind == "no words" else tiny_tokenizer()
@@ -1969,8 +1998,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(train, monkeypatch, tmp_pa
         patch.setattr(torch, "save", save)
         train(**LONG, output_dir=str(output))
     left = sorted(path.name for path in output.iterdir())
-    assert left == ["args.json", "checkpoint-1", "checkpoint-2", "completions.jsonl", "metrics.jsonl",
-                    "unfinished-checkpoint"]
+    assert left == ["args.json", "checkpoint-1", "checkpoint-2", "completions.jsonl", "metrics.jsonl"]
     train(**LONG, output_dir=str(output), resume=True)
     assert end_of(output) == end_of(train(**LONG)[1])
 
@@ -1982,7 +2010,7 @@ def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
     done = shell(["-c", code, *command(tiny, tmp_path / "out")], HERE)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"rloo.py: {tmp_path}/out/checkpoint-1 cannot be saved; make room")
-    assert not rloo.checkpoints(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*checkpoint*"))
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
