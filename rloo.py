@@ -400,7 +400,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # The policy's weights stay float32; training casts them.
     begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, *begin, trained=True)
-    layout = fit(args, policy, longest)
+    layout = fit(policy, args, longest)
     sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id or 0,
                 "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],  # the first rank knows them
                 "engine": args.rollout_engine if layout == "group" else "hf",
@@ -495,15 +495,19 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     bar.close()
     before, after = state["before"], after if num_updates else {}
-    if test_rows:
-        print(f"\n{len(test_rows)} held-out prompts" + ", before and after" * bool(after) + ", mean ± standard error. "
-              "win_rate: above the reference, ties half;\n"
-              "judge: by --judge_fn, which only evaluates; length: in tokens.")
-    for name in (name for name in after or before if not name.endswith("_stderr")):
-        print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
+    print_gains(before, after, len(test_rows))
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. " + (
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
     return {"before": before, "after": after}
+
+
+def print_gains(before: dict[str, float], after: dict[str, float], prompts: int):
+    """The closing table: evaluations before and after."""
+    if prompts:
+        print(f"\n{prompts} held-out prompts{', before and after' * bool(after)}, mean ± standard error. win_rate: "
+              "above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
+    for name in (name for name in after or before if not name.endswith("_stderr")):
+        print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
 
 
 def evaluation_due(update: int, num_updates: int, between: int) -> bool:
@@ -718,8 +722,12 @@ def fsdp_forward(function: Callable) -> Callable:
     the layers (embedding, norm, head) for forwards only."""
     @wraps(function)
     def forward(model, *args, **options):
-        call = partial(model, function) if isinstance(model, fsdp.FSDPModule) else partial(function, model)
-        return call(*args, **options)
+        if not isinstance(model, fsdp.FSDPModule):
+            return function(model, *args, **options)
+        out = model(function, *args, **options)
+        if not torch.is_grad_enabled():
+            model.reshard()  # the optimizer wants FSDP's own parts
+        return out
 
     return forward
 
@@ -938,7 +946,7 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
             f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has tokens")
     other_words = own.get_vocab().items() ^ tokenizer.get_vocab().items()
     if {word for word, _ in other_words} <= {own.pad_token, tokenizer.pad_token} and len(tokenizer) <= embeddings:
-        return {"reward_model": partial(model_reward, model, fit(args, model, longest), size)}
+        return {"reward_model": partial(model_reward, model, fit(model, args, longest), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
 
 
@@ -1123,41 +1131,35 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
     return model
 
 
-@fsdp_forward
 @torch.no_grad()
-def probe(model, layout: str, P: int, k: int, R: int, device, tolerance: float = 1e-3) -> tuple[bool, str]:
-    """On a batch of this size: are a policy's logits `final_logits` of its last hidden states? And which layout can be
-    used: group if the model gives the same numbers as in plain rows. Not so with linear attention, a sliding window
-    shorter than prompt and completion, ALiBi, or kernels that take no mask."""
-    tokens = torch.arange(P + 2 * k * R, device=device) * 7919 % model.config.get_text_config().vocab_size
-    final, found = True, "plain"
-    if model.get_output_embeddings() is not None:
-        ours, theirs = (final_logits(model, model.base_model(tokens[None, :2])[0]),
-                        type(model).forward(model, tokens[None, :2]).logits.float())
-        final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
-    rows = [{"prompt_ids": tokens[:n].tolist()} for n in (P, P - P // 2)]
-    batch = make_batch(rows, tokens[P:].view(k, 2, R), stop_ids=[-1], pad_id=0)
-    if layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
-        try:
-            plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
-            found = "group" if (plain - group).norm() < tolerance * plain.norm() else "plain"
-        except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-        model.set_attn_implementation("sdpa")
-    return bool(final), found
-
-
-def fit(args, model, longest: int) -> str:
-    """The layout that a model takes: --layout, or plain if it must. Refuses logits that are not ours, few positions."""
-    R, name, device, dtype = args.response_length, type(model).__name__, torch.device(args.device), args.dtype
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+@fsdp_forward
+def fit(model, args, longest: int) -> str:
+    """The layout that a model takes, tried on a batch of the run's size: --layout, or plain where group rows give other
+    numbers, as with linear attention, a sliding window shorter than prompt and completion, ALiBi, or kernels that take
+    no mask. Refuses a policy that does more to its logits than `final_logits`, and a model with too few positions."""
+    config, name, k, R = model.config.get_text_config(), type(model).__name__, args.rloo_k, args.response_length
+    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     require(longest + R <= positions, f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and "
             f"--response_length {R} need more: lower --max_prompt_length or --response_length")
-    with on_device(model, device), torch.autocast(device.type, getattr(torch, dtype), dtype != "float32"):
-        tolerance = 1e-3 if dtype == "float32" else 0.1
-        final, layout = probe(model, args.layout, longest, args.rloo_k, R, device, tolerance)
-    require(final, f"{name} does more to its logits than final_logits: not supported")
+    device, dtype, layout = torch.device(args.device), getattr(torch, args.dtype), "plain"
+    tokens = torch.arange(longest + 2 * k * R, device=device) * 7919 % config.vocab_size
+    rows = [{"prompt_ids": tokens[:n].tolist()} for n in (longest, longest - longest // 2)]
+    batch = make_batch(rows, tokens[longest:].view(k, 2, R), stop_ids=[-1], pad_id=0)
+    with on_device(model, device), torch.autocast(device.type, dtype, dtype != torch.float32):
+        if model.get_output_embeddings() is not None:  # a policy
+            ours, theirs = (final_logits(model, model.base_model(tokens[None, :2])[0]),
+                            type(model).forward(model, tokens[None, :2]).logits.float())
+            final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
+            require(final, f"{name} does more to its logits than final_logits: not supported")
+        if args.layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
+            try:
+                plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
+                if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
+                    layout = "group"
+            except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+            model.set_attn_implementation("sdpa")
     if layout != args.layout:
         print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain and generate")
     return layout
@@ -1196,11 +1198,12 @@ def gather(items: list) -> list:
 @contextmanager
 def on_device(model, device: torch.device):
     """Within it a model is on the device; after it, back where it was. FSDP moves its models itself."""
-    home, sharded = model.device, isinstance(model, fsdp.FSDPModule)
-    if not sharded:
+    home = device if isinstance(model, fsdp.FSDPModule) else model.device
+    if home != device:
         model.to(device)
     yield
-    model.reshard() if sharded else model.to(home)  # the optimizer wants FSDP's own parts
+    if home != device:
+        model.to(home)
 
 
 def clock(device: torch.device) -> float:

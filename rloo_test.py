@@ -588,10 +588,13 @@ def any_model(name: str):
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     model, (_, lanes) = any_model(name), OTHERS.get(name, (SIZE, True))
-    assert rloo.probe(model, "group", 12, 3, 8, "cpu") == (True, "group" if lanes else "plain")
+    def layout(longest: int, R: int, layout: str = "group") -> str:
+        return rloo.fit(model, Args(rloo_k=3, response_length=R, layout=layout, device="cpu"), longest)
+
+    assert layout(12, 8) == ("group" if lanes else "plain")
     if name in ("mistral", "gemma3_text"):  # a prompt and a completion, not the whole row, must fit into the window
-        assert rloo.probe(model, "group", 6, 3, 6, "cpu") == (True, "group")
-    assert rloo.probe(model, "plain", 12, 3, 8, "cpu") == (True, "plain")
+        assert layout(6, 6) == "group"
+    assert layout(12, 8, "plain") == "plain"
 
 
 @pytest.mark.parametrize("name", OTHERS)
