@@ -68,7 +68,7 @@ class Models:
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
-    attn_implementation: Optional[str] = None  # another kernel than sdpa (eager, ...), which takes --layout plain
+    attn_implementation: Optional[str] = None  # not sdpa (eager, ...): forces --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
 
@@ -85,7 +85,7 @@ class Data:
 class Rollout:
     """how completions are sampled"""
     response_length: int = 53  # R: tokens sampled per completion at most
-    temperature: float = 0.7  # of the softmax that completions are sampled from and scored by
+    temperature: float = 0.7  # of the softmax that completions are sampled from and log-probs are of
     stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
     stop_token_id: Optional[int] = None  # the same by its id
     rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, as with --layout plain
@@ -137,8 +137,8 @@ class Optimizer:
     learning_rate: float = 5e-4  # at its peak, for mini TL;DR's tiny model (TRL: 5e-5; 3e-6 for pythia-1b)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # its course over the run
     warmup_ratio: float = 0.0  # part of the run over which it rises from 0
-    adam_eps: float = 1e-8  # ε
-    weight_decay: float = 0.0  # weight decay
+    adam_eps: float = 1e-8  # ε, added to the denominator
+    weight_decay: float = 0.0  # decoupled; 0: off
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; 0: off
 
 
@@ -170,7 +170,7 @@ class Scale:
 
 @dataclass
 class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scale):
-    """All flags; without any, mini TL;DR is trained. Names and defaults are TRL's where no other is named."""
+    """All flags; without any, mini TL;DR is trained. Where a flag is TRL's, so is its name."""
 
 
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
 
 def kl_penalty(new, ref_logprobs, mask):
     """Σ_t e^{-kl_t} - 1 + kl_t of each completion, (k, B): the k3 estimator of the KL, with gradient, for the loss
-    (Schulman 2020, "Approximating KL Divergence"). Its gradient is, on average, that of KL(π_ref ‖ π)."""
+    (Schulman 2020, "Approximating KL Divergence"). Its gradient is, per token and on average, that of KL(π_ref ‖ π)."""
     kl = (new - ref_logprobs) * mask
     return (torch.expm1(-kl) + kl).sum(-1)
 
@@ -262,7 +262,7 @@ def standardize(x):
 # ---- One update ------------------------------------------------------------------------------------------------------
 
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
-    """One update of the policy (float32) on k completions of each of B prompts (`rows`, see load_data); its metrics.
+    """One update of the policy (float32) on k completions of each of B prompts (`rows`, see prepare_row); its metrics.
     The reference may be None; `rewards`: name -> function of a Batch, see score; `sampling`: what rollout needs."""
     device, k, B, times = policy.device, args.rloo_k, len(rows), [clock(policy.device)]
     chunk_size, temperature, dtype = args.local_rollout_forward_batch_size, args.temperature, getattr(torch, args.dtype)
@@ -294,10 +294,10 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     advantages = (standardize(advantages) if args.normalize_advantage else advantages).nan_to_num(0.0)
     if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
         advantages = advantages[..., None].expand(mask.shape)
-    entries = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the advantages that count in means
+    entries = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the ρ that count in metrics
     counts = ~raw_scores.isnan() & (ended | (not args.mask_truncated_completions))  # completions that train
 
-    # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one of each this is REINFORCE.
+    # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one epoch and mini-batch this is REINFORCE.
     # Old log-probs are not those of generation, whose rounding would look like a step of the policy. The first
     # mini-batch meets the policy that sampled: its own forward gives them, and ρ is exactly 1.
     micro_batch = args.per_device_train_batch_size // k  # prompts
@@ -402,7 +402,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     policy = load_model(args, *begin, trained=True)
     layout = fit(policy, args, longest)
     sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id or 0,
-                "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],  # the first rank knows them
+                "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],  # the first rank knows
                 "engine": args.rollout_engine if layout == "group" else "hf",
                 "chunk_size": args.local_rollout_forward_batch_size}
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
@@ -446,7 +446,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                                    greedy=done in (0, num_updates))
                 files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
                 title = f"\nHeld-out completions after {done} of {num_updates} updates, sampled:"
-                bar.write("\n\n".join([title, *map(as_text, samples[:3]), ""]))
+                bar.write("\n\n".join([title, *map(as_text, samples[: min(3, len(test_rows))]), ""]))
                 after = summarize(samples)
                 state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                 state["before"] = state["before"] if done else after
@@ -464,7 +464,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             rows = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
             metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             if metrics["grad_norm"] == 0:
-                say_once("an update trained nothing: the rewards of each group are equal (or None), no advantage")
+                say_once("an update trained nothing: the rewards of each group are equal (None, masked), no advantage")
             metrics |= {"update": done + 1, "episode": (done + 1) * batch_size,
                         "eps": (done + 1 - first) * batch_size / (clock(device) - start)}
             state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # of the start
@@ -596,7 +596,7 @@ class Batch(NamedTuple):
         return Batch(rows, self.prompt_ids[index], self.prompt_mask[index], *(x[:, index] for x in self[3:]))
 
     def chunks(self, size: int) -> Iterator["Batch"]:
-        """Whole groups, at most `size` completions at a time if a group has no more."""
+        """Whole groups: at least one, else up to `size` completions at a time."""
         return map(self.prompts, torch.arange(len(self.rows)).split(max(1, size // len(self.responses))))
 
     def completion_ids(self) -> list[list[int]]:
@@ -711,7 +711,7 @@ def final_logits(model, hidden):
 def block_logprobs(model, hidden, tokens, temperature: float):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
     logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
-    found = logprobs.gather(1, tokens[:, None]).squeeze(1)  # backward's second forward ends here
+    found = logprobs.gather(1, tokens[:, None]).squeeze(1)  # recomputation in backward stops here
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
     return found, entropy
@@ -778,7 +778,7 @@ def sample(logits, temperature: float):
 class Decoder:
     """Samples k completions of up to R tokens of each of B prompts of P slots, in the group layout: the prompts are
     read once; then each step reads one token of every completion and samples the next. Shapes and addresses are static
-    and nothing waits for the device: on CUDA steps are replayed as graphs."""
+    and no step waits for the device: on CUDA steps are replayed as graphs."""
     capture = True  # until a step waits for the device
 
     def __init__(self, model, B: int, P: int, k: int, R: int, temperature: float, stop_ids: list[int]):
@@ -787,13 +787,14 @@ class Decoder:
         self.model, self.k, self.R, self.temperature = model, k, R, temperature
         self.stop_ids = torch.tensor(stop_ids, device=model.device)
         self.prompt_mask = zeros(B, P, dtype=torch.bool)
-        self.step = zeros(1, dtype=torch.long)  # t, the number of the tokens sampled last
+        self.step = zeros(1, dtype=torch.long)  # t, the index of the newest token
         self.tokens, self.logprobs = zeros(B, k, R, dtype=torch.long), zeros(B, k, R)
+        # The cache appends what is read, as slots follow in a row, and counts them on the device, in graphs as well.
         self.cache = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P + k * R))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
 
     def read(self, ids, mask, positions, last: int):
-        """Reads tokens (B, n), which go into the next n slots of the cache, and samples, as number `step`, what follows
+        """Reads tokens (B, n), which go into the next n slots of the cache, and samples, as token `step`, what follows
         the `last` of them: all k, or a prompt's one."""
         hidden = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True,
                                        past_key_values=self.cache)[0][:, -last:].expand(-1, self.k, -1)
@@ -836,7 +837,7 @@ class Decoder:
         span = max(128, -(-self.R // 4)) if cuda and Decoder.capture else 1
         for t in range(self.R - 1):
             if t % 4 == 3 and torch.isin(self.tokens[..., : t + 1], self.stop_ids).any(-1).all():
-                break  # asking makes the device wait, so it asks seldom
+                break  # asking waits for the device, so it asks seldom
             visible = P + self.k * min(self.R, (t // span + 1) * span)
             if span > 1 and visible not in self.graphs:
                 self.graphs[visible] = torch.cuda.CUDAGraph()
@@ -1049,7 +1050,8 @@ def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str)
 def load_data(args: Args, tokenizer) -> list[list[dict]]:
     """Rows to train and to evaluate on, as `prepare_row` makes them; the latter may be none."""
     name, split, wanted = args.dataset_name, args.dataset_train_split, args.dataset_test_split
-    train, test = load_rows(name, split), load_rows(name, wanted or "test")
+    train = load_rows(name, split)
+    test = load_rows(name, wanted or "test") if wanted or split != "test" else None
     require(train, f"--dataset_name {name}: has no row in its split {split}; name one by --dataset_train_split")
     require(test is not None or wanted is None, f"--dataset_test_split {wanted}: {name} has no such split")
     if test is None:
@@ -1134,9 +1136,9 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
 @torch.no_grad()
 @fsdp_forward
 def fit(model, args, longest: int) -> str:
-    """The layout that a model takes, tried on a batch of the run's size: --layout, or plain where group rows give other
-    numbers, as with linear attention, a sliding window shorter than prompt and completion, ALiBi, or kernels that take
-    no mask. Refuses a policy that does more to its logits than `final_logits`, and a model with too few positions."""
+    """The layout that a model takes, tried on two prompts of the run's length: --layout, or plain where group rows give
+    other numbers, as with linear attention, a sliding window shorter than prompt and completion, ALiBi, kernels without
+    masks. Refuses a policy that does more to its logits than `final_logits`, and a model with too few positions."""
     config, name, k, R = model.config.get_text_config(), type(model).__name__, args.rloo_k, args.response_length
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     require(longest + R <= positions, f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and "
@@ -1161,7 +1163,7 @@ def fit(model, args, longest: int) -> str:
                     raise
             model.set_attn_implementation("sdpa")
     if layout != args.layout:
-        print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain and generate")
+        print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain")
     return layout
 
 
@@ -1360,7 +1362,7 @@ def resolve_args(args: Args) -> Args:
 
 
 def command_line(argv: Optional[list[str]] = None):
-    """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after the next update."""
+    """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after this update."""
     rank, signals = int(os.environ.get("RANK", 0)), []
     if rank > 0:  # one process speaks for all
         sys.stdout = open(os.devnull, "w")
