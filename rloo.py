@@ -324,6 +324,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 if not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
                 losses = losses * weight[:, micro]
+                require_finite("a log-prob in training", new)
                 require_finite("the loss", losses)
                 (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 

@@ -202,10 +202,12 @@ def advantages_of(scores, kl, mask, kl_coef: float, level: str, normalize: bool 
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_an_update_takes_these_advantages(train, monkeypatch, normalize, level):
     """... those that the tests below compare with loops; with unscorable completions."""
-    rollouts, rewards, losses = (spy(monkeypatch, name) for name in ("rollout", "rlhf_reward", "policy_loss"))
+    rollouts, references, rewards, losses = (
+        spy(monkeypatch, name) for name in ("rollout", "chunked_logprobs", "rlhf_reward", "policy_loss"))
     train(reward_model_path=None, reward_fns=(f"{__file__}:sometimes_none",), normalize_advantage=normalize,
           kl_level=level, advantage_estimator="drgrpo", per_device_train_batch_size=16, gradient_accumulation_steps=1)
-    (_, (batch, _)), (inputs, _), ((_, _, advantages, *_), _) = rollouts[0], rewards[0], losses[0]
+    (_, (batch, sampled)), (inputs, _), ((_, _, advantages, *_), _) = rollouts[0], rewards[0], losses[0]
+    assert torch.equal(inputs[1], (sampled - references[0][1]) * batch.response_mask) and inputs[1].any()
     expected = advantages_of(inputs[0], inputs[1], batch.response_mask, *inputs[2:4], normalize, "drgrpo")
     assert sorted(advantages.flatten().tolist()) == sorted(expected.flatten().tolist()) and expected.any()
 
@@ -630,7 +632,8 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if "copy" in str(function) and torch.is_tensor(out) and any(x.device != out.device for x in args if torch.is_tensor(x)):
+        tensors = [x for x in (out, *args) if torch.is_tensor(x)]
+        if "copy" in str(function) and len({x.device for x in tensors}) > 1:
             self.seen.append(str(function))
         return out
 
@@ -1083,6 +1086,9 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     file, folder = str(tmp_path / "x.jsonl"), str(tmp_path)
     assert rloo.load_rows(file, "train") == rloo.load_rows(folder, "validation") == rows
     assert rloo.load_rows(folder, "train") is rloo.load_rows(file, "test") is rloo.load_rows(folder, "x" * 300) is None
+    (tmp_path / "test.jsonl").write_text(text * 5)
+    both = rloo.load_data(Args(dataset_name=folder, dataset_train_split="test"), tiny_tokenizer())
+    assert [len(part) for part in both] == [9, 1]  # what is trained on is not evaluated on
     (tmp_path / "x.jsonl").write_text(text * 10)
     train, test = rloo.load_data(Args(dataset_name=file, max_prompt_length=1), tiny_tokenizer())
     assert (len(train), len(test)) == (9, 1)  # every second prompt has 2 tokens
@@ -1299,7 +1305,8 @@ BROKEN = {  # what the next test finds in the folder {x}
     "empty.jsonl": "", "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n', "list.jsonl": "[1]\n",
     "deep.jsonl": "[" * 100_000, "latin.jsonl": b'{"prompt": "\xe4\xff"}\n', "rows.json": '[{"prompt": "a"}]',
     "text.jsonl": '{"text": "a"}\n', "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\n",
-    "bad.py": "import nowhere_to_be_found\n", "json.py": "", "time.py": "", "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n"}
+    "bad.py": "import nowhere_to_be_found\n", "json.py": "", "time.py": "",
+    "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n"}
 MISTAKES = {  # what the line must say besides the flag's name -> what is added to a command line that works
     "must be finite and at least 2": ["--rloo_k 1", "--rloo_k 0"],
     "must be finite and at least 1": [
@@ -1312,7 +1319,8 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "must be a multiple of --rloo_k 2": ["--per_device_train_batch_size 7"],
     "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"], "at least 1e-06": ["--temperature 0"],
     "not both": ["--stop_token eos --stop_token_id 3"],
-    "must name one token, of the model's 16": ["--stop_token zebra", "--stop_token_id 99"], "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
+    "must name one token, of the model's 16": ["--stop_token zebra", "--stop_token_id 99"],
+    "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
     "is named twice": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
     "no file {x}/no.py": ["--reward_fns {x}/no.py:f"],
     "rename it": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
@@ -1402,7 +1410,8 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_pat
     ("no words", "--model_name_or_path or --sft_model_path {sft}: has no tokenizer, or one without words"),
     ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
     ("too many tokens", "--model_name_or_path {sft}: the tokenizer has 18 tokens, the model only 16"),
-    ("no head", r"--reward_model_path \(with one label\) {reward}: is no trained model of this kind, it has no .'score.weight'"),
+    ("no head", r"--reward_model_path \(with one label\) {reward}: "
+     r"is no trained model of this kind, it has no .'score.weight'"),
     ("labels", r"--reward_model_path \(with one label\) {reward}: cannot be loaded .*mismatch")])
 def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, message):
     folders = {part: shutil.copytree(tiny / part, tmp_path / part) for part in ("sft", "reward")}
@@ -1427,7 +1436,7 @@ def test_a_tokenizer_needs_no_pad_token(train, tiny, tmp_path, engine):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(folder)
-    runs = [train(sft_model_path=path, rollout_engine=engine, num_ppo_epochs=2) for path in (str(tiny / "sft"), str(folder))]
+    runs = [train(sft_model_path=str(path), rollout_engine=engine, num_ppo_epochs=2) for path in (tiny / "sft", folder)]
     assert without_times(runs[0][0]) == without_times(runs[1][0])
     assert AutoTokenizer.from_pretrained(runs[1][1]).pad_token is None
 
@@ -1438,6 +1447,7 @@ def test_learning_rate_schedules(train):
 
     assert rates(lr_scheduler_type="linear") == pytest.approx([1, 0.75, 0.5, 0.25])
     assert rates(lr_scheduler_type="constant", warmup_ratio=0.5) == pytest.approx([0, 0.5, 1, 1])
+    assert rates(lr_scheduler_type="constant", warmup_ratio=0.3) == pytest.approx([0, 0.5, 1, 1])  # 1.2 updates are 2
     cosine = [(1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)]
     assert rates(lr_scheduler_type="cosine") == pytest.approx(cosine)
 
@@ -1558,8 +1568,9 @@ def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, level)
 
 @pytest.mark.parametrize("what, name, call, spoil", [
     ("a log-prob of the rollout, or under the reference,", "rollout", 2, lambda out, new: (out[0], out[1] * math.nan)),
-    ("a log-prob of the rollout, or under the reference,", "completion_logprobs", 3, lambda out, new: (out[0] * math.nan, out[1])),
-    ("the loss", "completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
+    ("a log-prob of the rollout, or under the reference,", "completion_logprobs", 3,
+     lambda out, new: (out[0] * math.nan, out[1])),
+    ("a log-prob in training", "completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
     ("the loss", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
     ("the gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:]))])
 def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, tmp_path, monkeypatch, what, name, call,
@@ -1672,6 +1683,7 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
     metrics, output = train(total_episodes=0, num_eval_prompts=4)
     (_, nothing_trained), screen = results[-1], capsys.readouterr().out
     assert {path.name for path in output.iterdir()} == {"args.json", "metrics.jsonl", "completions.jsonl"}
+    assert screen.count("\ncompletion ") == 3
     assert metrics == [] and "\n0 episodes in" in screen and "4 held-out prompts, mean" in screen
 
     flags = dict(num_eval_prompts=4, output_dir=str(output), resume=True)
@@ -1719,7 +1731,8 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     assert "The policy and its tokenizer: out" in result.stdout and "before" in result.stdout
     out = tmp_path / "out"
     assert {"args.json", "metrics.jsonl", "completions.jsonl", "model.safetensors", "config.json",
-            "tokenizer.json"} <= {path.name for path in out.iterdir()} and list(out.glob("wandb/offline-run-*/*.wandb"))
+            "tokenizer.json"} <= {path.name for path in out.iterdir()}
+    assert not list(out.glob("*.pt")) and not (out / "state.json").exists() and list(out.glob("wandb/offline-run-*/*.wandb"))
     assert json.loads((out / "args.json").read_text())["kl_coef"] == 0.03
     model, tokenizer = (auto.from_pretrained(out) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)

@@ -269,7 +269,8 @@ def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float)
     if option.kl in ("k3 in reward", "k3 in both"):
         scores = scores - kl_coef * k3
     reward_kl_coef = kl_coef if option.kl == "k1 in reward" else 0.0
-    advantages = rloo.advantage(rloo.rlhf_reward(scores, kl, reward_kl_coef, option.kl_level), option.advantage_estimator)
+    rewards = rloo.rlhf_reward(scores, kl, reward_kl_coef, option.kl_level)
+    advantages = rloo.advantage(rewards, option.advantage_estimator)
     if option.kl_level == "token":
         advantages = advantages.masked_fill(~mask, math.nan)
     advantages = (rloo.standardize(advantages) if option.normalize_advantage else advantages).nan_to_num(0.0)

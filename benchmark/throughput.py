@@ -153,14 +153,15 @@ def resolve_args(args: Args) -> Args:
     args = dataclasses.replace(args, rollout_batch=args.rollout_batch or args.micro_batch)
     args.settle()
     positions = shape_config(args).max_position_embeddings
+    sizes = {"micro_batch": args.micro_batch, "rollout_batch": args.rollout_batch}
     at_least_1 = ("prompts", "min_prompt", "rounds", "updates", "micro_batch")
     for wrong, message in [
         *((getattr(args, name) < 1, f"--{name} {getattr(args, name)}: must be at least 1") for name in at_least_1),
         (min(k, args.response_length) < 2, "--rloo_k and --response_length must be at least 2"),
         (args.min_prompt > args.max_prompt, f"--min_prompt {args.min_prompt} exceeds --max_prompt {args.max_prompt}"),
         (longest > positions, f"{longest} tokens exceed the {positions} positions of {args.shape}: lower --max_prompt"),
-        *((getattr(args, name) % k or total % getattr(args, name), f"--{name} {getattr(args, name)}: must be a multiple of "
-           f"--rloo_k {k} that divides the {total} completions of an update") for name in ("micro_batch", "rollout_batch")),
+        *((size % k or total % size, f"--{name} {size}: must be a multiple of --rloo_k {k} that divides the {total} "
+           "completions of an update") for name, size in sizes.items()),
         (args.vocab_size and args.vocab_size < 8, f"--vocab_size {args.vocab_size}: must be at least 8"),
         (args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
          f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast"),
