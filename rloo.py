@@ -18,15 +18,14 @@ Everything per completion leads with the axes (k, B); flattened, completion (j, 
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
 """
 
+import ctypes
 import fcntl
 import importlib
-import io
 import itertools
 import json
 import logging
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -34,7 +33,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -265,7 +264,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     """One update of the policy (float32) on k completions of each of B prompts (`rows`, see prepare_row); its metrics.
     The reference may be None; `rewards`: name -> function of a Batch, see score; `sampling`: what rollout needs."""
     device, k, B, times = policy.device, args.rloo_k, len(rows), [clock(policy.device)]
-    chunk_size, temperature, dtype = args.local_rollout_forward_batch_size, args.temperature, getattr(torch, args.dtype)
+    size, temperature, dtype = args.local_rollout_forward_batch_size, args.temperature, getattr(torch, args.dtype)
     noted = defaultdict(list)  # metric -> tensors; the mean over all their entries, of all ranks, is logged
 
     # 1. Rollout: k completions of each prompt, and their log-probs when they were sampled.
@@ -274,9 +273,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     times.append(clock(device))
 
     # 2. KL of each token from the reference (the k1 estimator), in nats and 0 where masked; without a reference 0.
-    ref_logprobs = rollout_logprobs
-    if reference is not None:
-        ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
+    ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, size) if reference else rollout_logprobs
     kl = rollout_logprobs - ref_logprobs
     require_finite("a log-prob of the rollout, or under the reference,", kl)
     times.append(clock(device))
@@ -306,7 +303,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     old_logprobs = torch.empty_like(rollout_logprobs)
     if args.num_mini_batches > 1:
         with autocast():
-            old_logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
+            old_logprobs = chunked_logprobs(policy, batch, temperature, layout, size)
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
             weight = torch.zeros_like(scores)
@@ -365,8 +362,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
 
 
 def require_finite(what: str, values):
-    require(values.isfinite().all(), f"{what} is not finite: the run stops before that is saved; the newest checkpoint "
-            "is from before. Lower --learning_rate, or look for extreme rewards")
+    require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
 
 
 # ---- The run ---------------------------------------------------------------------------------------------------------
@@ -397,14 +393,16 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if resumed:
         state = load_state(resumed[0], state["flags"])
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
+    apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))
+    evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
 
     # The policy's weights stay float32; training casts them.
     begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, *begin, trained=True)
     layout = fit(policy, args, longest)
-    sampling = {"response_length": args.response_length, "pad_id": tokenizer.pad_token_id or 0,
-                "stop_ids": gather([rank or stop_token_ids(args, policy, tokenizer)])[0],  # the first rank knows
-                "engine": args.rollout_engine if layout == "group" else "hf",
+    stop_ids = gather([rank or stop_token_ids(args, policy, tokenizer)])[0]  # the first rank knows
+    engine = args.rollout_engine if layout == "group" else "hf"
+    sampling = {"response_length": args.response_length, "stop_ids": stop_ids, "engine": engine,
                 "chunk_size": args.local_rollout_forward_batch_size}
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
     rewards = load_reward_model(args, tokenizer, longest) | functions
@@ -442,13 +440,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         while True:
             # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
             done, samples = state["update"], []
-            if test_rows and evaluation_due(done, num_updates, args.num_sample_generations):
-                samples = evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer, signals,
-                                   greedy=done in (0, num_updates))
+            if test_rows and done in evaluations:
+                bar.write(f"\nHeld-out completions after {done} of {num_updates} updates, sampled:")
+                samples, after = evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer,
+                                          signals, greedy=done in (0, num_updates))
                 files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
-                title = f"\nHeld-out completions after {done} of {num_updates} updates, sampled:"
-                bar.write("\n\n".join([title, *map(as_text, samples[: min(3, len(test_rows))]), ""]))
-                after = summarize(samples)
                 state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                 state["before"] = state["before"] if done else after
             if done:
@@ -511,19 +507,14 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
         print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
 
 
-def evaluation_due(update: int, num_updates: int, between: int) -> bool:
-    """At the beginning, the end and about `between` times between: a tenth of the run and 5 updates apart at least."""
-    every = max(5, math.ceil(num_updates / min(between + 1, 10)))
-    return update in (0, num_updates) or between > 0 and update % every == 0 and num_updates - update >= 5
-
-
 def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer,
-             signals: Sequence[int], greedy: bool) -> list[dict]:
+             signals: Sequence[int], greedy: bool) -> tuple[list[dict], dict[str, float]]:
     """A sampled completion of each of this rank's `rows`, and perhaps a greedy one, with its grades (the weighted score
-    and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): those of all ranks.
+    and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): those of all ranks, of
+    which it shows three; and <mode>/<grade> and <mode>/<grade>_stderr, mean and standard error of those that have it.
     Every evaluation draws the same random numbers. Raises InterruptedError if the run is told to stop meanwhile."""
     model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
-    R, stop_ids, pad_id = (sampling[name] for name in ("response_length", "stop_ids", "pad_id"))
+    R, stop_ids = sampling["response_length"], sampling["stop_ids"]
     graders = [("score", rewards, args.reward_weights)] + [("judge_score", judges, (1.0,))] * bool(judges)
     for mode, temperature in [("sampled", args.temperature), ("greedy", 0.0)][: 1 + greedy]:
         transformers.set_seed(args.seed % 2**32)
@@ -534,38 +525,29 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
             # Completions and their references are graded together, as k = 2; without one a completion is its own.
             ids = [row["reference_ids"] or own for row, own in zip(part, batch.responses[0].tolist())]
             ids = batch.responses.new_tensor([[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]])
-            pair = make_batch(part, torch.cat([batch.responses, ids]), stop_ids, pad_id)
+            pair = make_batch(part, torch.cat([batch.responses, ids]), stop_ids)
             grades = {name: score(functions, weights, pair)[0] for name, functions, weights in graders}
             for b, (row, text) in enumerate(zip(part, decode(batch, tokenizer))):
-                known = {"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
-                         "reference": (row["reference"] or "").strip(), "length": int(batch.response_mask[0, b].sum())}
+                samples.append({"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
+                                "reference": (row["reference"] or "").strip(),
+                                "length": int(batch.response_mask[0, b].sum())})
                 for name, values in grades.items():
                     ours, theirs = values[:, b].tolist()
                     win = 0.5 if math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6) else float(ours > theirs)
                     compared = row["reference_ids"] and not math.isnan(ours - theirs)
-                    known[name] = None if math.isnan(ours) else ours
-                    known[name.replace("score", "win_rate")] = win if compared else None
-                samples.append(known)
-    return gather(samples)
-
-
-def summarize(samples: list[dict]) -> dict[str, float]:
-    """<mode>/<grade> and <mode>/<grade>_stderr: mean over the samples that have it, and its standard error."""
-    columns = defaultdict(list)
+                    samples[-1] |= {name: None if math.isnan(ours) else round(ours, 4),
+                                    name.replace("score", "win_rate"): win if compared else None}
+    samples, columns = gather(samples), defaultdict(list)
+    for sample in samples[:3]:
+        shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
+        tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
     for sample in samples:
         for name, value in sample.items():
             if isinstance(value, (int, float)):
                 columns[f"{sample['mode']}/{name}"].append(value)
-    found = {name: float(np.mean(values)) for name, values in columns.items()}
-    return found | {f"{name}_stderr": float(np.std(x) / max(1, len(x) - 1) ** 0.5) for name, x in columns.items()}
-
-
-def as_text(sample: dict) -> str:
-    """A sample to look at: the end of its prompt, what was made of it, and its grades."""
-    prompt, names = " ".join(sample["prompt"].split()), ("prompt", "completion", "reference", "score", "judge_score")
-    shown = sample | {"prompt": "…" * (len(prompt) > 100) + prompt[-100:]}
-    shown = {name: f"{x:.2f}" if isinstance(x, float) else x or "-" for name, x in shown.items() if name in names}
-    return "\n".join(f"{name:13}{text}" for name, text in shown.items())
+    means = {name: float(np.mean(values)) for name, values in columns.items()}
+    return samples, means | {f"{name}_stderr": float(np.std(x) / max(1, len(x) - 1) ** 0.5)
+                             for name, x in columns.items()}
 
 
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
@@ -606,20 +588,20 @@ class Batch(NamedTuple):
         return [row[:n] for row, n in zip(rows, lengths)]
 
 
-def pad(sequences: Sequence[list[int]], pad_id: int, left: bool = False):
-    """Token lists to ids and mask, both (len(sequences), longest)."""
+def pad(sequences: Sequence[list[int]], left: bool = False):
+    """Token lists to ids and mask, both (len(sequences), longest). Padding is masked, so any token will do: 0."""
     rows = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
     fill = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left" if left else "right")
-    return fill(rows, padding_value=pad_id), fill([torch.ones_like(row, dtype=torch.bool) for row in rows])
+    return fill(rows), fill([torch.ones_like(row, dtype=torch.bool) for row in rows])
 
 
-def make_batch(rows: list[dict], responses, stop_ids: list[int], pad_id: int) -> Batch:
+def make_batch(rows: list[dict], responses, stop_ids: list[int]) -> Batch:
     """Prompts and their completions (k, B, R), of which what follows the first stop token does not count."""
-    prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
+    prompts = pad([row["prompt_ids"] for row in rows], left=True)
     is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
     mask = is_stop.cumsum(-1) - is_stop.long() == 0
-    return Batch(rows, *(x.to(responses.device) for x in prompts), responses.masked_fill(~mask, pad_id), mask,
-                 is_stop.any(-1))
+    prompts = (x.to(responses.device) for x in prompts)
+    return Batch(rows, *prompts, responses.masked_fill(~mask, 0), mask, is_stop.any(-1))
 
 
 def sequence_mask(prompt_mask, R: int):
@@ -658,19 +640,19 @@ def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
     return lanes.unflatten(1, (h, k, -1)).permute(0, 4, 2, 1, 3, 5).reshape(B, -1, H, lanes.shape[-1])
 
 
-def lane_attention(module, query, key, value, mask, scaling=None, **kwargs):
+def lane_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
     (B, n, H, D) and None. In rollouts a mask (B, 1, n, m) says who sees whom, as in any row. In rows of n = P + k·R the
     mask (B, k, S, S), expanded over k, is that of a prompt and one completion, S = P + R: prompts attend to themselves,
     each lane to its prompt and itself. That costs P² + k·R·(P + R), not (P + k·R)², and all layers share one mask."""
-    if mask is None:
-        return transformers.AttentionInterface()["sdpa"](module, query, key, value, mask, scaling=scaling, **kwargs)
-    n, g, (_, k, lines, S) = query.shape[2], query.shape[1] // key.shape[1], mask.shape
+    if attention_mask is None:
+        return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
+    n, g, (_, k, lines, S) = query.shape[2], query.shape[1] // key.shape[1], attention_mask.shape
     P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2
-    bias = attention_bias(mask, 0, P, slots, g, query.dtype)
+    bias = attention_bias(attention_mask, 0, P, slots, g, query.dtype)
     out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
     if n > lines:  # backward copies keys and values to the lanes again, instead of keeping them
-        bias = attention_bias(mask, P, S, S, g, query.dtype)
+        bias = attention_bias(attention_mask, P, S, S, g, query.dtype)
         lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False,
                            preserve_rng_state=False)
         out = torch.cat([out, lanes], dim=1)
@@ -723,12 +705,8 @@ def fsdp_forward(function: Callable) -> Callable:
     the layers (embedding, norm, head) for forwards only."""
     @wraps(function)
     def forward(model, *args, **options):
-        if not isinstance(model, fsdp.FSDPModule):
-            return function(model, *args, **options)
-        out = model(function, *args, **options)
-        if not torch.is_grad_enabled():
-            model.reshard()  # the optimizer wants FSDP's own parts
-        return out
+        sharded = isinstance(model, fsdp.FSDPModule)
+        return model(function, *args, **options) if sharded else function(model, *args, **options)
 
     return forward
 
@@ -824,8 +802,6 @@ class Decoder:
             try:  # a step without a graph: libraries set themselves up, and a wait raises
                 self.decode(P + self.k * self.R)
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
                 Decoder.capture = False
                 say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
             finally:
@@ -849,22 +825,22 @@ class Decoder:
 
 
 @torch.no_grad()
-def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int], pad_id: int,
+def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int],
             engine: str = "group", chunk_size: int = 64):
     """k completions of each row's prompt, at most `chunk_size` at a time: the Batch, and the log-probs (k, B, R) that
     its tokens had when they were sampled, 0 where masked. Engine "hf" is `generate` of transformers, by the full
     softmax(logits / temperature) as well (none of the model's own settings, top-k, ..., apply), in plain rows; one more
     forward gives its log-probs."""
-    prompts = pad([row["prompt_ids"] for row in rows], pad_id, left=True)
+    prompts = pad([row["prompt_ids"] for row in rows], left=True)
     own_config, decoder, found = model.generation_config, None, []
     for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
         if engine == "hf":
             model.generation_config = transformers.GenerationConfig(
-                max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=pad_id, do_sample=temperature > 0,
+                max_new_tokens=response_length, eos_token_id=stop_ids, pad_token_id=0, do_sample=temperature > 0,
                 temperature=temperature or 1.0, top_k=0, top_p=1.0)
             out = model.generate(ids.repeat(k, 1), attention_mask=mask.repeat(k, 1).long())[:, ids.shape[1] :]
             model.generation_config = own_config  # saved later as it was loaded
-            found.append([F.pad(out, (0, response_length - out.shape[1]), value=pad_id).unflatten(0, (k, len(ids)))])
+            found.append([F.pad(out, (0, response_length - out.shape[1])).unflatten(0, (k, len(ids)))])
             continue
         if model.device.type == "cpu":  # elsewhere chunks of one shape can use the same graphs
             ids, mask = (x[:, -int(mask.sum(1).max()) :] for x in (ids, mask))
@@ -874,7 +850,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
         found.append(decoder.generate(ids, mask))
     attention_bias.cache_clear()  # its masks may lie in the memory of a graph
     tokens, *logprobs = (torch.cat(parts, dim=1) for parts in zip(*found))
-    batch = make_batch(rows, tokens, stop_ids, pad_id)
+    batch = make_batch(rows, tokens, stop_ids)
     logprobs = logprobs or [chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)]
     return batch, logprobs[0].masked_fill(~batch.response_mask, 0.0)
 
@@ -929,7 +905,7 @@ def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
         ids = ids[1:] if ids[:2] == [bos, bos] else ids  # the policy's chat template may have added one
         sequences.append(ids + [eos] * (ended and not chat and eos not in (None, *ids[-1:])))
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    ids, mask = (x.to(device) for x in pad([ids[-most:] for ids in sequences], pad_id=0))
+    ids, mask = (x.to(device) for x in pad([ids[-most:] for ids in sequences]))
     again = Batch(batch.rows * k, ids[:, :1], mask[:, :1], ids[None, :, 1:], mask[None, :, 1:], batch.ended.view(1, -1))
     cut = torch.tensor([float(len(ids) > most) for ids in sequences], device=device)
     found = model_reward(model, "plain", chunk_size, again) | {"reward_model/cut": cut}
@@ -943,11 +919,9 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
         return {}
     own = load_tokenizer(args, flag, path)
     model = load_model(args, f"{flag} (with one label)", path, False, AutoModelForSequenceClassification, num_labels=1)
-    embeddings = model.config.get_text_config().vocab_size
-    require(hasattr(model, "score") and len(own) <= embeddings,
+    require(hasattr(model, "score") and len(own) <= model.config.get_text_config().vocab_size,
             f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has tokens")
-    other_words = own.get_vocab().items() ^ tokenizer.get_vocab().items()
-    if {word for word, _ in other_words} <= {own.pad_token, tokenizer.pad_token} and len(tokenizer) <= embeddings:
+    if own.get_vocab() == tokenizer.get_vocab():
         return {"reward_model": partial(model_reward, model, fit(model, args, longest), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
 
@@ -960,13 +934,10 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
         with explained(f"{label}: must be file.py:function or module:function; this cannot be loaded"):
-            require(path.suffix != ".py" or path.is_file(), f"no file {path}")
             module = importlib.import_module(path.stem if path.suffix == ".py" else source)
-            same = path.suffix != ".py" or path.samefile(getattr(module, "__file__", None) or "")
-            require(same, f"rename it: {module} has the same name")
+            require(path.suffix != ".py" or path.samefile(module.__file__), f"rename it: {module} has the same name")
             function = getattr(module, name)
             require(callable(function), f"{name} is no function")
-        require(specs.count(spec) == 1, f"{label}: is named twice")
         name = spec if name in {*rewards, "reward_model"} else name
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
     return rewards
@@ -984,8 +955,7 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
         scores = function(**given)
     with explained(f"{label} must return {len(rows)} finite numbers or None, not {scores!r:.50}"):
         numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
-        wrong = [value for value, fine in zip(scores, numbers.isfinite()) if value is not None and not fine]
-        require(not wrong, f"{wrong[:1]}")
+        require(numbers.isfinite().sum() == sum(value is not None for value in scores), "one is not finite")
         return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
 
 
@@ -1004,11 +974,8 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
             splits = datasets.load_dataset(name)
             return list(splits[split]) if split in splits else None
         lines = files[split].read_bytes().splitlines() if split in files else []
-    rows = []
-    for number, line in enumerate(lines, 1):
-        with explained(f'{files[split]}: line {number} must be a JSON object like {{"prompt": "..."}}'):
-            rows += [dict(**json.loads(line))] if line.strip() else []
-    return rows if split in files else None
+        rows = json.loads(b"[" + b",\n".join(line for line in lines if line.strip()) + b"]")  # a mistake says its line
+        return rows if split in files else None
 
 
 def prepare_row(row: dict, tokenizer) -> dict:
@@ -1035,16 +1002,14 @@ def prepare_row(row: dict, tokenizer) -> dict:
 
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
-    kept = []
+    prepared = []
     for number, row in enumerate(rows, 1):
         with explained(f"{name}, row {number}: needs `prompt` (text or chat messages) or `messages` with a turn of the "
-                       f"user, and as `completion` a text; has {', '.join(sorted(row))[:200] or 'nothing'}"):
-            prepared = prepare_row(row, tokenizer)
-        kept += [prepared] if len(prepared["prompt_ids"]) <= max_prompt_length else []
-    say = f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens"
-    require(kept or not rows, say)
-    if len(kept) < len(rows):
-        print(say)
+                       "user, and as `completion` a text"):
+            prepared.append(prepare_row(row, tokenizer))
+    kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
+    print(f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens")
+    require(kept or not rows, f"{name}: no prompt is within --max_prompt_length {max_prompt_length} tokens")
     return kept
 
 
@@ -1123,9 +1088,8 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
     options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
                "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, args.dtype), reduce_dtype=torch.float32),
                "offload_policy": fsdp.CPUOffloadPolicy() if home != device else fsdp.OffloadPolicy()}
-    for layer in layers:
-        fsdp.fully_shard(layer, **options)
-    fsdp.fully_shard(model, reshard_after_forward=not trained, **options)  # backward needs the rest again at once
+    for module in [*layers, model]:
+        fsdp.fully_shard(module, reshard_after_forward=True, **options)
     model.forward = lambda function, *args, **options: function(model, *args, **options)  # see fsdp_forward
     model.to_empty(device=home).tie_weights()
     state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
@@ -1147,7 +1111,7 @@ def fit(model, args, longest: int) -> str:
     device, dtype, layout = torch.device(args.device), getattr(torch, args.dtype), "plain"
     tokens = torch.arange(longest + 2 * k * R, device=device) * 7919 % config.vocab_size
     rows = [{"prompt_ids": tokens[:n].tolist()} for n in (longest, longest - longest // 2)]
-    batch = make_batch(rows, tokens[longest:].view(k, 2, R), stop_ids=[-1], pad_id=0)
+    batch = make_batch(rows, tokens[longest:].view(k, 2, R), stop_ids=[-1])
     with on_device(model, device), torch.autocast(device.type, dtype, dtype != torch.float32):
         if model.get_output_embeddings() is not None:  # a policy
             ours, theirs = (final_logits(model, model.base_model(tokens[None, :2])[0]),
@@ -1176,6 +1140,8 @@ def start_processes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
+    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: to get freed memory anew takes a sixth of an update
+        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep it
     if world > 1 and not dist.is_initialized():
         with explained(f"WORLD_SIZE {world}: the processes do not meet"):  # saving a large model may take an hour
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
@@ -1237,8 +1203,7 @@ def checkpoints(output: Path) -> list[Path]:
 def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, limit: int, rank: int):
     """Writes a checkpoint under another name, flushes it and renames it, so that one that exists is whole. Every rank
     must call it; the first one writes."""
-    weights = state_dict.get_model_state_dict(policy, options=FULL)
-    moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
+    weights, moments = state_dict.get_state_dict(policy, optimizer, options=FULL)
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
     if rank > 0 or target.exists():
         return
@@ -1304,16 +1269,10 @@ def explained(message: str, place: bool = False):
 
 
 def parse_args(argv: Optional[list[str]] = None) -> Args:
-    """The command line (default: sys.argv) as Args. A flag that does not exist or parse is an InputError."""
+    """The command line (default: sys.argv) as Args. At --help and at a flag that does not exist or parse tyro exits."""
     groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
-    try:
-        with redirect_stderr(io.StringIO()) as said:
-            flags = tyro.cli(groups, args=argv, description=Args.__doc__, use_underscores=True,
-                             config=[tyro.conf.OmitArgPrefixes])
-    except SystemExit as end:  # --help, or a mistake, of which tyro makes boxes with a title
-        text = " ".join(re.sub("╭.*╮|[─-╿]", " ", said.getvalue()).split())
-        require(not end.code, re.split(" (Argument|For full) helptext", text)[0] + "; see --help")
-        raise
+    flags = tyro.cli(groups, args=argv, description=Args.__doc__, use_underscores=True,
+                     config=[tyro.conf.OmitArgPrefixes], console_outputs=os.environ.get("RANK", "0") == "0")
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
 
 

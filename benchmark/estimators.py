@@ -107,7 +107,7 @@ def require(condition: object, message: str):
 def all_completions(vocab_size: int, R: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Every completion, (n, R), and its mask: sequences up to the first stop token, and those of R tokens without."""
     cut = {ids[: ids.index(0) + 1] if 0 in ids else ids for ids in itertools.product(range(vocab_size), repeat=R)}
-    return rloo.pad([list(ids) for ids in sorted(cut)], 0)
+    return rloo.pad([list(ids) for ids in sorted(cut)])
 
 
 def policy_logits(theta: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -765,7 +765,7 @@ def load(args: Args):
     policy, reference = model(args.policy or f"{folder}/sft"), model(f"{folder}/sft") if args.policy else None
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/sft")
     rows = rloo.prepare_rows(rloo.load_rows(folder, "train")[: args.num_prompts], tokenizer, 512, folder)
-    sampling = {"response_length": 53, "stop_ids": [tokenizer.eos_token_id], "pad_id": tokenizer.pad_token_id}
+    sampling = {"response_length": 53, "stop_ids": [tokenizer.eos_token_id]}
     return policy, reference, tokenizer, rows, sampling
 
 

@@ -154,8 +154,7 @@ def test_the_shipped_miniature_is_what_the_builder_writes(quick):
     assert not questions["train"] & questions["test"]
     # Greedy, the shipped model solves problems it has not seen; and what it says goes through the rewards.
     few = [rloo.prepare_row(row, tokenizer) for row in rows["test"][:40]]
-    stop = {"stop_ids": [tokenizer.eos_token_id], "pad_id": tokenizer.pad_token_id}
-    batch, _ = rloo.rollout(model.eval(), few, 1, 0.0, 40, **stop)
+    batch, _ = rloo.rollout(model.eval(), few, 1, 0.0, 40, stop_ids=[tokenizer.eos_token_id])
     texts = rloo.decode(batch, tokenizer)
     scores = gsm8k_reward.correctness(None, texts, None, [row["answer"] for row in rows["test"][:40]])
     assert batch.ended.all() and sum(scores) >= 20 and sum(gsm8k_reward.format(None, texts, None)) >= 30

@@ -221,8 +221,8 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: Optional[str]
     scores, order = [math.nan] * len(texts), sorted(range(len(texts)), key=lengths.__getitem__)  # little padding
     for begin in tqdm(range(0, len(texts), batch_size), desc=f"model:{path}", unit="batch"):
         part = order[begin : begin + batch_size]
-        prompt_ids, prompt_mask = rloo.pad([rows[i]["prompt_ids"] for i in part], eos, left=True)
-        responses, mask = rloo.pad([ids[i] for i in part], eos)
+        prompt_ids, prompt_mask = rloo.pad([rows[i]["prompt_ids"] for i in part], left=True)
+        responses, mask = rloo.pad([ids[i] for i in part])
         ended = torch.tensor([texts[i].ended for i in part])
         batch = rloo.Batch([rows[i] for i in part], *(x.to(device) for x in (
             prompt_ids, prompt_mask, responses[None], mask[None], ended[None])))

@@ -307,7 +307,7 @@ def random_batch(args: Workload, device: str):
 
     eos = shape_config(args).vocab_size - 2  # random words are below, so that none of them ends a completion
     responses = torch.randint(eos, (args.rloo_k, args.prompts, args.response_length), device=device)
-    return rloo.make_batch([{"prompt_ids": ids} for ids in sample_prompts(args, eos)], responses, [eos], eos + 1)
+    return rloo.make_batch([{"prompt_ids": ids} for ids in sample_prompts(args, eos)], responses, [eos])
 
 
 def in_layout(layout: str, model):
@@ -346,7 +346,7 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
     pad_id, never = policy.config.pad_token_id, policy.config.vocab_size  # a stop id that no token has
 
     def group_engine(length: int):
-        rloo.rollout(in_layout("group", reference), batch.rows, k, TEMPERATURE, length, [never], pad_id, "group", size)
+        rloo.rollout(in_layout("group", reference), batch.rows, k, TEMPERATURE, length, [never], "group", size)
 
     def generate(length: int, cache: str):
         for ids, mask in ([x.repeat(k, 1) for x in part[1:3]] for part in batch.chunks(size)):

@@ -201,11 +201,11 @@ def given_completions(prompts: list[list[str]], completions: list, note: Callabl
     own = rloo.rollout, torch.randperm, os.sync
 
     @torch.no_grad()
-    def rollout(policy, rows, k, temperature, *, stop_ids, pad_id, **options):
+    def rollout(policy, rows, k, temperature, *, stop_ids, **options):
         note(policy)
         texts, ids = next(updates)
         rows = [rloo.prepare_row({"prompt": text}, tokenizer) for text in texts]
-        batch = rloo.make_batch(rows, torch.tensor(ids), stop_ids, pad_id)
+        batch = rloo.make_batch(rows, torch.tensor(ids), stop_ids)
         return batch, rloo.completion_logprobs(policy, batch, temperature)[0]
 
     rloo.rollout, torch.randperm, os.sync = rollout, lambda n, **options: torch.arange(n), lambda: None
@@ -236,8 +236,7 @@ def sample_completions() -> list:
     found = []
     for texts in given_prompts():
         rows = [rloo.prepare_row({"prompt": text}, tokenizer) for text in texts]
-        batch, _ = rloo.rollout(policy, rows, K, 1.0, response_length=LENGTH, stop_ids=[-1],
-                                pad_id=tokenizer.pad_token_id)
+        batch, _ = rloo.rollout(policy, rows, K, 1.0, response_length=LENGTH, stop_ids=[-1])
         ended = (batch.responses == tokenizer.eos_token_id).any(-1)
         assert 0.1 < ended.float().mean() < 0.9 and (batch.responses != tokenizer.pad_token_id).all()
         found.append(batch.responses.tolist())
