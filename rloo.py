@@ -199,7 +199,7 @@ def advantage(rewards, estimator: str = "rloo"):
     grpo: as drgrpo, then divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300);
     reinforce: the mean over the update, all ranks.
 
-    No baseline counts a NaN reward (unscorable); A is NaN for it, and for a reward that has no baseline."""
+    A NaN reward (unscorable) counts in no baseline. A is NaN there, and where a reward has no baseline."""
     scorable, r = ~rewards.isnan(), rewards.double().nan_to_num(0.0)  # equal rewards: A is exactly 0 in float64
     total, n = r.sum(0), scorable.sum(0)
     if estimator == "reinforce":
@@ -214,8 +214,8 @@ def advantage(rewards, estimator: str = "rloo"):
 
 
 def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
-    """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7), and, of
-    the shape of the advantages, log ρ and whether the clip decided. new, old (k, B, R): log-probs now and when sampled.
+    """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7); log ρ;
+    whether the clip decided; the last two in the shape of the advantages. new, old (k, B, R): log-probs now and before.
     Advantages (k, B): one ρ = exp(Σ_t new_t - old_t) per completion; (k, B, R): one per token, whose losses add up."""
     log_ratio = (new - old) * mask
     if advantages.dim() == 2:
@@ -236,9 +236,9 @@ def kl_penalty(new, ref_logprobs, mask):
 
 
 def loss_weight(lengths, aggregation: str):
-    """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step, whose completions, all
-    ranks', have `lengths` (k, B) tokens. sequence: 1; token: 1 / mean length, so that every token counts the same;
-    sequence-mean: 1 / length. With the last two, ρ is one per token."""
+    """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step on completions of `lengths`
+    (k, B) tokens. sequence: 1; token: 1 / mean length over all ranks, so that every token counts the same;
+    sequence-mean: 1 / length. For the last two `update` gives every token a ρ of its own."""
     if aggregation == "token":
         lengths = mean_and_std(lengths)[0].expand_as(lengths)
     return torch.ones_like(lengths, dtype=torch.float32) if aggregation == "sequence" else (1 / lengths).float()
@@ -393,7 +393,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if resumed:
         state = load_state(resumed[0], state["flags"])
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
-    apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))
+    apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run at least
     evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
 
     # The policy's weights stay float32; training casts them.
@@ -535,11 +535,12 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
                     ours, theirs = values[:, b].tolist()
                     win = 0.5 if math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6) else float(ours > theirs)
                     compared = row["reference_ids"] and not math.isnan(ours - theirs)
-                    samples[-1] |= {name: None if math.isnan(ours) else round(ours, 4),
+                    samples[-1] |= {name: None if math.isnan(ours) else ours,
                                     name.replace("score", "win_rate"): win if compared else None}
     samples, columns = gather(samples), defaultdict(list)
-    for sample in samples[:3]:
+    for sample in samples[: min(3, len(rows))]:
         shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
+        shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
         tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
     for sample in samples:
         for name, value in sample.items():
@@ -597,10 +598,9 @@ def pad(sequences: Sequence[list[int]], left: bool = False):
 
 def make_batch(rows: list[dict], responses, stop_ids: list[int]) -> Batch:
     """Prompts and their completions (k, B, R), of which what follows the first stop token does not count."""
-    prompts = pad([row["prompt_ids"] for row in rows], left=True)
+    prompts = (x.to(responses.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
     is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
     mask = is_stop.cumsum(-1) - is_stop.long() == 0
-    prompts = (x.to(responses.device) for x in prompts)
     return Batch(rows, *prompts, responses.masked_fill(~mask, 0), mask, is_stop.any(-1))
 
 
@@ -919,9 +919,11 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
         return {}
     own = load_tokenizer(args, flag, path)
     model = load_model(args, f"{flag} (with one label)", path, False, AutoModelForSequenceClassification, num_labels=1)
-    require(hasattr(model, "score") and len(own) <= model.config.get_text_config().vocab_size,
+    embeddings = model.config.get_text_config().vocab_size
+    require(hasattr(model, "score") and len(own) <= embeddings,
             f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has tokens")
-    if own.get_vocab() == tokenizer.get_vocab():
+    other_words = {word for word, _ in own.get_vocab().items() ^ tokenizer.get_vocab().items()}
+    if other_words <= {own.pad_token, tokenizer.pad_token} and len(tokenizer) <= embeddings:  # one may have no [PAD]
         return {"reward_model": partial(model_reward, model, fit(model, args, longest), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
 
@@ -938,6 +940,7 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
             require(path.suffix != ".py" or path.samefile(module.__file__), f"rename it: {module} has the same name")
             function = getattr(module, name)
             require(callable(function), f"{name} is no function")
+        require(specs.count(spec) == 1, f"{label}: is named twice")
         name = spec if name in {*rewards, "reward_model"} else name
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
     return rewards
@@ -954,8 +957,9 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
     with explained(f"{label} raised an error", place=True):
         scores = function(**given)
     with explained(f"{label} must return {len(rows)} finite numbers or None, not {scores!r:.50}"):
-        numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
-        require(numbers.isfinite().sum() == sum(value is not None for value in scores), "one is not finite")
+        scores = [value if value is None else float(value) for value in scores]
+        numbers = torch.tensor([math.nan if value is None else value for value in scores])
+        require(numbers.isfinite().sum() == len(scores) - scores.count(None), "one is not finite")
         return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
 
 
@@ -966,16 +970,18 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     a folder with <split>.jsonl, or else what the datasets package loads by this name."""
     with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them that can be read; what else "
                    "there is, on disk or Hub, the datasets package reads: pip install datasets"):
-        files = {file.stem: file for file in Path(name).glob("*.jsonl")}
-        files = {"train": Path(name)} if name.endswith(".jsonl") else files
+        files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
             import datasets
 
             splits = datasets.load_dataset(name)
             return list(splits[split]) if split in splits else None
         lines = files[split].read_bytes().splitlines() if split in files else []
-        rows = json.loads(b"[" + b",\n".join(line for line in lines if line.strip()) + b"]")  # a mistake says its line
-        return rows if split in files else None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        with explained(f'{files[split]}: line {number} must be a JSON object like {{"prompt": "..."}}'):
+            rows += [dict(**json.loads(line))] if line.strip() else []
+    return rows if split in files else None
 
 
 def prepare_row(row: dict, tokenizer) -> dict:
@@ -1140,8 +1146,8 @@ def start_processes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
-    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc: to get freed memory anew takes a sixth of an update
-        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep it
+    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc gives freed memory back; getting it again costs time
+        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep it, an eighth of an update
     if world > 1 and not dist.is_initialized():
         with explained(f"WORLD_SIZE {world}: the processes do not meet"):  # saving a large model may take an hour
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
@@ -1238,8 +1244,7 @@ def load_optimizer(folder: Path, policy, optimizer, rank: int):
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True) if rank == 0 else {}
     state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=FROM_FIRST if dist.is_initialized() else FULL)
-    for group in optimizer.param_groups:
-        group.update(optimizer.defaults)
+    optimizer.param_groups[0].update(optimizer.defaults)
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
@@ -1344,7 +1349,7 @@ def command_line(argv: Optional[list[str]] = None):
         main(parse_args(argv), signals)
         if dist.is_initialized():
             dist.destroy_process_group()
-    except (InputError, OSError, MemoryError, RuntimeError) as error:
+    except (InputError, OSError, MemoryError, RuntimeError, SystemExit) as error:
         text = str(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
             text = ("out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
@@ -1354,7 +1359,7 @@ def command_line(argv: Optional[list[str]] = None):
         if rank > 0:  # the first rank most likely says the same, and torchrun then ends this one: wait for that
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        sys.exit(f"rloo.py: {text}")
+        sys.exit(error.code if isinstance(error, SystemExit) else f"rloo.py: {text}")
 
 
 if __name__ == "__main__":

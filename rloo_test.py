@@ -1096,7 +1096,7 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     assert "its last 2 rows are held out" in said
     assert "x.jsonl, train: 9 of 18 prompts are within --max_prompt_length 1" in said
     (tmp_path / "x.jsonl").write_text(text + "{oh\n")
-    with pytest.raises(InputError, match=r"^--dataset_name .* \(JSONDecodeError: .* line 3 "):
+    with pytest.raises(InputError, match=r"x.jsonl: line 4 must be a JSON object .* \(JSONDecodeError"):
         rloo.load_rows(file, "train")
 
 
@@ -1121,6 +1121,8 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
 
     scores = rloo.function_reward("--reward_fns r", reward, "r", tokenizer, batch)["r"]
     assert scores[0, 3].isnan() and scores[2, 1] == 9 and scores.shape == (3, 4)
+    lazy = rloo.function_reward("--reward_fns r", lambda **columns: map(float, range(12)), "r", tokenizer, batch)["r"]
+    assert lazy.tolist() == torch.arange(12.0).view(3, 4).tolist()
     (prompts, completions, completion_ids, answer, columns), = calls
     assert prompts == [f"prompt {i}" for i in range(4)] * 3 and answer == [0, 1, 2, 3] * 3 and columns == {}
     for j, b in itertools.product(range(3), range(4)):
@@ -1211,7 +1213,15 @@ def test_a_reward_model_reads_the_policys_tokens_or_the_text(train, tmp_path):
     more.add_tokens(["more"])
     tiny_tokenizer().save_pretrained(tmp_path)
     assert reward(more).func is rloo.text_reward
-    assert reward().func is rloo.model_reward
+    vocab = {word: i for word, i in tiny_tokenizer().get_vocab().items() if word != "[PAD]"}
+    unpadded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab)), eos_token="<eos>")
+    assert reward(unpadded).func is reward().func is rloo.model_reward
+    named = tiny_tokenizer("<eos>")
+    named.add_special_tokens({"pad_token": "<pad>"})  # a 17th token, which the reward model has no embedding for
+    assert reward(named).func is rloo.text_reward and "<pad>" in named.get_vocab()
+    model.resize_token_embeddings(17)
+    model.save_pretrained(tmp_path)
+    assert reward(named).func is rloo.model_reward
     model.resize_token_embeddings(16)
     model.save_pretrained(tmp_path)
     scores = reward()(batch)["reward_model"]
@@ -1317,6 +1327,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "not both": ["--stop_token eos --stop_token_id 3"],
     "must name one token, of the model's 16": ["--stop_token zebra", "--stop_token_id 99"],
     "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
+    "is named twice": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
     "No module named 'no'": ["--reward_fns {x}/no.py:f"],
     "rename it": ["--reward_fns {x}/json.py:f"],
     "must be file.py:function": ["--reward_fns fns", "--reward_fns {x}/time.py:f"], "thing is no function": ["--reward_fns {x}/fns.py:thing"],
@@ -1330,10 +1341,9 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "pip install datasets": ["--dataset_name " + name for name in ("nobody/nothing", "{x}/rows.json", "n" * 5000)],
     "has no row in its split dev; name one by --dataset_train_split": ["--dataset_train_split dev"],
     "tset: {data} has no such split": ["--dataset_test_split tset"],
-    "UnicodeDecodeError": ["--dataset_name {x}/latin.jsonl"], "RecursionError": ["--dataset_name {x}/deep.jsonl"],
-    "list.jsonl, train, row 1: needs `prompt`": ["--dataset_name {x}/list.jsonl"],
+    "line 1 must be a JSON object like": [f"--dataset_name {{x}}/{name}.jsonl" for name in ("latin", "list", "deep")],
     "empty.jsonl: has no row in its split train": ["--dataset_name {x}/empty.jsonl"],
-    ": line 2 ": ["--dataset_name {x}/broken.jsonl"],
+    "line 2 must be a JSON object like": ["--dataset_name {x}/broken.jsonl"],
     "text.jsonl, train, row 1: needs `prompt`": ["--dataset_name {x}/text.jsonl"],
     "train: no prompt is within": ["--max_prompt_length 1"],
     "has 128 positions; the longest prompt": ["--response_length 125", "--response_length 4000"],
@@ -1678,8 +1688,7 @@ def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys
     shown = capsys.readouterr().out.split("sampled:\n")[1].split("\n\n")
     for sample, text in zip(samples[:3], shown):
         assert f"prompt          {' '.join(sample['prompt'].split())[-100:]}\n" in text
-        assert f"completion      {sample['completion']}\n" in text and f"score           {sample['score']}" in text
-        assert sample["score"] == round(sample["score"], 4)
+        assert f"completion      {sample['completion']}\n" in text and f"score           {sample['score']:.2f}" in text
 
 
 def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, capsys):
