@@ -1147,7 +1147,7 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
     elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc gives freed memory back; getting it again costs time
-        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep it, an eighth of an update
+        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep it, a sixth of an update
     if world > 1 and not dist.is_initialized():
         with explained(f"WORLD_SIZE {world}: the processes do not meet"):  # saving a large model may take an hour
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))

@@ -2075,6 +2075,14 @@ def worker(rank: int, port: int, runs: list[dict], log: Path):
     rloo.dist.destroy_process_group()
 
 
+def test_a_cpu_process_keeps_freed_memory_where_the_c_library_can(monkeypatch):
+    calls = []
+    for library in (types.SimpleNamespace(mallopt=lambda *option: calls.append(option)), types.SimpleNamespace()):
+        monkeypatch.setattr(rloo.ctypes, "CDLL", lambda name: library)
+        assert rloo.start_processes(torch.device("cpu")) == (0, 1)
+    assert calls == [(-4, 0), (-1, -1)]  # no mmap for large blocks, no trimming (malloc.h)
+
+
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
     """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of
     processes and shardings, and a model whose head is its embedding. In bfloat16 they run, with ratios of exactly 1."""
