@@ -18,7 +18,6 @@ Everything per completion leads with the axes (k, B); flattened, completion (j, 
 Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
 """
 
-import ctypes
 import fcntl
 import importlib
 import itertools
@@ -330,9 +329,10 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 noted["policy/clipfrac_avg"].append(clipped[entries[:, micro]])
                 noted["policy/entropy_avg"].append(entropy[real])
                 noted["val/ratio"].append((new.detach() - old)[real].double().exp())
-            for parameter in policy.parameters() if dist.is_initialized() else ():
-                if parameter.grad is not None and not isinstance(parameter, DTensor):  # FSDP has done so in backward
-                    sum_over_ranks(parameter.grad).div_(dist.get_world_size())
+            for parameter in policy.parameters() if dist.is_initialized() and args.sharding == "ddp" else ():
+                if parameter.grad is None:  # an expert that no token of this rank went to
+                    parameter.grad = torch.zeros_like(parameter)
+                sum_over_ranks(parameter.grad).div_(dist.get_world_size())  # FSDP does so in backward
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             require_finite("the gradient", norm)
@@ -1146,8 +1146,6 @@ def start_processes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
-    elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc gives freed memory back; getting it again costs time
-        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep it, a sixth of an update
     if world > 1 and not dist.is_initialized():
         with explained(f"WORLD_SIZE {world}: the processes do not meet"):  # saving a large model may take an hour
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
