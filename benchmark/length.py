@@ -6,7 +6,7 @@
 One prompt of 256 tokens with 8 completions, and one of 64 tokens with 2, where there is least to share, for models of a
 published shape with random weights; all completions have R tokens. Group and plain rows take turns after a warm-up of
 each, as in throughput.py; times are medians, "group faster" is the median of the ratios turn by turn. Peak memory is
-what the warm-up takes beyond weights and batch: gradients, activations, logits.
+of the tensors that the warm-up holds beyond weights and batch: gradients, activations, logits.
 """
 
 import dataclasses

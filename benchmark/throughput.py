@@ -15,8 +15,8 @@ phases   reference log-probs and reward model without gradient, policy forward +
 updates  `python rloo.py` in group layout and engine, in plain layout and hf engine, and TRL's RLOOTrainer, each in a
          process of its own, without loading and first update
 
-Peak memory, torch's count on CUDA, else the process's: of updates all that the process holds; of decode and phases what
-the first call, the warm-up, takes beyond what is held before it.
+Peak memory: of decode and phases the tensors that the first call, the warm-up, holds beyond what is held before it,
+counted by torch; of updates all that the process holds (on CUDA: all tensors).
 
 TRL's settings: same model folders, prompts, k, R, temperature, β, one epoch, one mini-batch, micro-batch, threads;
 sdpa; float32, or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default);
@@ -26,10 +26,9 @@ dynamic cache, both its defaults, unless --trl_static_cache. v0 has its referenc
 
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
+import itertools
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -114,7 +113,8 @@ class Machine:
             fail(f"--device {self.device}: there is none")
         if min(self.threads, self.repetitions) < 1:
             fail("--threads and --repetitions must be at least 1")
-        os.environ |= {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+        os.environ |= {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads),
+                       "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler counts in silence
 
     def describe_machine(self) -> str:
         """In a line, for titles."""
@@ -254,23 +254,24 @@ def timed(functions: dict[str, Callable], turns: int, device: str) -> dict[str, 
 
 
 def added_memory(function: Callable, device: str) -> float:
-    """GiB that a call takes at its peak beyond what is held before it: of the CUDA device, or of this process."""
-    def peak() -> float:
-        if device.startswith("cuda"):
-            return torch.cuda.max_memory_allocated(device) / 2**30
-        with contextlib.suppress(OSError):
-            return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2**20
-        return math.nan  # no Linux
-
+    """GiB of tensors that a call holds at its peak beyond what is held before it, as torch counts them."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    before = peak()
-    function()
-    return peak() - before
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]  # negative where freed
+    return max(itertools.accumulate(sizes, initial=0)) / 2**30
+
+
+def touch_memory():
+    """Uses most of the free memory once. A virtual machine may get its memory only when it first uses it, a second or
+    more per GiB, and the first trainer measured would pay for all."""
+    with contextlib.suppress(AttributeError, ValueError):  # no Linux
+        torch.ones(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4, dtype=torch.uint8)
 
 
 def clock(device: str) -> float:
@@ -536,7 +537,7 @@ def report(result: dict, args: Args) -> str:
                      f"{max(turn['peak_gb'] for turn in turns):10.2f}" if peak else " " * 10,
                      f"{use:11.1%}" if use else " " * 11, f"{ratios[name]:13.2f}x" if name in ratios else ""]
             lines.append(f"  {name:36}" + "".join(cells).rstrip())
-    lines.append("\npeak GiB: of a whole update all that its process holds, of the rest what it adds while it runs")
+    lines.append("\npeak GiB: of a whole update all that its process holds, of the rest the tensors that it adds while it runs")
     if device:
         lines.append(f"decode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
                      f"{device['tflops']:,.0f} TFLOP/s")
@@ -592,6 +593,7 @@ def main(args: Args):
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         parameters = in_a_process(write_inputs, Path(temporary), args)
         if "updates" not in args.skip:  # first, since other programs may fail
+            in_a_process(touch_memory)
             found["whole update"] = measure_updates(Path(temporary), args, trl_names)
         if not {"decode", "phases"} <= set(args.skip):
             print("decode and phases", flush=True)
