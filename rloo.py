@@ -22,7 +22,6 @@ import fcntl
 import importlib
 import itertools
 import json
-import logging
 import math
 import os
 import resource
@@ -122,8 +121,7 @@ class Rewards:
 
 @dataclass
 class BatchSize:
-    """an update, of each process, is per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
-    completions"""
+    """completions per update and process: the product of the first two flags and num_mini_batches"""
     per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
     total_episodes: int = 6_400  # completions in the whole run, rounded up to whole updates; 0: only evaluate
@@ -320,7 +318,6 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 if not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
                 losses = losses * weight[:, micro]
-                require_finite("a log-prob in training", new)
                 require_finite("the loss", losses)
                 (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 
@@ -348,7 +345,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
               "objective/entropy": [-rollout_logprobs.sum(-1)], "objective/non_score_reward": [-kl_coef * kl.sum(-1)],
               "objective/rlhf_reward": [rlhf_reward(scores, kl, kl_coef)], "objective/scores": [raw_scores],
               "completions/mean_length": [mask.sum(-1)], "completions/clipped_ratio": [~ended]}
-    noted |= {f"rewards/{name}" + "/mean" * (name in rewards): [values] for name, values in found.items()}
+    noted |= {f"rewards/{name}/mean": [values] for name, values in found.items()}
     stats = {name: mean_and_std(torch.cat([x.flatten() for x in parts])) for name, parts in noted.items()}
     metrics = {name: float(mean) for name, (mean, _) in stats.items()} | {
         "lr": optimizer.param_groups[0]["lr"], "objective/scores_std": float(stats["objective/scores"][1]),
@@ -356,7 +353,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
         "memory/peak_gb": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)}
-    metrics |= {f"rewards/{name}/std": float(stats[f"rewards/{name}/mean"][1]) for name in rewards}
+    metrics |= {f"rewards/{name}/std": float(stats[f"rewards/{name}/mean"][1]) for name in found}
     metrics |= dict(zip(["time/rollout", "time/reference", "time/reward", "time/train"], np.diff(times).tolist()))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
@@ -428,7 +425,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         if args.track and rank == 0:
             with explained("--track: Weights & Biases cannot start"):
                 import wandb
-
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
                            id=state["run_id"], resume="allow", config=vars(args))
         print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, by "
@@ -507,12 +503,10 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
         print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
 
 
-def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer,
-             signals: Sequence[int], greedy: bool) -> tuple[list[dict], dict[str, float]]:
-    """A sampled completion of each of this rank's `rows`, and perhaps a greedy one, with its grades (the weighted score
-    and the judge's) and whether they are above those of its reference (1; 0.5 where equal; 0): those of all ranks, of
-    which it shows three; and <mode>/<grade> and <mode>/<grade>_stderr, mean and standard error of those that have it.
-    Every evaluation draws the same random numbers. Raises InterruptedError if the run is told to stop meanwhile."""
+def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer, signals, greedy):
+    """A sampled and, if `greedy`, a greedy completion of each row of all ranks with its grades (the weighted score and
+    the judge's) and whether they are above its reference's (1; 0.5 where equal; 0), three of which are shown; by name,
+    their means and standard errors. InterruptedError: the run is told to stop. Always draws the same random numbers."""
     model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
     R, stop_ids = sampling["response_length"], sampling["stop_ids"]
     graders = [("score", rewards, args.reward_weights)] + [("judge_score", judges, (1.0,))] * bool(judges)
@@ -537,18 +531,16 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
                     compared = row["reference_ids"] and not math.isnan(ours - theirs)
                     samples[-1] |= {name: None if math.isnan(ours) else ours,
                                     name.replace("score", "win_rate"): win if compared else None}
-    samples, columns = gather(samples), defaultdict(list)
+    samples, means = gather(samples), {}
     for sample in samples[: min(3, len(rows))]:
         shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
         shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
         tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
-    for sample in samples:
-        for name, value in sample.items():
-            if isinstance(value, (int, float)):
-                columns[f"{sample['mode']}/{name}"].append(value)
-    means = {name: float(np.mean(values)) for name, values in columns.items()}
-    return samples, means | {f"{name}_stderr": float(np.std(x) / max(1, len(x) - 1) ** 0.5)
-                             for name, x in columns.items()}
+    for mode, name in itertools.product(["sampled", "greedy"][: 1 + greedy], samples[0]):
+        x = [sample[name] for sample in samples if sample["mode"] == mode and isinstance(sample[name], (int, float))]
+        if x:
+            means |= {f"{mode}/{name}": np.mean(x), f"{mode}/{name}_stderr": np.std(x) / max(1, len(x) - 1) ** 0.5}
+    return samples, means
 
 
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
@@ -653,8 +645,7 @@ def lane_attention(module, query, key, value, attention_mask, scaling=None, **kw
     out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
     if n > lines:  # backward copies keys and values to the lanes again, instead of keeping them
         bias = attention_bias(attention_mask, P, S, S, g, query.dtype)
-        lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False,
-                           preserve_rng_state=False)
+        lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
         out = torch.cat([out, lanes], dim=1)
     return out.contiguous(), None
 
@@ -664,8 +655,7 @@ transformers.AttentionMaskInterface.register("lanes", transformers.AttentionMask
 
 
 def completion_hidden(model, batch: Batch, layout: str):
-    """Last hidden states (k, B, r + 1, H) of the base model, r ≤ R being the longest real completion: slot t predicts
-    token t of a completion, slot t + 1 has just read it."""
+    """Hidden states (k, B, r + 1, H), r ≤ R the longest completion: slot t predicts token t, slot t + 1 has read it."""
     k, P, R = len(batch.responses), int(batch.prompt_mask.sum(-1).max()), int(batch.response_mask.sum(-1).max())
     prompt_ids, prompt_mask, responses = batch.prompt_ids[:, -P:], batch.prompt_mask[:, -P:], batch.responses[..., :R]
     mask, positions = sequence_mask(prompt_mask, R)
@@ -701,13 +691,11 @@ def block_logprobs(model, hidden, tokens, temperature: float):
 
 
 def fsdp_forward(function: Callable) -> Callable:
-    """Makes `function(model, ...)` a forward of the model where it is sharded, since FSDP gathers what is outside
-    the layers (embedding, norm, head) for forwards only."""
+    """Runs `function(model, ...)` as a forward of a sharded model: FSDP gathers embedding, norm and head for those."""
     @wraps(function)
     def forward(model, *args, **options):
         sharded = isinstance(model, fsdp.FSDPModule)
         return model(function, *args, **options) if sharded else function(model, *args, **options)
-
     return forward
 
 
@@ -773,16 +761,14 @@ class Decoder:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
 
     def read(self, ids, mask, positions, last: int):
-        """Reads tokens (B, n), which go into the next n slots of the cache, and samples, as token `step`, what follows
-        the `last` of them: all k, or a prompt's one."""
+        """Reads tokens (B, n) into the next n slots of the cache; samples, as token `step`, what follows the `last`."""
         hidden = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True,
                                        past_key_values=self.cache)[0][:, -last:].expand(-1, self.k, -1)
         for kept, new in zip((self.tokens, self.logprobs), sample(final_logits(self.model, hidden), self.temperature)):
             kept.index_copy_(2, self.step, new[..., None])
 
     def decode(self, visible: int):
-        """Reads token t of every completion and samples token t + 1. Of the cache it sees the first `visible` slots;
-        those that are not filled yet are masked, and cost time."""
+        """Reads token t of each completion, which sees the first `visible` slots of the cache; samples token t + 1."""
         (B, P), k = self.prompt_mask.shape, self.k
         slot = torch.arange(visible, device=self.step.device)
         slots = P + self.step * k + slot[:k]
@@ -828,9 +814,8 @@ class Decoder:
 def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int],
             engine: str = "group", chunk_size: int = 64):
     """k completions of each row's prompt, at most `chunk_size` at a time: the Batch, and the log-probs (k, B, R) that
-    its tokens had when they were sampled, 0 where masked. Engine "hf" is `generate` of transformers, by the full
-    softmax(logits / temperature) as well (none of the model's own settings, top-k, ..., apply), in plain rows; one more
-    forward gives its log-probs."""
+    its tokens had when they were sampled, 0 where masked. Engine "hf" is `generate` of transformers in plain rows, by
+    the full softmax(logits / temperature) as well (no top-k of the model's); one more forward gives its log-probs."""
     prompts = pad([row["prompt_ids"] for row in rows], left=True)
     own_config, decoder, found = model.generation_config, None, []
     for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
@@ -856,8 +841,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
 
 
 def sampling_model(policy, dtype: torch.dtype):
-    """The policy, or, where its weights are sharded or in another dtype, a copy of them, whole and in `dtype`, which is
-    gone when the caller drops it."""
+    """The policy, or where its weights are sharded or in another dtype a whole copy in `dtype`; the caller drops it."""
     if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule):
         return policy
     with torch.device("meta"):
@@ -871,8 +855,7 @@ def sampling_model(policy, dtype: torch.dtype):
 # ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
 
 def score(rewards: dict[str, Callable], weights: Sequence[float], batch: Batch):
-    """Σ_i weight_i · score_i (k, B) over the rewards that apply, NaN where none does; and by name the scores of each
-    reward, and what else it has to tell of each completion."""
+    """Σ_i weight_i · score_i (k, B) over the rewards that apply, NaN where none does; and by name what each tells."""
     found = {name: values for reward in rewards.values() for name, values in reward(batch).items()}
     terms = torch.stack([weight * found[name] for weight, name in zip(weights, rewards)])
     return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan), found
@@ -966,14 +949,12 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
-    """Rows of one split of a dataset, or None where it has no such split. `name`: a .jsonl file, whose split is train,
-    a folder with <split>.jsonl, or else what the datasets package loads by this name."""
+    """Rows of a split, None where there is none. `name`: a .jsonl file (of train), a folder, or of package datasets."""
     with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them that can be read; what else "
                    "there is, on disk or Hub, the datasets package reads: pip install datasets"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
             import datasets
-
             splits = datasets.load_dataset(name)
             return list(splits[split]) if split in splits else None
         lines = files[split].read_bytes().splitlines() if split in files else []
@@ -985,9 +966,8 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
 
 
 def prepare_row(row: dict, tokenizer) -> dict:
-    """One dataset row as the rest of the file wants it: the dict at the end. Where there is no `prompt`, the turns of
-    `messages` up to the first of the user are the prompt; where there is no `completion`, the assistant's next turn is
-    the reference. A tokenizer without a chat template takes a single message as it is."""
+    """A dataset row as the dict at the end. A missing `prompt` is the turns of `messages` up to the user's first, a
+    missing `completion` the assistant's next turn. Without a chat template a single message is taken as it is."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
         prompt = messages[: [message["role"] for message in messages].index("user") + 1]
@@ -1059,8 +1039,7 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
         ids = ids if len(ids) == 1 and ids != [tokenizer.unk_token_id] else []
     ids = ids if args.stop_token_id is None else [args.stop_token_id]
     ids = [number for number in dict.fromkeys(ids) if number is not None]
-    require(len(tokenizer) <= size, f"--model_name_or_path {args.model_name_or_path}: the tokenizer has "
-            f"{len(tokenizer)} tokens, the model only {size}")
+    require(len(tokenizer) <= size, f"--model_name_or_path: {len(tokenizer)} tokens, more than the model's {size}")
     require(ids and max(ids) < size, f"--stop_token {args.stop_token} --stop_token_id {args.stop_token_id}: must name "
             f"one token, of the model's {size}; without them the tokenizer needs an eos token")
     return ids
@@ -1187,7 +1166,6 @@ def clock(device: torch.device) -> float:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
-#
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and state.json:
 # counters, flags, how long the run's files were, and the update's metrics, which are written after its evaluation.
 
@@ -1205,8 +1183,7 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, limit: int, rank: int):
-    """Writes a checkpoint under another name, flushes it and renames it, so that one that exists is whole. Every rank
-    must call it; the first one writes."""
+    """Writes under another name, flushes, then renames: a checkpoint that exists is whole. All ranks call it."""
     weights, moments = state_dict.get_state_dict(policy, optimizer, options=FULL)
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
     if rank > 0 or target.exists():
@@ -1258,8 +1235,7 @@ def require(condition: object, message: str):
 
 @contextmanager
 def explained(message: str, place: bool = False):
-    """Whatever goes wrong within it, but for the machine's memory, is an InputError that begins with `message` and may
-    name the `place` in the function that was called."""
+    """An error within it, but of memory, becomes an InputError: `message`, what it said and, if wanted, its `place`."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -1299,7 +1275,6 @@ def resolve_args(args: Args) -> Args:
     args.reward_weights = weights = args.reward_weights or (1.0,) * num_rewards
     require(args.output_dir or not args.resume, "--resume needs --output_dir: which run shall go on?")
     args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-
     least = dict.fromkeys(["max_prompt_length", "response_length", "local_rollout_forward_batch_size", "num_ppo_epochs",
                            "num_mini_batches", "per_device_train_batch_size", "gradient_accumulation_steps",
                            "save_total_limit"], 1) | {"rloo_k": 2, "temperature": 1e-6}
@@ -1332,7 +1307,6 @@ def command_line(argv: Optional[list[str]] = None):
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a name that is not on the Hub is said once, by us
 
     def note(number: int, frame):
         if rank == 0 and not signals:
