@@ -55,9 +55,7 @@ from transformers.cache_utils import Cache, StaticLayer
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 say_once = lru_cache(maxsize=None)(tqdm.write)  # above the progress bar
 
-
 # ---- Flags -----------------------------------------------------------------------------------------------------------
-
 @dataclass
 class Models:
     """save_pretrained folders or Hub ids. Where no dataset is given, they are those of the embedded mini TL;DR"""
@@ -68,7 +66,6 @@ class Models:
     attn_implementation: Optional[str] = None  # not sdpa (eager, ...): forces --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
-
 @dataclass
 class Data:
     """rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with"""
@@ -76,7 +73,6 @@ class Data:
     dataset_train_split: str = "train"  # split to train on
     dataset_test_split: Optional[str] = None  # to evaluate on; else test, or the last tenth (at most 100) of train
     max_prompt_length: int = 512  # tokens; longer prompts are left out
-
 
 @dataclass
 class Rollout:
@@ -87,7 +83,6 @@ class Rollout:
     stop_token_id: Optional[int] = None  # the same by its id
     rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, as with --layout plain
     local_rollout_forward_batch_size: int = 64  # completions per forward where no gradient is needed
-
 
 @dataclass
 class RLOO:
@@ -109,7 +104,6 @@ class RLOO:
     num_ppo_epochs: int = 1  # passes over the completions of an update (TRL: 4)
     num_mini_batches: int = 1  # optimizer steps per pass
 
-
 @dataclass
 class Rewards:
     """functions, each file.py:function or module:function, beside or instead of a reward model:
@@ -118,14 +112,12 @@ class Rewards:
     reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
     judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
 
-
 @dataclass
 class BatchSize:
     """completions per update and process: the product of the first two flags and num_mini_batches"""
     per_device_train_batch_size: int = 64  # completions per forward and backward, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forwards and backwards per optimizer step (TRL: 1)
     total_episodes: int = 6_400  # completions in the whole run, rounded up to whole updates; 0: only evaluate
-
 
 @dataclass
 class Optimizer:
@@ -136,7 +128,6 @@ class Optimizer:
     adam_eps: float = 1e-8  # ε, added to the denominator
     weight_decay: float = 0.0  # decoupled; 0: off
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; 0: off
-
 
 @dataclass
 class Run:
@@ -154,7 +145,6 @@ class Run:
     wandb_entity: Optional[str] = None  # its entity (team)
     device: Optional[str] = None  # cpu, cuda, cuda:1, ...; if not given, cuda if there is one
 
-
 @dataclass
 class Scale:
     """memory and devices: torchrun --nproc_per_node N rloo.py ... runs N processes"""
@@ -163,14 +153,11 @@ class Scale:
     gradient_checkpointing: bool = False  # compute the layers' activations again in backward instead of keeping them
     offload_reference: bool = False  # reference and reward model lie in the CPU's memory while they are not used
 
-
 @dataclass
 class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scale):
     """All flags; without any, mini TL;DR is trained. Where a flag is TRL's, so is its name."""
 
-
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
-
 def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range):
     """Scores (k, B) after penalty, normalisation and clipping, in this order; ended (k, B): a stop token came."""
     if missing_eos_penalty is not None:
@@ -179,7 +166,6 @@ def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range
         scores = standardize(scores)
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
 
-
 def rlhf_reward(scores, kl, kl_coef: float, kl_level: str = "sequence"):
     """score - β Σ_t kl_t, (k, B); at token level what is still to come from each token on, the reward-to-go
     G_t = score - β Σ_{s≥t} kl_s, (k, B, R) (Hu 2025, arXiv:2501.03262)."""
@@ -187,10 +173,8 @@ def rlhf_reward(scores, kl, kl_coef: float, kl_level: str = "sequence"):
         return scores - kl_coef * kl.sum(-1)
     return scores[..., None] - kl_coef * kl.flip(-1).cumsum(-1).flip(-1)
 
-
 def advantage(rewards, estimator: str = "rloo"):
     """A = r - baseline, for rewards (k, B) or, at each t on its own, (k, B, R). The baseline is
-
     rloo: the mean of the k - 1 siblings' r, (Σ_i r_i - r_j) / (k - 1): the default, unbiased;
     drgrpo: the mean of all k, its own among them: (k - 1) / k of rloo's A (Liu et al. 2025, arXiv:2503.20783);
     grpo: as drgrpo, then divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300);
@@ -209,7 +193,6 @@ def advantage(rewards, estimator: str = "rloo"):
         found = found / (((found * scorable).square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
     return torch.where(scorable & (n > 1), found, math.nan).to(rewards.dtype)
 
-
 def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
     """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7); log ρ;
     whether the clip decided; the last two in the shape of the advantages. new, old (k, B, R): log-probs now and before.
@@ -224,13 +207,11 @@ def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
         per_completion = (per_completion * mask).sum(-1)
     return per_completion, log_ratio.detach(), clipped > loss
 
-
 def kl_penalty(new, ref_logprobs, mask):
     """Σ_t e^{-kl_t} - 1 + kl_t of each completion, (k, B): the k3 estimator of the KL, with gradient, for the loss
     (Schulman 2020, "Approximating KL Divergence"). Its gradient is, per token and on average, that of KL(π_ref ‖ π)."""
     kl = (new - ref_logprobs) * mask
     return (torch.expm1(-kl) + kl).sum(-1)
-
 
 def loss_weight(lengths, aggregation: str):
     """Weights (k, B) such that mean(weight · Σ_t loss_t) is the loss of an optimizer step on completions of `lengths`
@@ -240,7 +221,6 @@ def loss_weight(lengths, aggregation: str):
         lengths = mean_and_std(lengths)[0].expand_as(lengths)
     return torch.ones_like(lengths, dtype=torch.float32) if aggregation == "sequence" else (1 / lengths).float()
 
-
 def mean_and_std(values):
     """Mean and standard deviation, in float64, of all ranks' values that are not NaN; NaN where there are none."""
     kept = values[~values.isnan()].double()
@@ -248,15 +228,12 @@ def mean_and_std(values):
     mean = sum_over_ranks(kept.sum()) / count
     return mean, (sum_over_ranks((kept - mean).square().sum()) / (count - 1).clamp(min=0)).sqrt()
 
-
 def standardize(x):
     """(x - mean) / (std + 1e-8), both over all ranks' numbers; NaN stays NaN, and a lone number what it is."""
     mean, std = mean_and_std(x)
     return torch.where(std.isfinite(), ((x - mean) / (std + 1e-8)).to(x.dtype), x)
 
-
 # ---- One update ------------------------------------------------------------------------------------------------------
-
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
     """One update of the policy (float32) on k completions of each of B prompts (`rows`, see prepare_row); its metrics.
     The reference may be None; `rewards`: name -> function of a Batch, see score; `sampling`: what rollout needs."""
@@ -357,13 +334,10 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     metrics |= dict(zip(["time/rollout", "time/reference", "time/reward", "time/train"], np.diff(times).tolist()))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-
 def require_finite(what: str, values):
     require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
 
-
 # ---- The run ---------------------------------------------------------------------------------------------------------
-
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
     """Trains; returns the evaluations before and after. When `signals` grows it saves after the update and ends."""
     args = resolve_args(args)
@@ -493,7 +467,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
     return {"before": before, "after": after}
 
-
 def print_gains(before: dict[str, float], after: dict[str, float], prompts: int):
     """The closing table: evaluations before and after."""
     if prompts:
@@ -501,7 +474,6 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
               "above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
     for name in (name for name in after or before if not name.endswith("_stderr")):
         print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
-
 
 def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer, signals, greedy):
     """A sampled and, if `greedy`, a greedy completion of each row of all ranks with its grades (the weighted score and
@@ -542,9 +514,7 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
             means |= {f"{mode}/{name}": np.mean(x), f"{mode}/{name}_stderr": np.std(x) / max(1, len(x) - 1) ** 0.5}
     return samples, means
 
-
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
-#
 # plain: every completion is a row of its own, its prompt before it.
 # group: the same numbers from one row per prompt; its k completions, the lanes, follow it, interleaved by time. So the
 # prompt is read once. A lane sees it and itself, never its siblings. P = 2 (one of them padding), k = 2, R = 2:
@@ -580,13 +550,11 @@ class Batch(NamedTuple):
         rows, lengths = self.responses.flatten(0, 1).tolist(), self.response_mask.sum(-1).flatten().tolist()
         return [row[:n] for row, n in zip(rows, lengths)]
 
-
 def pad(sequences: Sequence[list[int]], left: bool = False):
     """Token lists to ids and mask, both (len(sequences), longest). Padding is masked, so any token will do: 0."""
     rows = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
     fill = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left" if left else "right")
     return fill(rows), fill([torch.ones_like(row, dtype=torch.bool) for row in rows])
-
 
 def make_batch(rows: list[dict], responses, stop_ids: list[int]) -> Batch:
     """Prompts and their completions (k, B, R), of which what follows the first stop token does not count."""
@@ -594,7 +562,6 @@ def make_batch(rows: list[dict], responses, stop_ids: list[int]) -> Batch:
     is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
     mask = is_stop.cumsum(-1) - is_stop.long() == 0
     return Batch(rows, *prompts, responses.masked_fill(~mask, 0), mask, is_stop.any(-1))
-
 
 def sequence_mask(prompt_mask, R: int):
     """Who sees whom in a prompt (B, P) and one completion of R slots, (B, 1, P + R, P + R) bool, and the positions,
@@ -604,7 +571,6 @@ def sequence_mask(prompt_mask, R: int):
     mask = (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
     return mask, (real.cumsum(1) - 1).clamp(min=0)
 
-
 @lru_cache(maxsize=2)  # all layers of a forward share what is made of its mask
 def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
     """Lines begin … end-1 of a bool mask, first `slots` columns, as a bias of the scores, all lines `repeats` times:
@@ -613,13 +579,11 @@ def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: 
     bias = part.new_zeros((*part.shape[:3], -(-slots // 8) * 8), dtype=dtype)[..., :slots]
     return bias.masked_fill_(~part, torch.finfo(dtype).min)
 
-
 def folded_attention(query, key, value, bias, scaling):
     """Attention of queries (B, H, n, D) over keys and values (B, h, m, D). The H / h query heads that share a key head
     become that many times as many queries of it, since a mask would make the kernel copy keys and values otherwise."""
     folded = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
     return F.scaled_dot_product_attention(folded, key, value, bias, scale=scaling).view(*query.shape[:3], -1)
-
 
 def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
     """Attention of the lanes alone, (B, k·R, H, D): k times as many heads over the prompt's keys and their own."""
@@ -631,7 +595,6 @@ def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
     lanes = folded_attention(queries, keys, values, bias, scaling)
     return lanes.unflatten(1, (h, k, -1)).permute(0, 4, 2, 1, 3, 5).reshape(B, -1, H, lanes.shape[-1])
 
-
 def lane_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
     (B, n, H, D) and None. In rollouts a mask (B, 1, n, m) says who sees whom, as in any row. In rows of n = P + k·R the
@@ -640,7 +603,7 @@ def lane_attention(module, query, key, value, attention_mask, scaling=None, **kw
     if attention_mask is None:
         return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
     n, g, (_, k, lines, S) = query.shape[2], query.shape[1] // key.shape[1], attention_mask.shape
-    P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2
+    P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2  # in rows S = P + R, so R = (n - S) / (k - 1)
     bias = attention_bias(attention_mask, 0, P, slots, g, query.dtype)
     out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
     if n > lines:  # backward copies keys and values to the lanes again, instead of keeping them
@@ -649,10 +612,8 @@ def lane_attention(module, query, key, value, attention_mask, scaling=None, **kw
         out = torch.cat([out, lanes], dim=1)
     return out.contiguous(), None
 
-
 transformers.AttentionInterface.register("lanes", lane_attention)
 transformers.AttentionMaskInterface.register("lanes", transformers.AttentionMaskInterface()["sdpa"])
-
 
 def completion_hidden(model, batch: Batch, layout: str):
     """Hidden states (k, B, r + 1, H), r ≤ R the longest completion: slot t predicts token t, slot t + 1 has read it."""
@@ -671,7 +632,6 @@ def completion_hidden(model, batch: Batch, layout: str):
     last_of_prompt = hidden[:, P - 1 : P].expand(k, -1, -1, -1)  # predicts token 0 of every completion
     return torch.cat([last_of_prompt, hidden[:, P:].unflatten(1, (R, k)).permute(2, 0, 1, 3)], dim=2)
 
-
 def final_logits(model, hidden):
     """Logits (..., vocabulary) in float32 of hidden states (..., H), scaled and capped where the model does that."""
     config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
@@ -679,7 +639,6 @@ def final_logits(model, hidden):
     cap = getattr(config, "final_logit_softcapping", None)
     logits = logits if scale == 1.0 else logits * scale
     return cap * torch.tanh(logits / cap) if cap else logits
-
 
 def block_logprobs(model, hidden, tokens, temperature: float):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
@@ -689,7 +648,6 @@ def block_logprobs(model, hidden, tokens, temperature: float):
         entropy = -logprobs.exp().mul_(logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
     return found, entropy
 
-
 def fsdp_forward(function: Callable) -> Callable:
     """Runs `function(model, ...)` as a forward of a sharded model: FSDP gathers embedding, norm and head for those."""
     @wraps(function)
@@ -697,7 +655,6 @@ def fsdp_forward(function: Callable) -> Callable:
         sharded = isinstance(model, fsdp.FSDPModule)
         return model(function, *args, **options) if sharded else function(model, *args, **options)
     return forward
-
 
 @fsdp_forward
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group"):
@@ -710,14 +667,12 @@ def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "
     parts = zip(*(checkpoint(block_logprobs, model, *block, temperature, use_reentrant=False) for block in blocks))
     return tuple(torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, torch.cat(part)) for part in parts)
 
-
 @torch.no_grad()
 def chunked_logprobs(model, batch: Batch, temperature: float, layout: str, chunk_size: int):
     """Log-probs (k, B, R) without gradient, of at most `chunk_size` completions at a time."""
     with on_device(model, batch.responses.device):
         parts = [completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)]
     return torch.cat(parts, dim=1)
-
 
 @fsdp_forward
 def model_scores(model, batch: Batch, layout: str = "group"):
@@ -726,9 +681,7 @@ def model_scores(model, batch: Batch, layout: str = "group"):
     last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
     return model.score(hidden.gather(2, last).squeeze(2)).squeeze(-1).float()
 
-
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
-
 def sample(logits, temperature: float):
     """A token of each softmax(logits / temperature), at 0 the likeliest, and its log-prob, both (...), from logits
     (..., vocabulary). Nothing here waits for the device, unlike torch.multinomial."""
@@ -740,7 +693,6 @@ def sample(logits, temperature: float):
         point = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]  # falls into one token's part of it
         tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
-
 
 class Decoder:
     """Samples k completions of up to R tokens of each of B prompts of P slots, in the group layout: the prompts are
@@ -809,7 +761,6 @@ class Decoder:
             self.graphs[visible].replay() if span > 1 else self.decode(visible)
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
-
 @torch.no_grad()
 def rollout(model, rows: list[dict], k: int, temperature: float, response_length: int, stop_ids: list[int],
             engine: str = "group", chunk_size: int = 64):
@@ -839,7 +790,6 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
     logprobs = logprobs or [chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)]
     return batch, logprobs[0].masked_fill(~batch.response_mask, 0.0)
 
-
 def sampling_model(policy, dtype: torch.dtype):
     """The policy, or where its weights are sharded or in another dtype a whole copy in `dtype`; the caller drops it."""
     if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule):
@@ -851,21 +801,17 @@ def sampling_model(policy, dtype: torch.dtype):
         mine.data = (theirs.full_tensor() if isinstance(theirs, DTensor) else theirs).detach().to(mine.dtype)
     return model
 
-
 # ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
-
 def score(rewards: dict[str, Callable], weights: Sequence[float], batch: Batch):
     """Σ_i weight_i · score_i (k, B) over the rewards that apply, NaN where none does; and by name what each tells."""
     found = {name: values for reward in rewards.values() for name, values in reward(batch).items()}
     terms = torch.stack([weight * found[name] for weight, name in zip(weights, rewards)])
     return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan), found
 
-
 def decode(batch: Batch, tokenizer) -> list[str]:
     """Texts of the k·B completions without the stop token and other special tokens, in the order j·B + b."""
     kept = [ids[:-1] if end else ids for ids, end in zip(batch.completion_ids(), batch.ended.flatten().tolist())]
     return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
 
 @torch.no_grad()
 def model_reward(model, layout: str, chunk_size: int, batch: Batch) -> dict:
@@ -874,7 +820,6 @@ def model_reward(model, layout: str, chunk_size: int, batch: Batch) -> dict:
         scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
     require_finite("a score of the reward model", scores)
     return {"reward_model": scores}
-
 
 def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
     """The same where it has a tokenizer, `own`, that reads the text, a chat by its own template; what ended ends in its
@@ -894,7 +839,6 @@ def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
     found = model_reward(model, "plain", chunk_size, again) | {"reward_model/cut": cut}
     return {name: values.view(k, -1) for name, values in found.items()}
 
-
 def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     """{} or {"reward_model": reward}. It reads the policy's tokens if it can: if its tokenizer is the policy's."""
     flag, path, size = "--reward_model_path", args.reward_model_path, args.local_rollout_forward_batch_size
@@ -909,7 +853,6 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
     if other_words <= {own.pad_token, tokenizer.pad_token} and len(tokenizer) <= embeddings:  # one may have no [PAD]
         return {"reward_model": partial(model_reward, model, fit(model, args, longest), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
-
 
 def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
     """name -> reward, for functions `file.py:function` or `module:function`; they may import what lies beside them."""
@@ -928,7 +871,6 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Call
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
     return rewards
 
-
 def function_reward(label: str, function: Callable, name: str, tokenizer, batch: Batch) -> dict:
     """Scores of a reward function by its `name`, NaN where it returned None. It gets prompts (as the dataset has them),
     completions (texts), completion_ids (with the stop token) and the other columns by their names: lists, j·B + b."""
@@ -945,9 +887,7 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
         require(numbers.isfinite().sum() == len(scores) - scores.count(None), "one is not finite")
         return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
 
-
 # ---- Data ------------------------------------------------------------------------------------------------------------
-
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of a split, None where there is none. `name`: a .jsonl file (of train), a folder, or of package datasets."""
     with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them that can be read; what else "
@@ -963,7 +903,6 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
         with explained(f'{files[split]}: line {number} must be a JSON object like {{"prompt": "..."}}'):
             rows += [dict(**json.loads(line))] if line.strip() else []
     return rows if split in files else None
-
 
 def prepare_row(row: dict, tokenizer) -> dict:
     """A dataset row as the dict at the end. A missing `prompt` is the turns of `messages` up to the user's first, a
@@ -985,7 +924,6 @@ def prepare_row(row: dict, tokenizer) -> dict:
     return {"prompt": prompt, "prompt_text": text, "prompt_ids": ids, "reference": reference, "columns": row,
             "reference_ids": tokenizer(reference or "", add_special_tokens=False)["input_ids"]}
 
-
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
     prepared = []
@@ -997,7 +935,6 @@ def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str)
     print(f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens")
     require(kept or not rows, f"{name}: no prompt is within --max_prompt_length {max_prompt_length} tokens")
     return kept
-
 
 def load_data(args: Args, tokenizer) -> list[list[dict]]:
     """Rows to train and to evaluate on, as `prepare_row` makes them; the latter may be none."""
@@ -1013,14 +950,11 @@ def load_data(args: Args, tokenizer) -> list[list[dict]]:
     parts = {split: train, "held out": test[: args.num_eval_prompts]}
     return [prepare_rows(rows, tokenizer, args.max_prompt_length, f"{name}, {part}") for part, rows in parts.items()]
 
-
 # ---- Models ----------------------------------------------------------------------------------------------------------
-
 def load_pretrained(args, auto_class, path, label: str, **options):
     """`auto_class.from_pretrained`; what cannot be loaded is an InputError that begins with `label`."""
     with explained(f"{label}: cannot be loaded as a folder or Hub model"):
         return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-
 
 def load_tokenizer(args, flag: str, path: str):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
@@ -1028,7 +962,6 @@ def load_tokenizer(args, flag: str, path: str):
     words = len(tokenizer) - len(tokenizer.all_special_ids)
     require(words > 0, f"{flag} {path}: has no tokenizer, or one without words; save the right one into it")
     return tokenizer
-
 
 def stop_token_ids(args, model, tokenizer) -> list[int]:
     """Ids of the tokens that end a completion: the one asked for, or the tokenizer's and generation config's eos."""
@@ -1043,7 +976,6 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
     require(ids and max(ids) < size, f"--stop_token {args.stop_token} --stop_token_id {args.stop_token_id}: must name "
             f"one token, of the model's {size}; without them the tokenizer needs an eos token")
     return ids
-
 
 def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelForCausalLM, **options):
     """A model without dropout, on its device or, with --sharding fsdp, a part of each of its layers."""
@@ -1082,7 +1014,6 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
         mine.data = theirs.to(device)
     return model
 
-
 @torch.no_grad()
 @fsdp_forward
 def fit(model, args, longest: int) -> str:
@@ -1116,9 +1047,7 @@ def fit(model, args, longest: int) -> str:
         print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain")
     return layout
 
-
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
-
 def start_processes(device: torch.device) -> tuple[int, int]:
     """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own."""
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -1130,13 +1059,11 @@ def start_processes(device: torch.device) -> tuple[int, int]:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
     return (dist.get_rank(), world) if world > 1 else (0, 1)
 
-
 def sum_over_ranks(x):
     """Σ of x over the processes, in place and on each of them."""
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
-
 
 def gather(items: list) -> list:
     """The lists of all processes, which are of one length, as one on each of them: first items, second items, ..."""
@@ -1145,7 +1072,6 @@ def gather(items: list) -> list:
         parts *= dist.get_world_size()
         dist.all_gather_object(parts, items)
     return [item for group in zip(*parts) for item in group]
-
 
 @contextmanager
 def on_device(model, device: torch.device):
@@ -1157,13 +1083,11 @@ def on_device(model, device: torch.device):
     if home != device:
         model.to(home)
 
-
 def clock(device: torch.device) -> float:
     """Seconds, read once everything that was started on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and state.json:
@@ -1175,12 +1099,10 @@ DAMAGED = "checkpoint (if it is damaged, move it away, and --resume takes the on
 MAKES_ANOTHER_RUN = {"sft_model_path", "model_name_or_path", "reward_model_path", "reward_fns", "dataset_name", "seed",
                      "dataset_train_split", "max_prompt_length", "rloo_k", "completions per update", "training prompts"}
 
-
 def checkpoints(output: Path) -> list[Path]:
     """The checkpoints in `output`, the newest first."""
     found = (path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal())
     return sorted(found, key=lambda path: -int(path.name[11:]))
-
 
 def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, limit: int, rank: int):
     """Writes under another name, flushes, then renames: a checkpoint that exists is whole. All ranks call it."""
@@ -1201,7 +1123,6 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
-
 def load_state(folder: Path, flags: dict) -> dict:
     """The state of a checkpoint with a new run's `flags`. Says which are changed; refuses those of another run."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
@@ -1213,7 +1134,6 @@ def load_state(folder: Path, flags: dict) -> dict:
     print(f"resumed from {folder}" + f"; changed: {', '.join(changed.values())}" * bool(changed))
     return state | {"flags": flags}
 
-
 def load_optimizer(folder: Path, policy, optimizer, rank: int):
     """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
@@ -1221,17 +1141,13 @@ def load_optimizer(folder: Path, policy, optimizer, rank: int):
     state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=FROM_FIRST if dist.is_initialized() else FULL)
     optimizer.param_groups[0].update(optimizer.defaults)
 
-
 # ---- Command line ----------------------------------------------------------------------------------------------------
-
 class InputError(ValueError):
     """A mistake in what the user gave: the command line prints it as one line, without a stack trace."""
-
 
 def require(condition: object, message: str):
     if not condition:
         raise InputError(message)
-
 
 @contextmanager
 def explained(message: str, place: bool = False):
@@ -1246,14 +1162,12 @@ def explained(message: str, place: bool = False):
         said += f"; {frame.filename}, line {frame.lineno}" * place
         raise InputError(f"{message} ({type(error).__name__}: {said})") from error
 
-
 def parse_args(argv: Optional[list[str]] = None) -> Args:
     """The command line (default: sys.argv) as Args. At --help and at a flag that does not exist or parse tyro exits."""
     groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
     flags = tyro.cli(groups, args=argv, description=Args.__doc__, use_underscores=True,
                      config=[tyro.conf.OmitArgPrefixes], console_outputs=os.environ.get("RANK", "0") == "0")
     return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
-
 
 def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
@@ -1298,7 +1212,6 @@ def resolve_args(args: Args) -> Args:
         torch.zeros(1, device=args.device).item()
     return args
 
-
 def command_line(argv: Optional[list[str]] = None):
     """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after this update."""
     rank, signals = int(os.environ.get("RANK", 0)), []
@@ -1332,7 +1245,6 @@ def command_line(argv: Optional[list[str]] = None):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         sys.exit(error.code if isinstance(error, SystemExit) else f"rloo.py: {text}")
-
 
 if __name__ == "__main__":
     command_line()
