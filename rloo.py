@@ -15,7 +15,7 @@ one update, the run; who stops there knows RLOO. What they call comes after.
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Everything per completion leads with the axes (k, B); flattened, completion (j, b) is number j·B + b.
-Masks are boolean, true on what is kept, and are made from positions, never by comparing tokens with the pad token.
+Masks are boolean, true on what is kept; they come from lengths and stop tokens, never from the pad token.
 """
 
 import fcntl
@@ -89,9 +89,9 @@ class RLOO:
     """the algorithm"""
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
     kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
-    kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion, or reward-to-go per token
+    kl_level: Literal["sequence", "token"] = "sequence"  # of reward and ratio: per completion, or to-go per token
     token_level_kl: bool = False  # TRL's flag: the same as kl_level=token
-    kl_in_reward: bool = True  # take β·kl off the reward; no: add its k3 estimate to the loss, see kl_penalty
+    kl_in_reward: bool = True  # subtract β·kl from the reward; if not, add k3 to the loss, see kl_penalty
     advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # the baseline, see `advantage`
     loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"  # see loss_weight
     missing_eos_penalty: Optional[float] = None  # subtracted from the score of a completion that did not end in time
@@ -125,7 +125,7 @@ class Optimizer:
     learning_rate: float = 5e-4  # at its peak, for mini TL;DR's tiny model (TRL: 5e-5; 3e-6 for pythia-1b)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # its course over the run
     warmup_ratio: float = 0.0  # part of the run over which it rises from 0
-    adam_eps: float = 1e-8  # ε, added to the denominator
+    adam_eps: float = 1e-8  # added to the denominator
     weight_decay: float = 0.0  # decoupled; 0: off
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; 0: off
 
@@ -179,7 +179,6 @@ def advantage(rewards, estimator: str = "rloo"):
     drgrpo: the mean of all k, its own among them: (k - 1) / k of rloo's A (Liu et al. 2025, arXiv:2503.20783);
     grpo: as drgrpo, then divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300);
     reinforce: the mean over the update, all ranks.
-
     A NaN reward (unscorable) counts in no baseline. A is NaN there, and where a reward has no baseline."""
     scorable, r = ~rewards.isnan(), rewards.double().nan_to_num(0.0)  # equal rewards: A is exactly 0 in float64
     total, n = r.sum(0), scorable.sum(0)
@@ -253,7 +252,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     times.append(clock(device))
 
     # 3. Scores, as they come and as they count.
-    raw_scores, found = score(rewards, args.reward_weights, batch)
+    raw_scores, by_reward = score(rewards, args.reward_weights, batch)
     scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
     times.append(clock(device))
 
@@ -322,7 +321,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
               "objective/entropy": [-rollout_logprobs.sum(-1)], "objective/non_score_reward": [-kl_coef * kl.sum(-1)],
               "objective/rlhf_reward": [rlhf_reward(scores, kl, kl_coef)], "objective/scores": [raw_scores],
               "completions/mean_length": [mask.sum(-1)], "completions/clipped_ratio": [~ended]}
-    noted |= {f"rewards/{name}/mean": [values] for name, values in found.items()}
+    noted |= {f"rewards/{name}/mean": [values] for name, values in by_reward.items()}
     stats = {name: mean_and_std(torch.cat([x.flatten() for x in parts])) for name, parts in noted.items()}
     metrics = {name: float(mean) for name, (mean, _) in stats.items()} | {
         "lr": optimizer.param_groups[0]["lr"], "objective/scores_std": float(stats["objective/scores"][1]),
@@ -330,7 +329,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
         "memory/peak_gb": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)}
-    metrics |= {f"rewards/{name}/std": float(stats[f"rewards/{name}/mean"][1]) for name in found}
+    metrics |= {f"rewards/{name}/std": float(stats[f"rewards/{name}/mean"][1]) for name in by_reward}
     metrics |= dict(zip(["time/rollout", "time/reference", "time/reward", "time/train"], np.diff(times).tolist()))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
@@ -431,10 +430,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             rows = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
             metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             if metrics["grad_norm"] == 0:
-                say_once("an update trained nothing: the rewards of each group are equal (None, masked), no advantage")
+                say_once("an update had no gradient: the rewards of each group are equal (None, masked), no advantage")
             metrics |= {"update": done + 1, "episode": (done + 1) * batch_size,
                         "eps": (done + 1 - first) * batch_size / (clock(device) - start)}
-            state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # of the start
+            state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # eval_before
             win = after.get("sampled/judge_win_rate", after.get("sampled/win_rate", "-"))
             reward = metrics.get("objective/rlhf_reward", "-")
             bar.set_postfix(reward=reward, kl=metrics["objective/kl"], win=win, refresh=False)
@@ -476,9 +475,9 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
         print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
 
 def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer, signals, greedy):
-    """A sampled and, if `greedy`, a greedy completion of each row of all ranks with its grades (the weighted score and
-    the judge's) and whether they are above its reference's (1; 0.5 where equal; 0), three of which are shown; by name,
-    their means and standard errors. InterruptedError: the run is told to stop. Always draws the same random numbers."""
+    """A sampled and, if `greedy`, a greedy completion of each row of all ranks, with its grades (weighted score, judge)
+    and whether they are above its reference's (1; 0.5 where equal; 0); three are shown. Returns all, and by name means
+    and standard errors. Raises InterruptedError if the run is told to stop. Always draws the same random numbers."""
     model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
     R, stop_ids = sampling["response_length"], sampling["stop_ids"]
     graders = [("score", rewards, args.reward_weights)] + [("judge_score", judges, (1.0,))] * bool(judges)
@@ -583,7 +582,7 @@ def folded_attention(query, key, value, bias, scaling):
     """Attention of queries (B, H, n, D) over keys and values (B, h, m, D). The H / h query heads that share a key head
     become that many times as many queries of it, since a mask would make the kernel copy keys and values otherwise."""
     folded = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    return F.scaled_dot_product_attention(folded, key, value, bias, scale=scaling).view(*query.shape[:3], -1)
+    return F.scaled_dot_product_attention(folded, key, value, bias, scale=scaling).reshape(*query.shape[:3], -1)
 
 def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
     """Attention of the lanes alone, (B, k·R, H, D): k times as many heads over the prompt's keys and their own."""
@@ -597,7 +596,7 @@ def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
 
 def lane_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The attention of group rows, as `transformers` calls it: query (B, H, n, D), key and value (B, h, m, D); returns
-    (B, n, H, D) and None. In rollouts a mask (B, 1, n, m) says who sees whom, as in any row. In rows of n = P + k·R the
+    (B, n, H, D) and None. In rollouts, or for k = 1, a mask (B, 1, n, m) says who sees whom. In rows of n = P + k·R the
     mask (B, k, S, S), expanded over k, is that of a prompt and one completion, S = P + R: prompts attend to themselves,
     each lane to its prompt and itself. That costs P² + k·R·(P + R), not (P + k·R)², and all layers share one mask."""
     if attention_mask is None:
@@ -708,7 +707,7 @@ class Decoder:
         self.prompt_mask = zeros(B, P, dtype=torch.bool)
         self.step = zeros(1, dtype=torch.long)  # t, the index of the newest token
         self.tokens, self.logprobs = zeros(B, k, R, dtype=torch.long), zeros(B, k, R)
-        # The cache appends what is read, as slots follow in a row, and counts them on the device, in graphs as well.
+        # The cache appends what is read and counts its slots on the device, so that replaying a graph does so too.
         self.cache = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P + k * R))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
 
@@ -822,8 +821,8 @@ def model_reward(model, layout: str, chunk_size: int, batch: Batch) -> dict:
     return {"reward_model": scores}
 
 def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
-    """The same where it has a tokenizer, `own`, that reads the text, a chat by its own template; what ended ends in its
-    eos token. Text beyond its positions is cut from the left, which reward_model/cut counts."""
+    """The same where it has a tokenizer, `own`, that reads the text: a chat by its template; else eos ends what ended.
+    Text beyond its positions is cut from the left, which reward_model/cut counts."""
     sequences, k, bos, eos, device = [], len(batch.responses), own.bos_token_id, own.eos_token_id, batch.ended.device
     for row, text, ended in zip(batch.rows * k, decode(batch, tokenizer), batch.ended.flatten().tolist()):
         chat = isinstance(row["prompt"], list) and own.chat_template is not None
@@ -946,9 +945,9 @@ def load_data(args: Args, tokenizer) -> list[list[dict]]:
     if test is None:
         n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
-        print(f"{name} has no split test: its last {n} rows are held out to evaluate on")
-    parts = {split: train, "held out": test[: args.num_eval_prompts]}
-    return [prepare_rows(rows, tokenizer, args.max_prompt_length, f"{name}, {part}") for part, rows in parts.items()]
+        print(f"{name}: the last {n} rows of its split {split} are held out to evaluate on")
+    parts = (split, train), ("held out", test[: args.num_eval_prompts])
+    return [prepare_rows(rows, tokenizer, args.max_prompt_length, f"{name}, {part}") for part, rows in parts]
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 def load_pretrained(args, auto_class, path, label: str, **options):
@@ -1017,7 +1016,7 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
 @torch.no_grad()
 @fsdp_forward
 def fit(model, args, longest: int) -> str:
-    """The layout that a model takes, tried on two prompts of the run's length: --layout, or plain where group rows give
+    """The layout that a model takes, tried on prompts of full and half length: --layout, or plain where group rows give
     other numbers, as with linear attention, a sliding window shorter than prompt and completion, ALiBi, kernels without
     masks. Refuses a policy that does more to its logits than `final_logits`, and a model with too few positions."""
     config, name, k, R = model.config.get_text_config(), type(model).__name__, args.rloo_k, args.response_length
@@ -1042,6 +1041,7 @@ def fit(model, args, longest: int) -> str:
             except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
+                print(f"{name}: group rows do not run ({error})")
             model.set_attn_implementation("sdpa")
     if layout != args.layout:
         print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain")
@@ -1055,9 +1055,9 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
     if world > 1 and not dist.is_initialized():
-        with explained(f"WORLD_SIZE {world}: the processes do not meet"):  # saving a large model may take an hour
+        with explained(f"WORLD_SIZE {world}: the processes do not meet"):  # timeout: saving may take an hour
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
-    return (dist.get_rank(), world) if world > 1 else (0, 1)
+    return dist.get_rank() if world > 1 else 0, world
 
 def sum_over_ranks(x):
     """Σ of x over the processes, in place and on each of them."""
@@ -1151,7 +1151,7 @@ def require(condition: object, message: str):
 
 @contextmanager
 def explained(message: str, place: bool = False):
-    """An error within it, but of memory, becomes an InputError: `message`, what it said and, if wanted, its `place`."""
+    """An error within, unless of memory, becomes an InputError: `message`, what it said and, if wanted, its `place`."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):

@@ -599,6 +599,19 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     assert layout(12, 8, "plain") == "plain"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
+    """CUDA's memory-efficient one fills (B, n, H, D) and returns that as (B, H, n, D)."""
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *inputs, **options:
+                        kernel(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2))
+    model = tiny_model(name)
+    assert rloo.fit(model, Args(rloo_k=3, response_length=8, device="cpu"), longest=12) == "group"
+    rows = [{"prompt_ids": [3, 4, 5]}, {"prompt_ids": [6]}]
+    batch, logprobs = rloo.rollout(model, rows, 2, 1.0, response_length=4, stop_ids=[0])
+    assert torch.allclose(rloo.completion_logprobs(model, batch, 1.0)[0], logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_architecture_trains(train, tmp_path, capsys, name):
     """Those that lanes do not fit fall back to plain rows, with a line that says so, and the same results as theirs."""
@@ -1093,7 +1106,7 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     train, test = rloo.load_data(Args(dataset_name=file, max_prompt_length=1), tiny_tokenizer())
     assert (len(train), len(test)) == (9, 1)  # every second prompt has 2 tokens
     said = capsys.readouterr().out
-    assert "its last 2 rows are held out" in said
+    assert "the last 2 rows of its split train are held out" in said
     assert "x.jsonl, train: 9 of 18 prompts are within --max_prompt_length 1" in said
     (tmp_path / "x.jsonl").write_text(text + "{oh\n")
     with pytest.raises(InputError, match=r"x.jsonl: line 4 must be a JSON object .* \(JSONDecodeError"):
@@ -1563,7 +1576,7 @@ def test_updates_without_a_score_or_an_advantage_are_survived_and_said_once(trai
     metrics, output = train(reward_model_path=None, reward_fns=(f"{__file__}:{function}",), kl_coef=0.0,
                             total_episodes=48, num_eval_prompts=2)
     said, (*_, row) = "".join(capfd.readouterr()), map(json.loads, open(output / "completions.jsonl"))
-    assert said.count("trained nothing: the rewards") == 1
+    assert said.count("had no gradient: the rewards") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert ["objective/scores" in metrics[0], "objective/scores_std" in metrics[0]] == [function != "never"] * 2
     assert (row["score"], row["win_rate"]) == ((None, None) if function == "never" else (1, 0.5))  # a tie
