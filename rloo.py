@@ -265,7 +265,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
         advantages = advantages[..., None].expand(mask.shape)
     entries = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the ρ that count in metrics
-    counts = ~raw_scores.isnan() & (ended | (not args.mask_truncated_completions))  # completions that train
+    in_loss = ~raw_scores.isnan() & (ended | (not args.mask_truncated_completions))  # completions with a loss
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one epoch and mini-batch this is REINFORCE.
     # Old log-probs are not those of generation, whose rounding would look like a step of the policy. The first
@@ -280,7 +280,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
             weight = torch.zeros_like(scores)
-            weight[:, mini] = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation) * counts[:, mini]
+            weight[:, mini] = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation) * in_loss[:, mini]
             for micro in mini.split(micro_batch):
                 part, real = batch.prompts(micro), mask[:, micro]
                 with autocast():
@@ -492,7 +492,7 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
             ids = batch.responses.new_tensor([[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]])
             pair = make_batch(part, torch.cat([batch.responses, ids]), stop_ids)
             grades = {name: score(functions, weights, pair)[0] for name, functions, weights in graders}
-            for b, (row, text) in enumerate(zip(part, decode(batch, tokenizer))):
+            for b, (row, text) in enumerate(zip(part, completion_texts(batch, tokenizer))):
                 samples.append({"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
                                 "reference": (row["reference"] or "").strip(),
                                 "length": int(batch.response_mask[0, b].sum())})
@@ -807,7 +807,7 @@ def score(rewards: dict[str, Callable], weights: Sequence[float], batch: Batch):
     terms = torch.stack([weight * found[name] for weight, name in zip(weights, rewards)])
     return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan), found
 
-def decode(batch: Batch, tokenizer) -> list[str]:
+def completion_texts(batch: Batch, tokenizer) -> list[str]:
     """Texts of the k·B completions without the stop token and other special tokens, in the order j·B + b."""
     kept = [ids[:-1] if end else ids for ids, end in zip(batch.completion_ids(), batch.ended.flatten().tolist())]
     return tokenizer.batch_decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -824,7 +824,7 @@ def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
     """The same where it has a tokenizer, `own`, that reads the text: a chat by its template; else eos ends what ended.
     Text beyond its positions is cut from the left, which reward_model/cut counts."""
     sequences, k, bos, eos, device = [], len(batch.responses), own.bos_token_id, own.eos_token_id, batch.ended.device
-    for row, text, ended in zip(batch.rows * k, decode(batch, tokenizer), batch.ended.flatten().tolist()):
+    for row, text, ended in zip(batch.rows * k, completion_texts(batch, tokenizer), batch.ended.flatten().tolist()):
         chat = isinstance(row["prompt"], list) and own.chat_template is not None
         turns = [*row["prompt"], {"role": "assistant", "content": text}] if chat else None
         text = own.apply_chat_template(turns, tokenize=False) if chat else row["prompt_text"] + text
@@ -876,7 +876,7 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
     rows = batch.rows * len(batch.responses)
     columns = sorted({column for row in batch.rows for column in row["columns"]} - {"prompt"})
     given = {column: [row["columns"].get(column) for row in rows] for column in columns}
-    given |= {"prompts": [row["prompt"] for row in rows], "completions": decode(batch, tokenizer),
+    given |= {"prompts": [row["prompt"] for row in rows], "completions": completion_texts(batch, tokenizer),
               "completion_ids": batch.completion_ids()}
     with explained(f"{label} raised an error", place=True):
         scores = function(**given)

@@ -1193,7 +1193,7 @@ def test_a_reward_model_with_its_own_tokenizer_reads_the_text_of_prompt_and_comp
         row["prompt"] = [SYSTEM, {"role": "user", "content": text}] if kind == "chat" else text
     model.config.max_position_embeddings = positions
     found = rloo.text_reward(model, own, 64, tokenizer, batch)
-    for (j, b), text in zip(itertools.product(range(3), range(4)), rloo.decode(batch, tokenizer)):
+    for (j, b), text in zip(itertools.product(range(3), range(4)), rloo.completion_texts(batch, tokenizer)):
         prompt, end = batch.rows[b]["prompt_text"], "<eos>" * bool(batch.ended[j, b])
         text = f"s e u {prompt} a {text}" if kind == "chat" else prompt + text + end
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -1257,14 +1257,14 @@ def test_a_few_lines_sample_completions_and_score_given_ones(tiny):
     rows = [rloo.prepare_row({"prompt": text}, tokenizer) for text in ("a b", "c d e f")]
 
     batch, logprobs = rloo.rollout(model, rows, k=3, temperature=0.7, response_length=6, stop_ids=stop_ids)
-    texts = rloo.decode(batch, tokenizer)  # completion j of prompt b is number j * 2 + b
+    texts = rloo.completion_texts(batch, tokenizer)  # completion j of prompt b is number j * 2 + b
 
     given = ["g h", "i", "j k l", "m"]  # two completions of each prompt, in the same order
     responses, _ = rloo.pad([tokenizer(text)["input_ids"] + stop_ids for text in given])
     own = rloo.make_batch(rows, responses.view(2, 2, -1), stop_ids)
     own_logprobs, entropies = rloo.completion_logprobs(model, own, temperature=0.7)
 
-    assert len(texts) == 6 and rloo.decode(own, tokenizer) == given and (entropies > 0).sum() == own.response_mask.sum()
+    assert len(texts) == 6 and rloo.completion_texts(own, tokenizer) == given and (entropies > 0).sum() == own.response_mask.sum()
     for made, found in ((batch, logprobs), (own, own_logprobs)):
         for j, b in itertools.product(range(len(found)), range(2)):
             completion = made.responses[j, b][made.response_mask[j, b]]

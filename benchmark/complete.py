@@ -74,7 +74,7 @@ def main(args: Args):
     with tqdm(total=len(rows), desc=Path(args.output).stem, unit="post") as bar:
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
             batch, _ = rloo.rollout(model, part, args.n, args.temperature, **sampling)
-            texts, tokens = rloo.decode(batch, tokenizer), batch.response_mask.sum(-1).tolist()
+            texts, tokens = rloo.completion_texts(batch, tokenizer), batch.response_mask.sum(-1).tolist()
             for b, row in enumerate(part):
                 columns = {name: x for name, x in row["columns"].items()
                            if name not in ("post", "prompt", "messages", "completion")}

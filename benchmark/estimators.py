@@ -773,7 +773,7 @@ def judge_scores(tokenizer, batch) -> dict[str, torch.Tensor]:
     """gold: the judge's score; win: 1 where it is above that of the row's reference summary, else 0; both (k, b)."""
     facts, references = ([row["columns"][name] for row in batch.rows] for name in ("facts", "completion"))
     k = len(batch.responses)
-    gold = torch.tensor(gold_judge(None, rloo.decode(batch, tokenizer), facts=facts * k)).view(k, -1)
+    gold = torch.tensor(gold_judge(None, rloo.completion_texts(batch, tokenizer), facts=facts * k)).view(k, -1)
     return {"gold": gold, "win": (gold > torch.tensor(gold_judge(None, references, facts=facts))).float()}
 
 

@@ -155,7 +155,7 @@ def test_the_shipped_miniature_is_what_the_builder_writes(quick):
     # Greedy, the shipped model solves problems it has not seen; and what it says goes through the rewards.
     few = [rloo.prepare_row(row, tokenizer) for row in rows["test"][:40]]
     batch, _ = rloo.rollout(model.eval(), few, 1, 0.0, 40, stop_ids=[tokenizer.eos_token_id])
-    texts = rloo.decode(batch, tokenizer)
+    texts = rloo.completion_texts(batch, tokenizer)
     scores = gsm8k_reward.correctness(None, texts, None, [row["answer"] for row in rows["test"][:40]])
     assert batch.ended.all() and sum(scores) >= 20 and sum(gsm8k_reward.format(None, texts, None)) >= 30
 
