@@ -106,9 +106,8 @@ class RLOO:
 
 @dataclass
 class Rewards:
-    """functions, each file.py:function or module:function, beside or instead of a reward model:
-    function(prompts, completions, completion_ids, **columns) -> list of float or None"""
-    reward_fns: tuple[str, ...] = ()  # reward functions
+    """file.py:function or module:function; (prompts, completions, completion_ids, **columns) -> list of float, None"""
+    reward_fns: tuple[str, ...] = ()  # reward functions, beside or instead of a reward model
     reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
     judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
 
@@ -359,14 +358,13 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
     state = {"update": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
              "run_id": f"{output.name}-{time.time_ns()}", "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
-    resumed = checkpoints(output)[:1] if args.resume else []
+    resumed = gather([checkpoints(output)[:1] if args.resume else []])[0]  # the first rank knows
     if resumed:
         state = load_state(resumed[0], state["flags"])
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
     apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run at least
     evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
 
-    # The policy's weights stay float32; training casts them.
     begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, *begin, trained=True)
     layout = fit(policy, args, longest)
@@ -389,7 +387,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
              for name in state["files"]}
     try:
         if rank == 0:
-            with explained(f"--output_dir {output}: another run is writing there"):
+            with explained(f"--output_dir {output}: cannot be locked, is another run writing there?"):
                 fcntl.flock(files["metrics.jsonl"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
             require(checkpoints(output)[:1] == resumed, f"--output_dir {output}: another run has just ended there")
             for name, file in files.items():
@@ -517,7 +515,6 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
 # plain: every completion is a row of its own, its prompt before it.
 # group: the same numbers from one row per prompt; its k completions, the lanes, follow it, interleaved by time. So the
 # prompt is read once. A lane sees it and itself, never its siblings. P = 2 (one of them padding), k = 2, R = 2:
-#
 #     slot:      0    1     2     3     4     5        sees   . p a b a b
 #     holds:     pad  p     a0    b0    a1    b1       pad    x
 #     position:  0    0     1     1     2     2        p      . x
@@ -603,10 +600,10 @@ def lane_attention(module, query, key, value, attention_mask, scaling=None, **kw
         return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
     n, g, (_, k, lines, S) = query.shape[2], query.shape[1] // key.shape[1], attention_mask.shape
     P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2  # in rows S = P + R, so R = (n - S) / (k - 1)
-    bias = attention_bias(attention_mask, 0, P, slots, g, query.dtype)
+    bias = attention_bias(attention_mask, 0, P, slots, g, value.dtype)  # autocast makes queries and keys of it as well
     out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
     if n > lines:  # backward copies keys and values to the lanes again, instead of keeping them
-        bias = attention_bias(attention_mask, P, S, S, g, query.dtype)
+        bias = attention_bias(attention_mask, P, S, S, g, value.dtype)
         lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
         out = torch.cat([out, lanes], dim=1)
     return out.contiguous(), None
@@ -927,8 +924,7 @@ def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str)
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
     prepared = []
     for number, row in enumerate(rows, 1):
-        with explained(f"{name}, row {number}: needs `prompt` (text or chat messages) or `messages` with a turn of the "
-                       "user, and as `completion` a text"):
+        with explained(f"{name}, row {number}: needs `prompt` (text or messages) or `messages`; `completion`: a text"):
             prepared.append(prepare_row(row, tokenizer))
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
     print(f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens")
@@ -989,6 +985,9 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
             model, info = auto_class.from_config(trust_remote_code=args.trust_remote_code, **options), {}
     missing = gather([sorted(info.get("missing_keys", ()))])[0]
     require(not missing, f"{label}: is no trained model of this kind, it has no {missing[:1]}")
+    head, tied = model.get_output_embeddings(), getattr(config.get_text_config(), "tie_word_embeddings", False)
+    require(not (head and tied) or head.weight is model.get_input_embeddings().weight,
+            f"{label}: its head is not its embedding; set tie_word_embeddings to false in its config.json")
     model.eval().requires_grad_(trained)
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))  # the outermost list
     for layer in layers if trained and args.gradient_checkpointing else ():
@@ -996,9 +995,7 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
     home = torch.device("cpu") if args.offload_reference and not trained else device
     if args.sharding == "ddp":
         return model.to(home)
-
-    # FSDP2: a layer is gathered in --dtype when it is needed. The first rank sends all weights to where their parts
-    # belong, and buffers, some of which are in no state dict (rotary frequencies).
+    # FSDP2 gathers a layer in --dtype when it is needed. The first rank sends weights and buffers where they belong.
     weights, buffers = (model.state_dict(), [*model.buffers()]) if dist.get_rank() == 0 else ({}, None)
     model.to("meta").tie_weights()
     options = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
@@ -1006,10 +1003,11 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
                "offload_policy": fsdp.CPUOffloadPolicy() if home != device else fsdp.OffloadPolicy()}
     for module in [*layers, model]:
         fsdp.fully_shard(module, reshard_after_forward=True, **options)
+    model.set_reduce_scatter_unused_params(True)  # an expert that no token of a rank went to
     model.forward = lambda function, *args, **options: function(model, *args, **options)  # see fsdp_forward
     model.to_empty(device=home).tie_weights()
     state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
-    for mine, theirs in zip(model.buffers(), gather([buffers])[0]):
+    for mine, theirs in zip(model.buffers(), gather([buffers])[0]):  # some are in no state dict: rotary frequencies
         mine.data = theirs.to(device)
     return model
 
@@ -1042,6 +1040,8 @@ def fit(model, args, longest: int) -> str:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 print(f"{name}: group rows do not run ({error})")
+                for layer in (x for x in model.modules() if isinstance(x, fsdp.FSDPModule) and x is not model):
+                    layer.reshard()  # the one that failed is still gathered
             model.set_attn_implementation("sdpa")
     if layout != args.layout:
         print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain")

@@ -612,6 +612,18 @@ def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
     assert torch.allclose(rloo.completion_logprobs(model, batch, 1.0)[0], logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt_neox", "llama"])
+def test_kernels_get_masks_of_the_dtype_that_autocast_gives_them(monkeypatch, name):
+    """Rotary embeddings leave queries and keys in float32; a mask of float32 would be cast by each layer for itself."""
+    kernel, masks = torch.nn.functional.scaled_dot_product_attention, []
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda query, key, value, mask, **options:
+                        masks.append(mask) or kernel(query, key, value, mask, **options))
+    batch = random_batch(3, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        rloo.completion_logprobs(tiny_model(name), batch, 1.0)
+    assert {mask.dtype for mask in masks} == {torch.bfloat16} and len({mask.data_ptr() for mask in masks}) == 2
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_architecture_trains(train, tmp_path, capsys, name):
     """Those that lanes do not fit fall back to plain rows, with a line that says so, and the same results as theirs."""
@@ -1445,6 +1457,7 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_pat
     ("no words", "--model_name_or_path or --sft_model_path {sft}: has no tokenizer, or one without words"),
     ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
     ("too many tokens", "--model_name_or_path: 18 tokens, more than the model's 16"),
+    ("other head", r"--sft_model_path {sft}: its head is not its embedding; set tie_word_embeddings to false"),
     ("no head", r"--reward_model_path \(with one label\) {reward}: "
      r"is no trained model of this kind, it has no .'score.weight'"),
     ("labels", r"--reward_model_path \(with one label\) {reward}: cannot be loaded .*mismatch")])
@@ -1455,6 +1468,9 @@ def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, messa
     tokenizer.save_pretrained(folders["sft"])
     for file in folders["sft"].glob("*token*") if kind == "no tokenizer" else ():
         file.unlink()
+    if kind == "other head":  # what transformers loads with a warning
+        config = json.loads((folders["sft"] / "config.json").read_text()) | {"tie_word_embeddings": True}
+        (folders["sft"] / "config.json").write_text(json.dumps(config))
     if kind == "no head":
         tiny_model().save_pretrained(folders["reward"])
     if kind == "labels":
@@ -1938,7 +1954,8 @@ def test_a_second_live_run_in_a_folder_is_refused_and_one_after_it_is_not(train,
     with monkeypatch.context() as patch:
         spy(patch, "update", start_another)  # before the first checkpoint, when there is none to resume from, and after
         train(**LONG, output_dir=str(output))
-    assert [end.split(" (")[0] for end in ends] == [f"rloo.py: --output_dir {output}: another run is writing there"] * 4
+    said = f"rloo.py: --output_dir {output}: cannot be locked, is another run writing there?"
+    assert [end.split(" (")[0] for end in ends] == [said] * 4
     assert "Traceback" not in capfd.readouterr().err and end_of(output) == end_of(train(**LONG)[1])
     metrics, _ = train(**{**LONG, "total_episodes": 80}, output_dir=str(output), resume=True)
     assert len(metrics) == 5
@@ -2098,7 +2115,8 @@ def worker(rank: int, port: int, runs: list[dict], log: Path):
 
     def without_a_gradient(*args, **options):
         model = load_model(*args, **options)
-        model.base_model.final_layer_norm.bias.requires_grad_(False)
+        norm = model.base_model.final_layer_norm
+        norm.forward = lambda x: F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias.detach(), norm.eps)
         return model
 
     for flags in runs:
@@ -2110,7 +2128,8 @@ def worker(rank: int, port: int, runs: list[dict], log: Path):
 
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
     """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of
-    processes and shardings, and a model whose head is its embedding. In bfloat16 they run, with ratios of exactly 1."""
+    processes and shardings, a model whose head is its embedding, and one that does not run in group rows (by `generate`,
+    so two processes are compared with two). In bfloat16 they run, with ratios of exactly 1."""
     base = dict(dataset_name=str(tiny / "data"), sft_model_path=str(tiny / "sft"), rloo_k=2, response_length=6,
                 reward_model_path=str(tiny / "reward"), gradient_accumulation_steps=2, num_eval_prompts=4,
                 learning_rate=1e-3, lr_scheduler_type="constant", adam_eps=1e-4, normalize_reward=True, device="cpu",
@@ -2119,7 +2138,10 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     bfloat16, tied = dict(dtype="bfloat16", total_episodes=64), dict(sft_model_path=str(tmp_path / "tied model"))
     token = dict(loss_aggregation="token", advantage_estimator="reinforce", kl_in_reward=False, num_ppo_epochs=2)
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
-    tiny_tokenizer().save_pretrained(tmp_path / "tied model")
+    falcon = dict(sft_model_path=str(tmp_path / "falcon"), total_episodes=64)
+    any_model("falcon").save_pretrained(tmp_path / "falcon")
+    for name in ("tied model", "falcon"):
+        tiny_tokenizer().save_pretrained(tmp_path / name)
 
     def flags(name: str, size: int = 8, **more) -> dict:
         return {**base, "output_dir": str(tmp_path / name), "per_device_train_batch_size": size, **more}
@@ -2135,7 +2157,8 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     rloo.main(Args(**flags("one, token", 16, **token)))
     runs = [flags("ddp"), flags("fsdp", **fsdp), flags("ddp, small", **small), flags("fsdp, small", **fsdp, **small),
             resumed("one to fsdp", "one", **fsdp), flags("fsdp, tied", **fsdp, **tied), flags("ddp, token", **token),
-            flags("ddp, bfloat16", **bfloat16), flags("fsdp, bfloat16", **fsdp, **bfloat16), flags("ddp, idle")]
+            flags("ddp, bfloat16", **bfloat16), flags("fsdp, bfloat16", **fsdp, **bfloat16), flags("ddp, idle"),
+            flags("fsdp, idle", **fsdp), flags("ddp, falcon", **falcon), flags("fsdp, falcon", **fsdp, **falcon)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -2164,6 +2187,8 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0)
         assert 0 < update["val/rollout_logprob_gap"] < 0.1
     assert len(read_metrics(tmp_path / "ddp, idle")) == 3
+    for one, other in (("ddp, idle", "fsdp, idle"), ("ddp, falcon", "fsdp, falcon")):
+        assert (final_weights(tmp_path / one) - final_weights(tmp_path / other)).abs().max() < 1e-5, other
 
 
 def note_prompts(prompts, completions, completion_ids, **columns):
