@@ -691,9 +691,8 @@ def sample(logits, temperature: float):
     return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
 
 class Decoder:
-    """Samples k completions of up to R tokens of each of B prompts of P slots, in the group layout: the prompts are
-    read once; then each step reads one token of every completion and samples the next. Shapes and addresses are static
-    and no step waits for the device: on CUDA steps are replayed as graphs."""
+    """Samples k completions of up to R tokens for B prompts of P slots, in group rows: reads the prompts, then at each
+    step a token per completion. Shapes and addresses are static and no step waits: CUDA replays steps as graphs."""
     capture = True  # until a step waits for the device
 
     def __init__(self, model, B: int, P: int, k: int, R: int, temperature: float, stop_ids: list[int]):
@@ -731,15 +730,16 @@ class Decoder:
         """Tokens and their log-probs (k, B, R) of prompts (B, P); what follows a stop token means nothing."""
         P, cuda = prompt_ids.shape[1], prompt_ids.is_cuda
         if cuda and not self.graphs and self.R > 1 and Decoder.capture:
-            self.read(prompt_ids[:, :1], *sequence_mask(prompt_mask[:, :1], 0), last=1)  # the cache gets its memory
-            torch.cuda.set_sync_debug_mode("error")
-            try:  # a step without a graph: libraries set themselves up, and a wait raises
-                self.decode(P + self.k * self.R)
-            except RuntimeError as error:
-                Decoder.capture = False
-                say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            with torch.random.fork_rng([prompt_ids.device], device_type="cuda"):  # the trial draws nothing from the run
+                self.read(prompt_ids[:, :1], *sequence_mask(prompt_mask[:, :1], 0), last=1)  # the cache gets its memory
+                torch.cuda.set_sync_debug_mode("error")
+                try:  # a step without a graph: libraries set themselves up, and a wait raises
+                    self.decode(P + self.k * self.R)
+                except RuntimeError as error:
+                    Decoder.capture = False
+                    say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
         self.cache.reset()
