@@ -89,7 +89,7 @@ class RLOO:
     """the algorithm"""
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
     kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
-    kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion; or per token, to-go
+    kl_level: Literal["sequence", "token"] = "sequence"  # reward and ratio per completion, or reward-to-go per token
     token_level_kl: bool = False  # TRL's flag: the same as kl_level=token
     kl_in_reward: bool = True  # subtract β·kl from the reward; if not, add k3 to the loss, see kl_penalty
     advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # the baseline, see `advantage`
