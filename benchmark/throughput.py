@@ -268,10 +268,11 @@ def added_memory(function: Callable, device: str) -> float:
 
 
 def touch_memory():
-    """Uses most of the free memory once. A virtual machine may get its memory only when it first uses it, a second or
-    more per GiB, and the first trainer measured would pay for all."""
-    with contextlib.suppress(AttributeError, ValueError):  # no Linux
-        torch.ones(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4, dtype=torch.uint8)
+    """Uses free memory once, at most 12 GiB. A virtual machine may get its memory only when it first uses it, a second
+    or more per GiB, and the first trainer measured would pay for all."""
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no Linux, or less may be had than is free
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        torch.ones(min(12 * 2**30, free * 3 // 4), dtype=torch.uint8)
 
 
 def clock(device: str) -> float:
@@ -537,7 +538,7 @@ def report(result: dict, args: Args) -> str:
                      f"{max(turn['peak_gb'] for turn in turns):10.2f}" if peak else " " * 10,
                      f"{use:11.1%}" if use else " " * 11, f"{ratios[name]:13.2f}x" if name in ratios else ""]
             lines.append(f"  {name:36}" + "".join(cells).rstrip())
-    lines.append("\npeak GiB: of a whole update all that its process holds, of the rest the tensors that it adds while it runs")
+    lines.append("\npeak GiB: of a whole update all that its process holds, of the rest the tensors that it adds")
     if device:
         lines.append(f"decode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
                      f"{device['tflops']:,.0f} TFLOP/s")
@@ -593,7 +594,8 @@ def main(args: Args):
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         parameters = in_a_process(write_inputs, Path(temporary), args)
         if "updates" not in args.skip:  # first, since other programs may fail
-            in_a_process(touch_memory)
+            with contextlib.suppress(concurrent.futures.process.BrokenProcessPool):  # a container's limit ended it
+                in_a_process(touch_memory)
             found["whole update"] = measure_updates(Path(temporary), args, trl_names)
         if not {"decode", "phases"} <= set(args.skip):
             print("decode and phases", flush=True)
