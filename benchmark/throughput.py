@@ -24,7 +24,6 @@ no logging, saving, evaluation or progress bar; no vLLM. v1 generates and scores
 dynamic cache, both its defaults, unless --trl_static_cache. v0 has its reference and reward model in --dtype.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -37,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -289,7 +289,7 @@ def seconds(turns: list[dict]) -> float:
 def in_a_process(function: Callable, *arguments):
     """`function(*arguments)` in a fresh process, which gives all its memory back. This process stays small, since Linux
     counts what the starting process holds into the peak of the started one."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
@@ -594,7 +594,7 @@ def main(args: Args):
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         parameters = in_a_process(write_inputs, Path(temporary), args)
         if "updates" not in args.skip:  # first, since other programs may fail
-            with contextlib.suppress(concurrent.futures.process.BrokenProcessPool):  # a container's limit ended it
+            with contextlib.suppress(BrokenProcessPool):  # a container's limit ended it
                 in_a_process(touch_memory)
             found["whole update"] = measure_updates(Path(temporary), args, trl_names)
         if not {"decode", "phases"} <= set(args.skip):
