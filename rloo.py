@@ -31,7 +31,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -46,11 +46,9 @@ import tyro
 from torch import distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import Cache, StaticLayer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Cache, StaticLayer
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used where none is named
 say_once = lru_cache(maxsize=None)(tqdm.write)  # above the progress bar
@@ -63,7 +61,7 @@ class Models:
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
-    attn_implementation: Optional[str] = None  # not sdpa (eager, ...): forces --layout plain
+    attn_implementation: Optional[str] = None  # another kernel than sdpa, e.g. eager; it forces --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
 @dataclass
@@ -81,7 +79,7 @@ class Rollout:
     temperature: float = 0.7  # of the softmax that completions are sampled from and log-probs are of
     stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
     stop_token_id: Optional[int] = None  # the same by its id
-    rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, as with --layout plain
+    rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, always so in plain rows
     local_rollout_forward_batch_size: int = 64  # completions per forward where no gradient is needed
 
 @dataclass
@@ -136,7 +134,7 @@ class Run:
     output_dir: Optional[str] = None  # folder for all that the run leaves; else runs/<exp_name>__<seed>__<time>
     save_steps: int = 100  # updates between checkpoints; 0: only at the end and when the run is told to stop
     save_total_limit: int = 2  # newest checkpoints to keep
-    resume: bool = False  # continue from the newest checkpoint in output_dir, or begin where there is none
+    resume: bool = False  # continue from the newest checkpoint in output_dir; without one begin a new run
     num_sample_generations: int = 4  # evaluations, with completions shown, between the first and the last, at most
     num_eval_prompts: int = 500  # held-out prompts to evaluate on, at most
     track: bool = False  # log to Weights & Biases
@@ -278,9 +276,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
             old_logprobs = chunked_logprobs(policy, batch, temperature, layout, size)
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
-            weight = torch.zeros_like(scores)
-            weight[:, mini] = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation) * in_loss[:, mini]
-            for micro in mini.split(micro_batch):
+            weights = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation) * in_loss[:, mini]
+            for micro, weight in zip(mini.split(micro_batch), weights.split(micro_batch, dim=1)):
                 part, real = batch.prompts(micro), mask[:, micro]
                 with autocast():
                     new, entropy = completion_logprobs(policy, part, temperature, layout)
@@ -292,7 +289,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                                                          args.cliprange_high)
                 if not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
-                losses = losses * weight[:, micro]
+                losses = losses * weight
                 require_finite("the loss", losses)
                 (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 
@@ -306,7 +303,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                     parameter.grad = torch.zeros_like(parameter)
                 sum_over_ranks(parameter.grad).div_(dist.get_world_size())  # FSDP does so in backward
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm = norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm
             require_finite("the gradient", norm)
             noted["grad_norm"].append(norm)
             optimizer.step()
@@ -353,6 +350,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     train_rows, test_rows = load_data(args, tokenizer)
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     test_rows = test_rows[: len(test_rows) // world * world]  # ranks evaluate on equally many
+    if not test_rows:
+        print(f"fewer held-out prompts than processes ({world}): nothing is evaluated")
 
     # Where the run begins: at a checkpoint, or at update 0. The metrics of an update are written after its evaluation.
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
@@ -369,11 +368,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     policy = load_model(args, *begin, trained=True)
     layout = fit(policy, args, longest)
     stop_ids = gather([rank or stop_token_ids(args, policy, tokenizer)])[0]  # the first rank knows
-    engine = args.rollout_engine if layout == "group" else "hf"
-    sampling = {"response_length": args.response_length, "stop_ids": stop_ids, "engine": engine,
-                "chunk_size": args.local_rollout_forward_batch_size}
+    sampling = {"response_length": args.response_length, "chunk_size": args.local_rollout_forward_batch_size,
+                "engine": args.rollout_engine if layout == "group" else "hf", "stop_ids": stop_ids}
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
-    rewards = load_reward_model(args, tokenizer, longest) | functions
+    rewards = (load_reward_model(args, tokenizer, longest) if args.reward_model_path else {}) | functions
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
     course = args.lr_scheduler_type + "_with_warmup" * (args.lr_scheduler_type == "constant")
@@ -399,7 +397,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
                            id=state["run_id"], resume="allow", config=vars(args))
         print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, by "
-              f"{world} x {device}, into {output}", flush=True)
+              f"{world} x {device.type}, into {output}", flush=True)
         epochs = (np.random.default_rng([args.seed, epoch]).permutation(train_rows) for epoch in itertools.count())
         order = itertools.islice(itertools.chain.from_iterable(epochs), first * B * world, None)
         after, start = {}, clock(device)
@@ -490,10 +488,9 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
             ids = batch.responses.new_tensor([[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]])
             pair = make_batch(part, torch.cat([batch.responses, ids]), stop_ids)
             grades = {name: score(functions, weights, pair)[0] for name, functions, weights in graders}
-            for b, (row, text) in enumerate(zip(part, completion_texts(batch, tokenizer))):
+            for b, (row, text, own) in enumerate(zip(part, completion_texts(batch, tokenizer), batch.completion_ids())):
                 samples.append({"mode": mode, "prompt": row["prompt_text"], "completion": text.strip(),
-                                "reference": (row["reference"] or "").strip(),
-                                "length": int(batch.response_mask[0, b].sum())})
+                                "reference": (row["reference"] or "").strip(), "length": len(own)})
                 for name, values in grades.items():
                     ours, theirs = values[:, b].tolist()
                     win = 0.5 if math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6) else float(ours > theirs)
@@ -794,7 +791,7 @@ def sampling_model(policy, dtype: torch.dtype):
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
     model.to_empty(device=policy.device).tie_weights()
     for mine, theirs in zip([*model.parameters(), *model.buffers()], [*policy.parameters(), *policy.buffers()]):
-        mine.data = (theirs.full_tensor() if isinstance(theirs, DTensor) else theirs).detach().to(mine.dtype)
+        mine.data = (theirs.full_tensor() if isinstance(theirs, dist.tensor.DTensor) else theirs).detach().to(mine)
     return model
 
 # ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
@@ -836,10 +833,8 @@ def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
     return {name: values.view(k, -1) for name, values in found.items()}
 
 def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
-    """{} or {"reward_model": reward}. It reads the policy's tokens if it can: if its tokenizer is the policy's."""
+    """{"reward_model": reward}. It reads the policy's tokens if it can: if its tokenizer is the policy's."""
     flag, path, size = "--reward_model_path", args.reward_model_path, args.local_rollout_forward_batch_size
-    if not path:
-        return {}
     own = load_tokenizer(args, flag, path)
     model = load_model(args, f"{flag} (with one label)", path, False, AutoModelForSequenceClassification, num_labels=1)
     embeddings = model.config.get_text_config().vocab_size
@@ -886,8 +881,8 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 # ---- Data ------------------------------------------------------------------------------------------------------------
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of a split, None where there is none. `name`: a .jsonl file (of train), a folder, or of package datasets."""
-    with explained(f"--dataset_name {name[:200]}: is no .jsonl file or folder of them that can be read; what else "
-                   "there is, on disk or Hub, the datasets package reads: pip install datasets"):
+    with explained(f"--dataset_name {name[:200]}: is no .jsonl file, or folder of such files, that can be read; all "
+                   "other forms, on disk or Hub, need the datasets package: pip install datasets"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
             import datasets
@@ -901,7 +896,7 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
     return rows if split in files else None
 
 def prepare_row(row: dict, tokenizer) -> dict:
-    """A dataset row as the dict at the end. A missing `prompt` is the turns of `messages` up to the user's first, a
+    """A dataset row as the dict returned below. A missing `prompt` is the turns of `messages` up to the user's first, a
     missing `completion` the assistant's next turn. Without a chat template a single message is taken as it is."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
@@ -953,7 +948,7 @@ def load_pretrained(args, auto_class, path, label: str, **options):
 
 def load_tokenizer(args, flag: str, path: str):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
-    tokenizer = load_pretrained(args, AutoTokenizer, path, f"{flag} {path}")
+    tokenizer = load_pretrained(args, transformers.AutoTokenizer, path, f"{flag} {path}")
     words = len(tokenizer) - len(tokenizer.all_special_ids)
     require(words > 0, f"{flag} {path}: has no tokenizer, or one without words; save the right one into it")
     return tokenizer
@@ -975,7 +970,7 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
 def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelForCausalLM, **options):
     """A model without dropout, on its device or, with --sharding fsdp, a part of each of its layers."""
     label, device = f"{flag} {path}", torch.device(args.device)
-    config = load_pretrained(args, AutoConfig, path, label, **options)
+    config = load_pretrained(args, transformers.AutoConfig, path, label, **options)
     dtype = torch.float32 if trained else getattr(torch, args.dtype)
     options = {"config": config, "attn_implementation": args.attn_implementation, "dtype": dtype}
     if args.sharding == "ddp" or dist.get_rank() == 0:
@@ -989,7 +984,8 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
     require(not (head and tied) or head.weight is model.get_input_embeddings().weight,
             f"{label}: its head is not its embedding; set tie_word_embeddings to false in its config.json")
     model.eval().requires_grad_(trained)
-    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))  # the outermost list
+    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    layers = max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[])
     for layer in layers if trained and args.gradient_checkpointing else ():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     home = torch.device("cpu") if args.offload_reference and not trained else device
@@ -1033,18 +1029,17 @@ def fit(model, args, longest: int) -> str:
             require(final, f"{name} does more to its logits than final_logits: not supported")
         if args.layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
             try:
-                plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
+                with explained(f"{name}: group rows do not run"):  # a kernel that takes no such mask
+                    plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
                 if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
                     layout = "group"
-            except (ValueError, TypeError, RuntimeError) as error:  # a kernel that takes no such mask
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                print(f"{name}: group rows do not run ({error})")
+            except InputError as error:
+                print(error)
                 for layer in (x for x in model.modules() if isinstance(x, fsdp.FSDPModule) and x is not model):
                     layer.reshard()  # the one that failed is still gathered
             model.set_attn_implementation("sdpa")
     if layout != args.layout:
-        print(f"{name}: its attention is no sdpa over the full row, so it runs with --layout plain")
+        print(f"{name}: its attention is not plain sdpa over the whole row, so it runs with --layout plain")
     return layout
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
@@ -1110,18 +1105,16 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
     if rank > 0 or target.exists():
         return
-    with explained(f"{target} cannot be saved; make room and go on by --resume"):
-        try:
-            policy.save_pretrained(unfinished, state_dict=weights)
-            tokenizer.save_pretrained(unfinished)
-            torch.save(moments, unfinished / "optimizer.pt")
-            (unfinished / "state.json").write_text(json.dumps(state))
-            os.sync()
-            unfinished.rename(target)
-            for old in checkpoints(output)[limit:]:
-                shutil.rmtree(old.rename(unfinished))
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+    with explained(f"{target} cannot be saved; make room and go on by --resume"), ExitStack() as at_the_end:
+        at_the_end.callback(shutil.rmtree, unfinished, ignore_errors=True)
+        policy.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+        torch.save(moments, unfinished / "optimizer.pt")
+        (unfinished / "state.json").write_text(json.dumps(state))
+        os.sync()
+        unfinished.rename(target)
+        for old in checkpoints(output)[limit:]:
+            shutil.rmtree(old.rename(unfinished))
 
 def load_state(folder: Path, flags: dict) -> dict:
     """The state of a checkpoint with a new run's `flags`. Says which are changed; refuses those of another run."""

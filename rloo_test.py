@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
-    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPTNeoXConfig, LlamaConfig,
-    MixtralConfig, PreTrainedTokenizerFast, Qwen3Config)
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPTNeoXConfig,
+    LlamaConfig, MixtralConfig, PreTrainedTokenizerFast, Qwen3Config)
 
 import rloo
 from rloo import Args, Batch, InputError
@@ -585,7 +585,7 @@ def any_model(name: str):
         return tiny_model(name)
     torch.manual_seed(0)
     tokens = {"vocab_size": 3 + len(WORDS), "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
-    return AutoModelForCausalLM.from_config(rloo.AutoConfig.for_model(name, **tokens, **OTHERS[name][0])).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **tokens, **OTHERS[name][0])).eval()
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
@@ -2166,8 +2166,9 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     rloo.main(Args(**flags("one, token", 16, **token)))
     runs = [flags("ddp"), flags("fsdp", **fsdp), flags("ddp, small", **small), flags("fsdp, small", **fsdp, **small),
             resumed("one to fsdp", "one", **fsdp), flags("fsdp, tied", **fsdp, **tied), flags("ddp, token", **token),
-            flags("ddp, bfloat16", **bfloat16), flags("fsdp, bfloat16", **fsdp, **bfloat16), flags("ddp, idle"),
-            flags("fsdp, idle", **fsdp), flags("ddp, falcon", **falcon), flags("fsdp, falcon", **fsdp, **falcon)]
+            flags("ddp, bfloat16", **bfloat16), flags("fsdp, bfloat16", **fsdp, **bfloat16),
+            flags("ddp, idle", num_eval_prompts=1), flags("fsdp, idle", num_eval_prompts=1, **fsdp),
+            flags("ddp, falcon", **falcon), flags("fsdp, falcon", **fsdp, **falcon)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -2195,7 +2196,8 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     for update in read_metrics(tmp_path / "ddp, bfloat16") + read_metrics(tmp_path / "fsdp, bfloat16"):
         assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0)
         assert 0 < update["val/rollout_logprob_gap"] < 0.1
-    assert len(read_metrics(tmp_path / "ddp, idle")) == 3
+    assert len(read_metrics(tmp_path / "ddp, idle")) == 3 and samples("ddp, idle") == []
+    assert logs[0].read_text().count("fewer held-out prompts than processes (2): nothing is evaluated") == 2
     for one, other in (("ddp, idle", "fsdp, idle"), ("ddp, falcon", "fsdp, falcon")):
         assert (final_weights(tmp_path / one) - final_weights(tmp_path / other)).abs().max() < 1e-5, other
 
