@@ -20,6 +20,7 @@ Masks are boolean, true on what is kept; they come from lengths and stop tokens,
 
 import fcntl
 import importlib
+import inspect
 import itertools
 import json
 import math
@@ -61,22 +62,22 @@ class Models:
     model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
     reward_model_path: Optional[str] = None  # sequence classifier with one label that scores prompt + completion
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forwards; trained weights, log-probs, losses: float32
-    attn_implementation: Optional[str] = None  # another kernel than sdpa, e.g. eager; it forces --layout plain
+    attn_implementation: Optional[str] = None  # any other kernel than sdpa, e.g. eager, also sets --layout plain
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
 
 @dataclass
 class Data:
-    """rows have `prompt` (text or chat messages) or `messages`; `completion` is a reference to compare with"""
+    """rows have `prompt` (text or chat messages) or `messages` (up to the first user turn); `completion`: reference"""
     dataset_name: Optional[str] = None  # .jsonl file, folder of <split>.jsonl, or Hub id; if not given, mini TL;DR
     dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: Optional[str] = None  # to evaluate on; else test, or the last tenth (at most 100) of train
+    dataset_test_split: Optional[str] = None  # to evaluate on; else test, or the last tenth of train (at most 100)
     max_prompt_length: int = 512  # tokens; longer prompts are left out
 
 @dataclass
 class Rollout:
     """how completions are sampled"""
     response_length: int = 53  # R: tokens sampled per completion at most
-    temperature: float = 0.7  # of the softmax that completions are sampled from and log-probs are of
+    temperature: float = 0.7  # of sampling; log-probs are of the same softmax(logits / temperature)
     stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
     stop_token_id: Optional[int] = None  # the same by its id
     rollout_engine: Literal["group", "hf"] = "group"  # Decoder of this file, or `generate`, always so in plain rows
@@ -93,8 +94,8 @@ class RLOO:
     advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # the baseline, see `advantage`
     loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"  # see loss_weight
     missing_eos_penalty: Optional[float] = None  # subtracted from the score of a completion that did not end in time
-    normalize_reward: bool = False  # scores to mean 0 and standard deviation 1 over the update
-    reward_clip_range: Optional[float] = None  # clamp scores to ± this, after the two above; None: off (TRL: 10)
+    normalize_reward: bool = False  # then scores to mean 0 and standard deviation 1 over the update
+    reward_clip_range: Optional[float] = None  # then clamp scores to ± this; None: off (TRL: 10)
     normalize_advantage: bool = False  # advantages to mean 0 and standard deviation 1 over the update
     mask_truncated_completions: bool = False  # unfinished completions: weight 0 in the loss, kept in the baselines
     cliprange: float = 0.2  # ε: the ratio is clipped to [1 - ε, 1 + ε]
@@ -136,7 +137,7 @@ class Run:
     save_total_limit: int = 2  # newest checkpoints to keep
     resume: bool = False  # continue from the newest checkpoint in output_dir; without one begin a new run
     num_sample_generations: int = 4  # evaluations, with completions shown, between the first and the last, at most
-    num_eval_prompts: int = 500  # held-out prompts to evaluate on, at most
+    num_eval_prompts: int = 500  # held-out prompts to evaluate on, at most; where train is split, no more are held out
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "rloo"  # its project
     wandb_entity: Optional[str] = None  # its entity (team)
@@ -313,7 +314,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
     best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
     same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
-    noted |= {"frac_reward_zero_std": [same[(~raw_scores.isnan()).sum(0) > 1]], "objective/kl": [kl.sum(-1)],
+    noted |= {"frac_reward_zero_std": [same[(~raw_scores.isnan()).sum(0) > 1]],
+              "objective/kl": [kl.sum(-1) if reference else torch.full_like(scores, math.nan)],  # NaN is not logged
               "objective/entropy": [-rollout_logprobs.sum(-1)], "objective/non_score_reward": [-kl_coef * kl.sum(-1)],
               "objective/rlhf_reward": [rlhf_reward(scores, kl, kl_coef)], "objective/scores": [raw_scores],
               "completions/mean_length": [mask.sum(-1)], "completions/clipped_ratio": [~ended]}
@@ -343,11 +345,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
     batch_size = k * B * world
 
-    # Functions and data first: they are quick to load and the likeliest to be wrong.
+    # Data and functions first: they are quick to load and the likeliest to be wrong.
     tokenizer = load_tokenizer(args, "--model_name_or_path or --sft_model_path", args.model_name_or_path)
-    functions = load_functions(args.reward_fns, "reward_fns", tokenizer)
-    judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer)
     train_rows, test_rows = load_data(args, tokenizer)
+    functions = load_functions(args.reward_fns, "reward_fns", tokenizer, train_rows[0])
+    judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     test_rows = test_rows[: len(test_rows) // world * world]  # ranks evaluate on equally many
     if not test_rows:
@@ -360,6 +362,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     resumed = gather([checkpoints(output)[:1] if args.resume else []])[0]  # the first rank knows
     if resumed:
         state = load_state(resumed[0], state["flags"])
+    elif args.resume:
+        print(f"nothing to resume in {output}: a new run begins")
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
     apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run at least
     evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
@@ -412,7 +416,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
                 state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                 state["before"] = state["before"] if done else after
-            if done:
+            if done or not num_updates:
                 files["metrics.jsonl"].write(json.dumps(state["metrics"]) + "\n")
             if args.track and rank == 0:
                 table = {"completions": wandb.Table([*samples[0]], [[*x.values()] for x in samples])} if samples else {}
@@ -426,13 +430,13 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             rows = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
             metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             if metrics["grad_norm"] == 0:
-                say_once("an update had no gradient: the rewards of each group are equal (None, masked), no advantage")
+                say_once("an update changed nothing: in each group all rewards are equal, None, or masked in the loss")
             metrics |= {"update": done + 1, "episode": (done + 1) * batch_size,
                         "eps": (done + 1 - first) * batch_size / (clock(device) - start)}
             state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # eval_before
             win = after.get("sampled/judge_win_rate", after.get("sampled/win_rate", "-"))
-            reward = metrics.get("objective/rlhf_reward", "-")
-            bar.set_postfix(reward=reward, kl=metrics["objective/kl"], win=win, refresh=False)
+            reward, kl = metrics.get("objective/rlhf_reward", "-"), metrics.get("objective/kl", "-")
+            bar.set_postfix(reward=reward, kl=kl, win=win, refresh=False)
             bar.update()
 
             # Checkpoint: now and then, at the end, and where the run is told to stop.
@@ -845,18 +849,20 @@ def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
         return {"reward_model": partial(model_reward, model, fit(model, args, longest), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
 
-def load_functions(specs: Sequence[str], flag: str, tokenizer) -> dict[str, Callable]:
-    """name -> reward, for functions `file.py:function` or `module:function`; they may import what lies beside them."""
-    rewards: dict[str, Callable] = {}
+def load_functions(specs: Sequence[str], flag: str, tokenizer, row: dict) -> dict[str, Callable]:
+    """name -> reward, for functions `file.py:function` or `module:function`; they may import what lies beside them,
+    and must take the columns of a dataset's row, see prepare_row."""
+    rewards, given = {}, {**row["columns"], "prompts": [], "completions": [], "completion_ids": []}
+    given.pop("prompt", None)
     for spec in specs:
         (source, _, name), label = spec.rpartition(":"), f"--{flag} {spec}"
         path = Path(source).resolve()
         sys.path.append(str(path.parent))
-        with explained(f"{label}: must be file.py:function or module:function; this cannot be loaded"):
+        with explained(f"{label}: must be file.py:function or module:function, with arguments {', '.join(given)}"):
             module = importlib.import_module(path.stem if path.suffix == ".py" else source)
             require(path.suffix != ".py" or path.samefile(module.__file__), f"rename it: {module} has the same name")
             function = getattr(module, name)
-            require(callable(function), f"{name} is no function")
+            inspect.signature(function).bind(**given)
         require(specs.count(spec) == 1, f"{label}: is named twice")
         name = spec if name in {*rewards, "reward_model"} else name
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
@@ -866,8 +872,7 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
     """Scores of a reward function by its `name`, NaN where it returned None. It gets prompts (as the dataset has them),
     completions (texts), completion_ids (with the stop token) and the other columns by their names: lists, j·B + b."""
     rows = batch.rows * len(batch.responses)
-    columns = sorted({column for row in batch.rows for column in row["columns"]} - {"prompt"})
-    given = {column: [row["columns"].get(column) for row in rows] for column in columns}
+    given = {column: [row["columns"][column] for row in rows] for column in rows[0]["columns"] if column != "prompt"}
     given |= {"prompts": [row["prompt"] for row in rows], "completions": completion_texts(batch, tokenizer),
               "completion_ids": batch.completion_ids()}
     with explained(f"{label} raised an error", place=True):
@@ -917,10 +922,10 @@ def prepare_row(row: dict, tokenizer) -> dict:
 
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
-    prepared = []
+    prepared, columns = [], dict.fromkeys(column for row in rows for column in row)  # None where a row lacks one
     for number, row in enumerate(rows, 1):
         with explained(f"{name}, row {number}: needs `prompt` (text or messages) or `messages`; `completion`: a text"):
-            prepared.append(prepare_row(row, tokenizer))
+            prepared.append(prepare_row(columns | row, tokenizer))
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
     print(f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens")
     require(kept or not rows, f"{name}: no prompt is within --max_prompt_length {max_prompt_length} tokens")

@@ -177,6 +177,10 @@ def sometimes_none(prompts, completions, completion_ids, n, **columns):
     return [None if i % 3 == 0 else float(len(ids)) for i, ids in zip(n, completion_ids)]
 
 
+def number_or_none(prompts, completions, completion_ids, n, m):
+    return n
+
+
 def column_value(prompts, completions, completion_ids, value, **columns):
     return value
 
@@ -1024,7 +1028,7 @@ def test_normalisation_is_over_the_whole_update(train, monkeypatch, level):
 def test_without_kl_no_reference_is_loaded(train, monkeypatch):
     loads = spy(monkeypatch, "load_model")
     (update,), _ = train(kl_coef=0.0)
-    assert len(loads) == 2 and update["objective/kl"] == 0  # policy and reward model
+    assert len(loads) == 2 and "objective/kl" not in update  # policy and reward model
     train()
     assert len(loads) == 5
 
@@ -1104,7 +1108,7 @@ def test_rows_of_every_documented_form():
     for row, why in (({"text": "b"}, "TypeError"), ({"prompt": 3}, "must be texts"),
                      ({"prompt": ""}, "prompt is empty"), ({"messages": [ASSISTANT]}, "ValueError"),
                      ({"prompt": "b", "completion": 7}, "must be texts"),
-                     ({"prompt": [SYSTEM, USER]}, "several messages need"), ([], "AttributeError")):
+                     ({"prompt": [SYSTEM, USER]}, "several messages need"), ([], "TypeError")):
         with pytest.raises(InputError, match=rf"^x, row 1: needs `prompt` .* \(.*{why}"):
             rloo.prepare_rows([row], tokenizer, 9, "x")
 
@@ -1162,6 +1166,18 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
         assert completions[j * 4 + b] == tokenizer.decode([i for i in real if i > 2])
 
 
+def test_every_row_has_all_columns_of_its_split(train, tmp_path):
+    """... so that a reward function is always called with the same names, None where a row has nothing."""
+    rows = [{"prompt": "a b"}] * 5 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
+    prepared = rloo.prepare_rows(rows, tiny_tokenizer(), 9, "rows")
+    assert [row["columns"] for row in prepared] == [{"prompt": row["prompt"], "n": row.get("n"), "m": row.get("m")}
+                                                    for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics, _ = train(dataset_name=str(tmp_path / "rows.jsonl"), reward_model_path=None, total_episodes=32,
+                       reward_fns=(f"{__file__}:number_or_none",), per_device_train_batch_size=2)
+    assert 0 < sum("rewards/number_or_none/mean" in update for update in metrics) < len(metrics)
+
+
 @pytest.mark.parametrize("returned, message", [
     ([1.0], r"not \[1.0\]"), (None, "not None"), (["x"] * 12, r"not \['x'"), ([math.nan] * 12, "one is not finite"),
     ([math.inf] * 12, "one is not finite"), ([1e300] * 12, "one is not finite"), ([10**400] * 12, "Overflow")])
@@ -1182,7 +1198,8 @@ def test_an_error_in_a_users_function_names_flag_file_and_line(train, tmp_path, 
 
 def test_functions_of_one_file_share_it_and_can_be_pickled(tmp_path):
     (tmp_path / "shared_file.py").write_text("seen = []\ndef one(**_): return seen\ndef two(**_): return seen\n")
-    found = rloo.load_functions([f"{tmp_path}/shared_file.py:{name}" for name in ("one", "two")], "reward_fns", None)
+    found = rloo.load_functions([f"{tmp_path}/shared_file.py:{name}" for name in ("one", "two")], "reward_fns", None,
+                                {"columns": {}})
     one, two = (found[name].args[1] for name in ("one", "two"))
     assert one() is two() and pickle.loads(pickle.dumps(one)) is one
 
@@ -1342,7 +1359,7 @@ def snapshot(*folders: Path) -> dict[Path, bytes]:
 BROKEN = {  # what the next test finds in the folder {x}
     "empty.jsonl": "", "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n', "list.jsonl": "[1]\n",
     "deep.jsonl": "[" * 100_000, "latin.jsonl": b'{"prompt": "\xe4\xff"}\n', "rows.json": '[{"prompt": "a"}]',
-    "text.jsonl": '{"text": "a"}\n', "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\n",
+    "text.jsonl": '{"text": "a"}\n', "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\n",
     "bad.py": "import nowhere_to_be_found\n", "json.py": "", "time.py": "",
     "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n"}
 MISTAKES = {  # what the line must say besides the flag's name -> what is added to a command line that works
@@ -1363,7 +1380,10 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "No module named 'no'": ["--reward_fns {x}/no.py:f"],
     "rename it": ["--reward_fns {x}/json.py:f"],
     "must be file.py:function": ["--reward_fns fns", "--reward_fns {x}/time.py:f"],
-    "thing is no function": ["--reward_fns {x}/fns.py:thing"],
+    "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
+    "with arguments completion, n, prompts, completions, completion_ids (TypeError: missing a required argument: 'a')": [
+        "--reward_fns {x}/fns.py:sum", "--judge_fn {x}/fns.py:sum"],
+    "got an unexpected keyword argument 'completion'": ["--reward_fns {x}/fns.py:few"],
     "has no attribute 'nothing'": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "ModuleNotFoundError": ["--reward_fns {x}/bad.py:f"], "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
     "SystemExit": ["--reward_fns {x}/quits.py:f"], "--resume needs --output_dir": ["--resume"],
@@ -1599,7 +1619,7 @@ def test_updates_without_a_score_or_an_advantage_are_survived_and_said_once(trai
     metrics, output = train(reward_model_path=None, reward_fns=(f"{__file__}:{function}",), kl_coef=0.0,
                             total_episodes=48, num_eval_prompts=2)
     said, (*_, row) = "".join(capfd.readouterr()), map(json.loads, open(output / "completions.jsonl"))
-    assert said.count("had no gradient: the rewards") == 1
+    assert said.count("changed nothing: in each group") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert ["objective/scores" in metrics[0], "objective/scores_std" in metrics[0]] == [function != "never"] * 2
     assert (row["score"], row["win_rate"]) == ((None, None) if function == "never" else (1, 0.5))  # a tie
@@ -1744,12 +1764,15 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
     (_, nothing_trained), screen = results[-1], capsys.readouterr().out
     assert {path.name for path in output.iterdir()} == {"args.json", "metrics.jsonl", "completions.jsonl"}
     assert screen.count("\ncompletion ") == 3
-    assert metrics == [] and "\n0 episodes in" in screen and "4 held-out prompts, mean" in screen
+    evaluated, = metrics
+    assert evaluated == {f"eval_before/{name}": x for name, x in nothing_trained["before"].items()} and evaluated
+    assert "\n0 episodes in" in screen and "4 held-out prompts, mean" in screen
 
     flags = dict(num_eval_prompts=4, output_dir=str(output), resume=True)
     train(total_episodes=48, **flags)  # there is no checkpoint, so it begins
-    (_, trained), left = results[-1], (output / "completions.jsonl").read_text()
-    assert "\n48 episodes in" in capsys.readouterr().out
+    (_, trained), left, screen = results[-1], (output / "completions.jsonl").read_text(), capsys.readouterr().out
+    assert "\n48 episodes in" in screen and f"nothing to resume in {output}: a new run begins" in screen
+    assert len(read_metrics(output)) == 3 and read_metrics(output)[0].items() >= evaluated.items()
     assert trained["before"] == nothing_trained["before"] != trained["after"]
     train(total_episodes=16, **flags)  # fewer than were made: the end is evaluated again
     assert "\n0 episodes in" in capsys.readouterr().out and results[-1][1] == trained
@@ -1812,7 +1835,8 @@ def test_the_embedded_task_can_be_rebuilt(tmp_path):
     result = shell([HERE / "benchmark" / "mini_tldr.py", "--quick", "--output_dir", "mini"], tmp_path)
     assert result.returncode == 0 and "reward model agreement" in result.stdout, result.stderr
     splits = {split: rloo.load_rows(str(tmp_path / "mini"), split) for split in ("train", "validation", "test")}
-    judge = rloo.load_functions([f"{HERE}/benchmark/mini_tldr.py:gold_judge"], "judge_fn", None)["gold_judge"].args[1]
+    row = {"columns": splits["test"][0]}
+    judge = rloo.load_functions([f"{HERE}/benchmark/mini_tldr.py:gold_judge"], "judge_fn", None, row)["gold_judge"].args[1]
     facts, own = ([row[name] for row in splits["test"]] for name in ("facts", "completion"))
     grades = [sum(judge(None, summaries, None, facts=facts)) for summaries in (own, own[1:] + own[:1])]
     assert grades[0] > grades[1] + len(own)  # a summary of another post loses
