@@ -395,8 +395,8 @@ def test_no_key_is_said_and_a_server_without_one_works(tmp_path, monkeypatch):
 
 def test_the_higher_score_wins(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
-        "def grade(prompts, completions, completion_ids, number, **columns):\n"
-        "    assert len(prompts) == len(completions) == len(completion_ids) == len(number)\n"
+        "def grade(prompts, completions, completion_ids, number, completion, **columns):\n"
+        "    assert len(prompts) == len(completions) == len(completion_ids) == len(number) == len(completion)\n"
         "    return [None if 'odd' in text else float(text.split()[-1]) for text in completions]\n")
     path = write_completions(tmp_path, "ours", [" 2", " 1", " 0", " odd", " 3"], [" 1", " 1.0", " 1", " 1", " 1"])
     flags = {"completions": (path,), "judge": f"function:{tmp_path}/mine.py:grade"}
