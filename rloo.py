@@ -94,8 +94,8 @@ class RLOO:
     advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # the baseline, see `advantage`
     loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"  # see loss_weight
     missing_eos_penalty: Optional[float] = None  # subtracted from the score of a completion that did not end in time
-    normalize_reward: bool = False  # then scores to mean 0 and standard deviation 1 over the update
-    reward_clip_range: Optional[float] = None  # then clamp scores to ± this; None: off (TRL: 10)
+    normalize_reward: bool = False  # after the penalty: scores to mean 0 and standard deviation 1 over the update
+    reward_clip_range: Optional[float] = None  # last: clamp scores to ± this; None: off (TRL: 10)
     normalize_advantage: bool = False  # advantages to mean 0 and standard deviation 1 over the update
     mask_truncated_completions: bool = False  # unfinished completions: weight 0 in the loss, kept in the baselines
     cliprange: float = 0.2  # ε: the ratio is clipped to [1 - ε, 1 + ε]
@@ -191,8 +191,8 @@ def advantage(rewards, estimator: str = "rloo"):
     return torch.where(scorable & (n > 1), found, math.nan).to(rewards.dtype)
 
 def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
-    """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7); log ρ;
-    whether the clip decided; the last two in the shape of the advantages. new, old (k, B, R): log-probs now and before.
+    """max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7); log ρ, and
+    whether the clip decided, both in the shape of the advantages. new, old (k, B, R): log-probs now and before.
     Advantages (k, B): one ρ = exp(Σ_t new_t - old_t) per completion; (k, B, R): one per token, whose losses add up."""
     log_ratio = (new - old) * mask
     if advantages.dim() == 2:
@@ -206,7 +206,7 @@ def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float):
 
 def kl_penalty(new, ref_logprobs, mask):
     """Σ_t e^{-kl_t} - 1 + kl_t of each completion, (k, B): the k3 estimator of the KL, with gradient, for the loss
-    (Schulman 2020, "Approximating KL Divergence"). Its gradient is, per token and on average, that of KL(π_ref ‖ π)."""
+    (Schulman 2020, "Approximating KL Divergence"). In expectation its gradient is, per token, that of KL(π_ref ‖ π)."""
     kl = (new - ref_logprobs) * mask
     return (torch.expm1(-kl) + kl).sum(-1)
 
@@ -258,7 +258,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     kl_coef = args.kl_coef if args.kl_in_reward else 0.0  # of the KL in the reward
     advantages = advantage(rlhf_reward(scores, kl, kl_coef, args.kl_level), args.advantage_estimator)
     if args.kl_level == "token":
-        advantages = advantages.masked_fill(~mask, math.nan)
+        advantages = advantages.masked_fill(~mask, math.nan)  # in no mean; below it becomes 0
     advantages = (standardize(advantages) if args.normalize_advantage else advantages).nan_to_num(0.0)
     if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
         advantages = advantages[..., None].expand(mask.shape)
@@ -266,8 +266,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     in_loss = ~raw_scores.isnan() & (ended | (not args.mask_truncated_completions))  # completions with a loss
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one epoch and mini-batch this is REINFORCE.
-    # Old log-probs are not those of generation, whose rounding would look like a step of the policy. The first
-    # mini-batch meets the policy that sampled: its own forward gives them, and ρ is exactly 1.
+    # Old log-probs are not those of generation, whose rounding would look like a step of the policy. In the first
+    # mini-batch the policy is still the one that sampled: training's own forward gives them, and ρ is exactly 1.
     micro_batch = args.per_device_train_batch_size // k  # prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
     autocast = partial(torch.autocast, device.type, dtype, args.dtype != "float32")
@@ -365,13 +365,13 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     elif args.resume:
         print(f"nothing to resume in {output}: a new run begins")
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
-    apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run at least
+    apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run
     evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
 
     begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, *begin, trained=True)
     layout = fit(policy, args, longest)
-    stop_ids = gather([rank or stop_token_ids(args, policy, tokenizer)])[0]  # the first rank knows
+    stop_ids = gather([rank or stop_token_ids(args, policy, tokenizer)])[0]  # it has read the config
     sampling = {"response_length": args.response_length, "chunk_size": args.local_rollout_forward_batch_size,
                 "engine": args.rollout_engine if layout == "group" else "hf", "stop_ids": stop_ids}
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
@@ -416,7 +416,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
                 state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
                 state["before"] = state["before"] if done else after
-            if done or not num_updates:
+            if done or after and not num_updates:
                 files["metrics.jsonl"].write(json.dumps(state["metrics"]) + "\n")
             if args.track and rank == 0:
                 table = {"completions": wandb.Table([*samples[0]], [[*x.values()] for x in samples])} if samples else {}
@@ -430,10 +430,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             rows = list(itertools.islice(order, B * world))[rank * B : (rank + 1) * B]
             metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             if metrics["grad_norm"] == 0:
-                say_once("an update changed nothing: in each group all rewards are equal, None, or masked in the loss")
+                say_once("an update had no gradient: in each group all rewards are equal, None, or masked in the loss")
             metrics |= {"update": done + 1, "episode": (done + 1) * batch_size,
                         "eps": (done + 1 - first) * batch_size / (clock(device) - start)}
-            state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # eval_before
+            state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # + eval_before
             win = after.get("sampled/judge_win_rate", after.get("sampled/win_rate", "-"))
             reward, kl = metrics.get("objective/rlhf_reward", "-"), metrics.get("objective/kl", "-")
             bar.set_postfix(reward=reward, kl=kl, win=win, refresh=False)
@@ -862,7 +862,7 @@ def load_functions(specs: Sequence[str], flag: str, tokenizer, row: dict) -> dic
             module = importlib.import_module(path.stem if path.suffix == ".py" else source)
             require(path.suffix != ".py" or path.samefile(module.__file__), f"rename it: {module} has the same name")
             function = getattr(module, name)
-            inspect.signature(function).bind(**given)
+            inspect.signature(function, follow_wrapped=False).bind(**given)
         require(specs.count(spec) == 1, f"{label}: is named twice")
         name = spec if name in {*rewards, "reward_model"} else name
         rewards[name] = partial(function_reward, label, function, name, tokenizer)
@@ -922,10 +922,10 @@ def prepare_row(row: dict, tokenizer) -> dict:
 
 def prepare_rows(rows: list[dict], tokenizer, max_prompt_length: int, name: str) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
-    prepared, columns = [], dict.fromkeys(column for row in rows for column in row)  # None where a row lacks one
+    prepared = []
     for number, row in enumerate(rows, 1):
         with explained(f"{name}, row {number}: needs `prompt` (text or messages) or `messages`; `completion`: a text"):
-            prepared.append(prepare_row(columns | row, tokenizer))
+            prepared.append(prepare_row(row, tokenizer))
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
     print(f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens")
     require(kept or not rows, f"{name}: no prompt is within --max_prompt_length {max_prompt_length} tokens")
@@ -942,8 +942,10 @@ def load_data(args: Args, tokenizer) -> list[list[dict]]:
         n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
         print(f"{name}: the last {n} rows of its split {split} are held out to evaluate on")
+    columns = dict.fromkeys(column for row in train + test for column in row)  # None where a row lacks one
     parts = (split, train), ("held out", test[: args.num_eval_prompts])
-    return [prepare_rows(rows, tokenizer, args.max_prompt_length, f"{name}, {part}") for part, rows in parts]
+    return [prepare_rows([columns | row for row in rows], tokenizer, args.max_prompt_length, f"{name}, {part}")
+            for part, rows in parts]
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 def load_pretrained(args, auto_class, path, label: str, **options):
@@ -1036,9 +1038,9 @@ def fit(model, args, longest: int) -> str:
             try:
                 with explained(f"{name}: group rows do not run"):  # a kernel that takes no such mask
                     plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
-                if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
-                    layout = "group"
-            except InputError as error:
+                    if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
+                        layout = "group"
+            except InputError as error:  # made of any error within
                 print(error)
                 for layer in (x for x in model.modules() if isinstance(x, fsdp.FSDPModule) and x is not model):
                     layer.reshard()  # the one that failed is still gathered
@@ -1156,7 +1158,7 @@ def explained(message: str, place: bool = False):
         raise
     except (Exception, SystemExit) as error:  # libraries and users' files raise what they like
         said = (str(error).strip().splitlines() or [""])[0][:200]
-        frame = traceback.extract_tb(error.__traceback__)[:3][-1]  # whatever that function called
+        frame = traceback.extract_tb(error.__traceback__)[:3][-1]  # the user's function, not what it called
         said += f"; {frame.filename}, line {frame.lineno}" * place
         raise InputError(f"{message} ({type(error).__name__}: {said})") from error
 

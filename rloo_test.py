@@ -3,6 +3,7 @@
 They build tiny random models, need no network and no GPU, and read from top to bottom like rloo.py itself.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -179,8 +180,16 @@ def sometimes_none(prompts, completions, completion_ids, n, **columns):
     return [None if i % 3 == 0 else float(len(ids)) for i, ids in zip(n, completion_ids)]
 
 
-def number_or_none(prompts, completions, completion_ids, n, m):
-    return n
+def wrapped(function):
+    @functools.wraps(function)
+    def called(prompts, completions, completion_ids, n, m):
+        return function(n)
+    return called
+
+
+@wrapped
+def number_or_none(numbers):
+    return numbers
 
 
 def column_value(prompts, completions, completion_ids, value, **columns):
@@ -1253,7 +1262,7 @@ def test_rows_of_every_documented_form():
     for row, why in (({"text": "b"}, "TypeError"), ({"prompt": 3}, "must be texts"),
                      ({"prompt": ""}, "prompt is empty"), ({"messages": [ASSISTANT]}, "ValueError"),
                      ({"prompt": "b", "completion": 7}, "must be texts"),
-                     ({"prompt": [SYSTEM, USER]}, "several messages need"), ([], "TypeError")):
+                     ({"prompt": [SYSTEM, USER]}, "several messages need"), ([], "AttributeError")):
         with pytest.raises(InputError, match=rf"^x, row 1: needs `prompt` .* \(.*{why}"):
             rloo.prepare_rows([row], tokenizer, 9, "x")
 
@@ -1311,16 +1320,17 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
         assert completions[j * 4 + b] == tokenizer.decode([i for i in real if i > 2])
 
 
-def test_every_row_has_all_columns_of_its_split(train, tmp_path):
+def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
     """... so that a reward function is always called with the same names, None where a row has nothing."""
-    rows = [{"prompt": "a b"}] * 5 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
-    prepared = rloo.prepare_rows(rows, tiny_tokenizer(), 9, "rows")
-    assert [row["columns"] for row in prepared] == [{"prompt": row["prompt"], "n": row.get("n"), "m": row.get("m")}
-                                                    for row in rows]
+    rows = [{"prompt": "a b"}] * 18 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics, _ = train(dataset_name=str(tmp_path / "rows.jsonl"), reward_model_path=None, total_episodes=32,
-                       reward_fns=(f"{__file__}:number_or_none",), per_device_train_batch_size=2)
-    assert 0 < sum("rewards/number_or_none/mean" in update for update in metrics) < len(metrics)
+    loaded = rloo.load_data(Args(dataset_name=str(tmp_path / "rows.jsonl")), tiny_tokenizer())
+    assert [row["columns"] for part in loaded for row in part] == [
+        {"prompt": row["prompt"], "n": row.get("n"), "m": row.get("m")} for row in rows]
+    function = f"{__file__}:number_or_none"  # the two rows with m are those to evaluate on
+    metrics, _ = train(dataset_name=str(tmp_path / "rows.jsonl"), reward_model_path=None, total_episodes=38,
+                       reward_fns=(function,), judge_fn=function, per_device_train_batch_size=2, num_eval_prompts=9)
+    assert sum("rewards/number_or_none/mean" in update for update in metrics) == 1 < len(metrics)
 
 
 @pytest.mark.parametrize("returned, message", [
@@ -1764,7 +1774,7 @@ def test_updates_without_a_score_or_an_advantage_are_survived_and_said_once(trai
     metrics, output = train(reward_model_path=None, reward_fns=(f"{__file__}:{function}",), kl_coef=0.0,
                             total_episodes=48, num_eval_prompts=2)
     said, (*_, row) = "".join(capfd.readouterr()), map(json.loads, open(output / "completions.jsonl"))
-    assert said.count("changed nothing: in each group") == 1
+    assert said.count("had no gradient: in each group") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert ["objective/scores" in metrics[0], "objective/scores_std" in metrics[0]] == [function != "never"] * 2
     assert (row["score"], row["win_rate"]) == ((None, None) if function == "never" else (1, 0.5))  # a tie

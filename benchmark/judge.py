@@ -141,7 +141,8 @@ def read_pairs(path: str, against: Optional[str], posts: Optional[int]) -> list[
     others = {row["post"]: row for row in read_rows(against)} if against else {}
     pairs = []
     for row in rows:
-        columns = {"completion": row["reference"]} | row.get("columns", {})
+        columns = row.get("columns") or {}
+        columns |= {"completion": row["reference"]} if isinstance(row["reference"], str) else {}
         ours = Text(row["prompt"], row["completion"], row.get("ended", True), columns)
         if against:
             other = others.get(row["post"], {})
@@ -174,7 +175,7 @@ def write_whole(path: str, text: str):
 
 def function_scores(spec: str, texts: list[Text]) -> list[Optional[float]]:
     """Scores by FILE.py:FUNCTION or MODULE:FUNCTION, called like a reward function of rloo.py, without token ids;
-    `completion` is the reference."""
+    `completion` is the reference, if there is one."""
     (source, _, name), path = spec.rpartition(":"), Path(spec.rpartition(":")[0]).resolve()
     sys.path.append(str(path.parent))  # it may import what lies beside it
     try:

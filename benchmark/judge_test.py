@@ -410,6 +410,19 @@ def test_the_higher_score_wins(tmp_path, capsys):
     assert numbers(json.loads((tmp_path / "two.json").read_text())["results"]["ours"]) == (2, 1, 1, 0, 0)
 
 
+def test_functions_compare_files_without_references(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def grade(prompts, completions, completion_ids):\n"
+        "    return [float(text) for text in completions]\n")
+    ours, theirs = (write_completions(tmp_path, name, texts) for name, texts in (("ours", ["2", "1"]), ("theirs", "11")))
+    for path in map(Path, (ours, theirs)):
+        rows = [json.loads(line) | {"reference": None, "columns": None} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"judge": f"function:{tmp_path}/mine.py:grade", "output": str(tmp_path / "o.json")}
+    judge.main(judge.Args(completions=(ours,), against=theirs, **flags))
+    assert numbers(json.loads((tmp_path / "o.json").read_text())["results"]["ours"]) == (2, 1, 1, 0, 0)
+
+
 def test_scores_of_a_model_are_those_of_its_own_forward(tmp_path):
     """Padded and in batches, against transformers' classifier, one unpadded text at a time."""
     torch = pytest.importorskip("torch")

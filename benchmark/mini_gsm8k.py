@@ -262,7 +262,7 @@ def read_run(folder: Path) -> dict:
     found = {"episodes": [m["episode"] for m in metrics],
              "correctness": [m["rewards/correctness/mean"] for m in metrics],
              "format": [m["rewards/format/mean"] for m in metrics],
-             "kl": [m["objective/kl"] for m in metrics],
+             "kl": [m.get("objective/kl", 0.0) for m in metrics],  # without a reference there is none
              "held_out": {m["episode"]: m[accuracy] for m in metrics if accuracy in m},
              "seconds": sum(value for m in metrics for name, value in m.items() if name.startswith("time/"))}
     found["held_out"][0] = metrics[0]["eval_before/sampled/judge_score"]

@@ -164,7 +164,7 @@ def read_run(folder: Path) -> dict:
     seconds = sum(value for line in metrics for name, value in line.items() if name.startswith("time/"))
     samples = json.loads((folder / "sft-samples.jsonl").open().readline())
     return {"command": (folder / "settings").read_text().strip(), "temperature": samples["temperature"],
-            "kl": metrics[-1]["objective/kl"], "update": metrics[-1]["episode"] // metrics[-1]["update"],  # completions
+            "kl": metrics[-1].get("objective/kl", 0.0), "update": metrics[-1]["episode"] // metrics[-1]["update"],  # completions
             "hours": seconds / 3600, **{name: json.loads((folder / f"{name}.json").read_text()) for name in JUDGES}}
 
 
