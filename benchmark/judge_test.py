@@ -454,7 +454,6 @@ def test_scores_of_a_model_are_those_of_its_own_forward(tmp_path):
 def test_mistakes(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = write_completions(tmp_path, "ours", [" a"])
     given = {"completions": (path,), "judge": "openai:m", "output": "o.json"} | flags
     with pytest.raises(ValueError, match=re.escape(message)):
