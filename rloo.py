@@ -32,7 +32,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -107,7 +107,7 @@ class RLOO:
 class Rewards:
     """file.py:function or module:function; (prompts, completions, completion_ids, **columns) -> list of float, None"""
     reward_fns: tuple[str, ...] = ()  # reward functions, beside or instead of a reward model
-    reward_weights: Optional[tuple[float, ...]] = None  # one per reward, the reward model's first; if not given, all 1
+    reward_weights: Optional[tuple[float, ...]] = None  # the reward model's first; 0: only logged; if not given, all 1
     judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
 
 @dataclass
@@ -184,7 +184,7 @@ def advantage(rewards, estimator: str = "rloo"):
         total, n = sum_over_ranks(total.sum(0)), sum_over_ranks(n.sum(0))
     if estimator == "rloo":
         found = r - (total - r) / (n - 1).clamp(min=1)
-    else:
+    else:  # drgrpo, grpo, reinforce
         found = r - total / n.clamp(min=1)
     if estimator == "grpo":
         found = found / (((found * scorable).square().sum(0) / (n - 1).clamp(min=1)).sqrt() + 1e-4)
@@ -236,7 +236,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     The reference may be None; `rewards`: name -> function of a Batch, see score; `sampling`: what rollout needs."""
     device, k, B, times = policy.device, args.rloo_k, len(rows), [clock(policy.device)]
     size, temperature, dtype = args.local_rollout_forward_batch_size, args.temperature, getattr(torch, args.dtype)
-    noted = defaultdict(list)  # metric -> tensors; the mean over all their entries, of all ranks, is logged
+    noted = defaultdict(list)  # metric -> tensors of any shape; the mean of all their entries, of all ranks, is logged
 
     # 1. Rollout: k completions of each prompt, and their log-probs when they were sampled.
     batch, rollout_logprobs = rollout(sampling_model(policy, dtype), rows, k, temperature, **sampling)
@@ -254,7 +254,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
     times.append(clock(device))
 
-    # 4. Advantages: (k, B) with one ratio per completion, (k, B, R) with one per token.
+    # 4. Advantages: (k, B) with one ratio per completion, (k, B, R) with one per token. NaN, no baseline, becomes 0.
     kl_coef = args.kl_coef if args.kl_in_reward else 0.0  # of the KL in the reward
     advantages = advantage(rlhf_reward(scores, kl, kl_coef, args.kl_level), args.advantage_estimator)
     if args.kl_level == "token":
@@ -341,7 +341,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     print(f"loading {args.dataset_name} and {args.sft_model_path}", flush=True)
     device, k = torch.device(args.device), args.rloo_k
     rank, world = start_processes(device)
-    output = Path(gather([args.output_dir])[0])  # with a time in it ranks may differ
+    output = Path(gather([args.output_dir])[0]).absolute()  # with a time in it ranks may differ
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
     batch_size = k * B * world
 
@@ -352,10 +352,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
     longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
     test_rows = test_rows[: len(test_rows) // world * world]  # ranks evaluate on equally many
-    if not test_rows:
-        print(f"fewer held-out prompts than processes ({world}): nothing is evaluated")
 
-    # Where the run begins: at a checkpoint, or at update 0. The metrics of an update are written after its evaluation.
+    # Where the run begins: at a checkpoint, or at update 0. What outlives an update is in state, optimizer or policy.
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
     state = {"update": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
              "run_id": f"{output.name}-{time.time_ns()}", "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
@@ -401,7 +399,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
                            id=state["run_id"], resume="allow", config=vars(args))
         print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, by "
-              f"{world} x {device.type}, into {output}", flush=True)
+              f"{world} x {device.type}, evaluated on {len(test_rows)}, into {output}", flush=True)
         epochs = (np.random.default_rng([args.seed, epoch]).permutation(train_rows) for epoch in itertools.count())
         order = itertools.islice(itertools.chain.from_iterable(epochs), first * B * world, None)
         after, start = {}, clock(device)
@@ -458,7 +456,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     finally:
         for file in files.values():
             file.close()
-
     bar.close()
     before, after = state["before"], after if num_updates else {}
     print_gains(before, after, len(test_rows))
@@ -476,8 +473,8 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts: int)
 
 def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer, signals, greedy):
     """A sampled and, if `greedy`, a greedy completion of each row of all ranks, with its grades (weighted score, judge)
-    and whether they are above its reference's (1; 0.5 where equal; 0); three are shown. Returns all, and by name means
-    and standard errors. Raises InterruptedError if the run is told to stop. Always draws the same random numbers."""
+    and whether they are above its reference's (1; 0.5 where equal; 0); by name means and standard errors. Three are
+    shown. Raises InterruptedError if the run is told to stop. Always draws the same random numbers."""
     model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
     R, stop_ids = sampling["response_length"], sampling["stop_ids"]
     graders = [("score", rewards, args.reward_weights)] + [("judge_score", judges, (1.0,))] * bool(judges)
@@ -553,12 +550,12 @@ def pad(sequences: Sequence[list[int]], left: bool = False):
     fill = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left" if left else "right")
     return fill(rows), fill([torch.ones_like(row, dtype=torch.bool) for row in rows])
 
-def make_batch(rows: list[dict], responses, stop_ids: list[int]) -> Batch:
-    """Prompts and their completions (k, B, R), of which what follows the first stop token does not count."""
+def make_batch(rows: list[dict], responses, stop_ids: list[int], real=True) -> Batch:
+    """Prompts and their completions (k, B, R). What follows the first stop token, or is not `real`, does not count."""
     prompts = (x.to(responses.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
     is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
-    mask = is_stop.cumsum(-1) - is_stop.long() == 0
-    return Batch(rows, *prompts, responses.masked_fill(~mask, 0), mask, is_stop.any(-1))
+    mask = (is_stop.cumsum(-1) - is_stop.long() == 0) & real
+    return Batch(rows, *prompts, responses.masked_fill(~mask, 0), mask, (is_stop & mask).any(-1))
 
 def sequence_mask(prompt_mask, R: int):
     """Who sees whom in a prompt (B, P) and one completion of R slots, (B, 1, P + R, P + R) bool, and the positions,
@@ -641,8 +638,8 @@ def block_logprobs(model, hidden, tokens, temperature: float):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
     logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
     found = logprobs.gather(1, tokens[:, None]).squeeze(1)  # recomputation in backward stops here
-    with torch.no_grad():
-        entropy = -logprobs.exp().mul_(logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
+    with torch.no_grad():  # drop this line for an entropy bonus
+        entropy = -(logprobs.exp() * logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
     return found, entropy
 
 def fsdp_forward(function: Callable) -> Callable:
@@ -655,7 +652,7 @@ def fsdp_forward(function: Callable) -> Callable:
 
 @fsdp_forward
 def completion_logprobs(model, batch: Batch, temperature: float, layout: str = "group"):
-    """Log-probs of the completions' tokens and entropies of their distributions, both (k, B, R), 0 where masked.
+    """Log-probs of the completions' tokens, entropies (no gradient) of their distributions, (k, B, R), 0 where masked.
     Logits are made for real completion tokens only, a block of tokens at a time, and once more in backward."""
     mask, hidden = batch.response_mask, completion_hidden(model, batch, layout)[:, :, :-1]
     hidden = hidden[mask[..., : hidden.shape[2]]]
@@ -802,7 +799,7 @@ def sampling_model(policy, dtype: torch.dtype):
 def score(rewards: dict[str, Callable], weights: Sequence[float], batch: Batch):
     """Σ_i weight_i · score_i (k, B) over the rewards that apply, NaN where none does; and by name what each tells."""
     found = {name: values for reward in rewards.values() for name, values in reward(batch).items()}
-    terms = torch.stack([weight * found[name] for weight, name in zip(weights, rewards)])
+    terms = torch.stack([(weight or math.nan) * found[name] for weight, name in zip(weights, rewards)])  # 0: logged
     return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan), found
 
 def completion_texts(batch: Batch, tokenizer) -> list[str]:
@@ -877,7 +874,7 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
               "completion_ids": batch.completion_ids()}
     with explained(f"{label} raised an error", place=True):
         scores = function(**given)
-    with explained(f"{label} must return {len(rows)} finite numbers or None, not {scores!r:.50}"):
+    with explained(f"{label} must return {len(rows)} finite numbers or None, not {' '.join(repr(scores).split()):.50}"):
         scores = [value if value is None else float(value) for value in scores]
         numbers = torch.tensor([math.nan if value is None else value for value in scores])
         require(numbers.isfinite().sum() == len(scores) - scores.count(None), "one is not finite")
@@ -948,14 +945,10 @@ def load_data(args: Args, tokenizer) -> list[list[dict]]:
             for part, rows in parts]
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
-def load_pretrained(args, auto_class, path, label: str, **options):
-    """`auto_class.from_pretrained`; what cannot be loaded is an InputError that begins with `label`."""
-    with explained(f"{label}: cannot be loaded as a folder or Hub model"):
-        return auto_class.from_pretrained(path, trust_remote_code=args.trust_remote_code, **options)
-
 def load_tokenizer(args, flag: str, path: str):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
-    tokenizer = load_pretrained(args, transformers.AutoTokenizer, path, f"{flag} {path}")
+    with explained(f"{flag} {path}: cannot be loaded as a folder or Hub model"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     words = len(tokenizer) - len(tokenizer.all_special_ids)
     require(words > 0, f"{flag} {path}: has no tokenizer, or one without words; save the right one into it")
     return tokenizer
@@ -976,15 +969,16 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
 
 def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelForCausalLM, **options):
     """A model without dropout, on its device or, with --sharding fsdp, a part of each of its layers."""
-    label, device = f"{flag} {path}", torch.device(args.device)
-    config = load_pretrained(args, transformers.AutoConfig, path, label, **options)
+    label, device, trust = f"{flag} {path}", torch.device(args.device), {"trust_remote_code": args.trust_remote_code}
     dtype = torch.float32 if trained else getattr(torch, args.dtype)
-    options = {"config": config, "attn_implementation": args.attn_implementation, "dtype": dtype}
-    if args.sharding == "ddp" or dist.get_rank() == 0:
-        model, info = load_pretrained(args, auto_class, path, label, output_loading_info=True, **options)
-    else:
-        with torch.device("meta"):
-            model, info = auto_class.from_config(trust_remote_code=args.trust_remote_code, **options), {}
+    with explained(f"{label}: cannot be loaded as a folder or Hub model"):
+        config = transformers.AutoConfig.from_pretrained(path, **trust, **options)
+        options = {"config": config, "attn_implementation": args.attn_implementation, "dtype": dtype} | trust
+        if args.sharding == "ddp" or dist.get_rank() == 0:
+            model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+        else:
+            with torch.device("meta"):
+                model, info = auto_class.from_config(**options), {}
     missing = gather([sorted(info.get("missing_keys", ()))])[0]
     require(not missing, f"{label}: is no trained model of this kind, it has no {missing[:1]}")
     head, tied = model.get_output_embeddings(), getattr(config.get_text_config(), "tie_word_embeddings", False)
@@ -1018,8 +1012,8 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
 @fsdp_forward
 def fit(model, args, longest: int) -> str:
     """The layout that a model takes, tried on prompts of full and half length: --layout, or plain where group rows give
-    other numbers, as with linear attention, a sliding window shorter than prompt and completion, ALiBi, kernels without
-    masks. Refuses a policy that does more to its logits than `final_logits`, and a model with too few positions."""
+    other numbers, as with linear attention, a sliding window shorter than prompt and completion, ALiBi. Refuses a
+    policy that does more to its logits than `final_logits`, and a model with too few positions."""
     config, name, k, R = model.config.get_text_config(), type(model).__name__, args.rloo_k, args.response_length
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     require(longest + R <= positions, f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and "
@@ -1032,18 +1026,16 @@ def fit(model, args, longest: int) -> str:
         if model.get_output_embeddings() is not None:  # a policy
             ours, theirs = (final_logits(model, model.base_model(tokens[None, :2])[0]),
                             type(model).forward(model, tokens[None, :2]).logits.float())
+            require(ours.isfinite().all(), f"{name}: its logits are not finite; is the file damaged?")
             final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
             require(final, f"{name} does more to its logits than final_logits: not supported")
         if args.layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
-            try:
-                with explained(f"{name}: group rows do not run"):  # a kernel that takes no such mask
-                    plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
-                    if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
-                        layout = "group"
-            except InputError as error:  # made of any error within
-                print(error)
-                for layer in (x for x in model.modules() if isinstance(x, fsdp.FSDPModule) and x is not model):
-                    layer.reshard()  # the one that failed is still gathered
+            with suppress(InputError), explained(f"{name}: group rows do not run"):  # its attention takes no such mask
+                plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
+                if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
+                    layout = "group"
+            for layer in (x for x in model.modules() if isinstance(x, fsdp.FSDPModule) and x is not model):
+                layer.reshard()  # one that failed is still gathered
             model.set_attn_implementation("sdpa")
     if layout != args.layout:
         print(f"{name}: its attention is not plain sdpa over the whole row, so it runs with --layout plain")
@@ -1201,7 +1193,6 @@ def resolve_args(args: Args) -> Args:
     require(num_rewards, "no reward: give --reward_model_path, --reward_fns or both")
     require(len(weights) == num_rewards and all(map(math.isfinite, weights)), f"--reward_weights {weights}: must be "
             f"{num_rewards} finite numbers, the reward model's first, then those of --reward_fns")
-    require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
@@ -1212,30 +1203,39 @@ def resolve_args(args: Args) -> Args:
         torch.zeros(1, device=args.device).item()
     return args
 
+@contextmanager
+def unread():
+    """Around what writes to the screen: a run goes on when nobody reads it, as when Ctrl-C has ended `| tee log`."""
+    with suppress(OSError):
+        yield
+
 def command_line(argv: Optional[list[str]] = None):
     """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after this update."""
     rank, signals = int(os.environ.get("RANK", 0)), []
     if rank > 0:  # one process speaks for all
         sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    for stream in (sys.stdout, sys.stderr):
+        stream.write, stream.flush = unread()(stream.write), unread()(stream.flush)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     def note(number: int, frame):
         if rank == 0 and not signals:
-            os.write(2, b"\nrloo.py stops: it finishes and saves the update in progress. Ctrl-C again ends it now.\n")
+            with unread():
+                os.write(2, b"\nrloo.py stops: it finishes and saves this update. Ctrl-C again ends it now.\n")
         if "RANK" not in os.environ:  # torchrun may send each signal twice
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         signals.append(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number, in_child in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN)):
         signal.signal(number, note)
+        os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))  # processes of reward functions
     try:
         main(parse_args(argv), signals)
         if dist.is_initialized():
             dist.destroy_process_group()
     except (InputError, OSError, MemoryError, RuntimeError, SystemExit) as error:
-        text = str(error)
+        text = str(error) + "; make room and go on by --resume" * (getattr(error, "filename", "") is None)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
             text = ("out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and "
                     "raise --gradient_accumulation_steps by the same factor")
