@@ -450,8 +450,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     except InterruptedError:  # told to stop
         if state["update"]:
             save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
-        print(f"told to stop after update {state['update']} of {num_updates}; go on by the same command with --resume "
-              f"and --output_dir {output}")
+        bar.write(f"told to stop after update {state['update']} of {num_updates}; go on by the same command with "
+                  f"--resume and --output_dir {output}")
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
     finally:
         for file in files.values():
