@@ -254,7 +254,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
     times.append(clock(device))
 
-    # 4. Advantages: (k, B) with one ratio per completion, (k, B, R) with one per token. NaN, no baseline, becomes 0.
+    # 4. Advantages: (k, B) with one ratio per completion, (k, B, R) with one per token; 0 where there is no baseline.
     kl_coef = args.kl_coef if args.kl_in_reward else 0.0  # of the KL in the reward
     advantages = advantage(rlhf_reward(scores, kl, kl_coef, args.kl_level), args.advantage_estimator)
     if args.kl_level == "token":
@@ -398,8 +398,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 import wandb
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
                            id=state["run_id"], resume="allow", config=vars(args))
-        print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, by "
-              f"{world} x {device.type}, evaluated on {len(test_rows)}, into {output}", flush=True)
+        print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, "
+              f"evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}", flush=True)
         epochs = (np.random.default_rng([args.seed, epoch]).permutation(train_rows) for epoch in itertools.count())
         order = itertools.islice(itertools.chain.from_iterable(epochs), first * B * world, None)
         after, start = {}, clock(device)
@@ -797,9 +797,9 @@ def sampling_model(policy, dtype: torch.dtype):
 
 # ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
 def score(rewards: dict[str, Callable], weights: Sequence[float], batch: Batch):
-    """Σ_i weight_i · score_i (k, B) over the rewards that apply, NaN where none does; and by name what each tells."""
+    """Σ_i weight_i · score_i (k, B) over the rewards that apply and weigh not 0, else NaN; and all by name."""
     found = {name: values for reward in rewards.values() for name, values in reward(batch).items()}
-    terms = torch.stack([(weight or math.nan) * found[name] for weight, name in zip(weights, rewards)])  # 0: logged
+    terms = torch.stack([(weight or math.nan) * found[name] for weight, name in zip(weights, rewards)])
     return terms.nansum(0).masked_fill(terms.isnan().all(0), math.nan), found
 
 def completion_texts(batch: Batch, tokenizer) -> list[str]:
@@ -1030,7 +1030,7 @@ def fit(model, args, longest: int) -> str:
             final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
             require(final, f"{name} does more to its logits than final_logits: not supported")
         if args.layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
-            with suppress(InputError), explained(f"{name}: group rows do not run"):  # its attention takes no such mask
+            with suppress(InputError), explained(""):  # an attention that does not take group rows raises what it likes
                 plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
                 if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
                     layout = "group"

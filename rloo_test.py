@@ -2422,7 +2422,7 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0)
         assert 0 < update["val/rollout_logprob_gap"] < 0.1
     assert len(read_metrics(tmp_path / "ddp, idle")) == 3 and samples("ddp, idle") == []
-    assert logs[0].read_text().count(" by 2 x cpu, evaluated on 0, into ") == 2
+    assert logs[0].read_text().count(", evaluated on 0, by 2 x cpu, into ") == 2
     for one, other in (("ddp, idle", "fsdp, idle"), ("ddp, falcon", "fsdp, falcon")):
         assert (final_weights(tmp_path / one) - final_weights(tmp_path / other)).abs().max() < 1e-5, other
 
