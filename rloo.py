@@ -107,7 +107,7 @@ class RLOO:
 class Rewards:
     """file.py:function or module:function; (prompts, completions, completion_ids, **columns) -> list of float, None"""
     reward_fns: tuple[str, ...] = ()  # reward functions, beside or instead of a reward model
-    reward_weights: Optional[tuple[float, ...]] = None  # the reward model's first; 0: only logged; if not given, all 1
+    reward_weights: Optional[tuple[float, ...]] = None  # one each, the reward model's first; 0: only log it; else all 1
     judge_fn: Optional[str] = None  # only evaluates: its win rate is reported; on mini TL;DR its gold judge
 
 @dataclass
