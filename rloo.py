@@ -32,7 +32,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, make_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
@@ -365,7 +365,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
     apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run
     evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
-
     begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, *begin, trained=True)
     layout = fit(policy, args, longest)
@@ -638,7 +637,7 @@ def block_logprobs(model, hidden, tokens, temperature: float):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
     logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
     found = logprobs.gather(1, tokens[:, None]).squeeze(1)  # recomputation in backward stops here
-    with torch.no_grad():  # drop this line for an entropy bonus
+    with torch.no_grad():  # not for an entropy bonus
         entropy = -(logprobs.exp() * logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
     return found, entropy
 
@@ -1030,10 +1029,13 @@ def fit(model, args, longest: int) -> str:
             final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
             require(final, f"{name} does more to its logits than final_logits: not supported")
         if args.layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
-            with suppress(InputError), explained(""):  # an attention that does not take group rows raises what it likes
-                plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
-                if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
-                    layout = "group"
+            try:
+                with explained(f"{name}: group rows do not run"):  # a kernel that takes no such mask
+                    plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))
+                    if (plain - group).norm() < (1e-3 if dtype == torch.float32 else 0.1) * plain.norm():
+                        layout = "group"
+            except InputError as error:
+                print(error)
             for layer in (x for x in model.modules() if isinstance(x, fsdp.FSDPModule) and x is not model):
                 layer.reshard()  # one that failed is still gathered
             model.set_attn_implementation("sdpa")
@@ -1193,6 +1195,7 @@ def resolve_args(args: Args) -> Args:
     require(num_rewards, "no reward: give --reward_model_path, --reward_fns or both")
     require(len(weights) == num_rewards and all(map(math.isfinite, weights)), f"--reward_weights {weights}: must be "
             f"{num_rewards} finite numbers, the reward model's first, then those of --reward_fns")
+    require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
@@ -1203,11 +1206,8 @@ def resolve_args(args: Args) -> Args:
         torch.zeros(1, device=args.device).item()
     return args
 
-@contextmanager
-def unread():
+class Unread(ContextDecorator, suppress):
     """Around what writes to the screen: a run goes on when nobody reads it, as when Ctrl-C has ended `| tee log`."""
-    with suppress(OSError):
-        yield
 
 def command_line(argv: Optional[list[str]] = None):
     """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after this update."""
@@ -1216,13 +1216,13 @@ def command_line(argv: Optional[list[str]] = None):
         sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     for stream in (sys.stdout, sys.stderr):
-        stream.write, stream.flush = unread()(stream.write), unread()(stream.flush)
+        stream.write, stream.flush = map(Unread(OSError), (stream.write, stream.flush))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     def note(number: int, frame):
         if rank == 0 and not signals:
-            with unread():
+            with Unread(OSError):
                 os.write(2, b"\nrloo.py stops: it finishes and saves this update. Ctrl-C again ends it now.\n")
         if "RANK" not in os.environ:  # torchrun may send each signal twice
             signal.signal(signal.SIGINT, signal.SIG_DFL)

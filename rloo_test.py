@@ -813,6 +813,7 @@ def test_every_architecture_trains(train, tmp_path, capsys, name):
         metrics, _ = train(**run, **flags)
         said = capsys.readouterr().out
         assert ("--layout plain" in said) == (not OTHERS[name][1])
+        assert name != "falcon" or "FalconForCausalLM: group rows do not run (" in said
         for update in metrics:
             assert update["val/rollout_logprob_gap"] < 1e-4 and update["val/ratio"] == 1
         assert len(metrics) == 2 and metrics[0]["grad_norm"] > 0
@@ -1538,7 +1539,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
         "--total_episodes -1", "--learning_rate -1", "--learning_rate inf", "--kl_coef nan", "--cliprange -0.1",
         "--missing_eos_penalty nan", "--save_steps -1"],
     "must be a multiple of --rloo_k 2": ["--per_device_train_batch_size 7"],
-    "at least 1e-06": ["--temperature 0"],
+    "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"], "at least 1e-06": ["--temperature 0"],
     "not both": ["--stop_token eos --stop_token_id 3"],
     "must name one token, of the model's 16": ["--stop_token zebra", "--stop_token_id 99"],
     "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
