@@ -30,10 +30,9 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections import defaultdict
 from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -158,8 +157,7 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
 # ---- The maths: tensors in, tensors out ------------------------------------------------------------------------------
 def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range):
     """Scores (k, B) after penalty, normalisation and clipping, in this order; ended (k, B): a stop token came."""
-    if missing_eos_penalty is not None:
-        scores = torch.where(ended, scores, scores - missing_eos_penalty)
+    scores = scores - (missing_eos_penalty or 0.0) * ~ended
     if normalize:
         scores = standardize(scores)
     return scores if clip_range is None else scores.clamp(-clip_range, clip_range)
@@ -568,9 +566,8 @@ def sequence_mask(prompt_mask, R: int):
 def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
     """Lines begin … end-1 of a bool mask, first `slots` columns, as a bias of the scores, all lines `repeats` times:
     (B, 1, repeats · lines, slots). In memory lines begin at multiples of 8, which kernels want."""
-    part = mask[:, :1, begin:end, :slots].repeat(1, 1, repeats, 1)
-    bias = part.new_zeros((*part.shape[:3], -(-slots // 8) * 8), dtype=dtype)[..., :slots]
-    return bias.masked_fill_(~part, torch.finfo(dtype).min)
+    bias = (~mask[:, :1, begin:end, :slots]).to(dtype) * torch.finfo(dtype).min
+    return F.pad(bias, (0, -slots % 8)).repeat(1, 1, repeats, 1)[..., :slots]
 
 def folded_attention(query, key, value, bias, scaling):
     """Attention of queries (B, H, n, D) over keys and values (B, h, m, D). The H / h query heads that share a key head
@@ -637,9 +634,8 @@ def block_logprobs(model, hidden, tokens, temperature: float):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy (nats, no gradient) of that softmax, (n,)."""
     logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
     found = logprobs.gather(1, tokens[:, None]).squeeze(1)  # recomputation in backward stops here
-    with torch.no_grad():  # not for an entropy bonus
-        entropy = -(logprobs.exp() * logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
-    return found, entropy
+    logprobs = logprobs.detach()  # there is no entropy bonus
+    return found, -(logprobs.exp() * logprobs).nansum(-1)  # 0 · -inf, of an impossible token, is no part of it
 
 def fsdp_forward(function: Callable) -> Callable:
     """Runs `function(model, ...)` as a forward of a sharded model: FSDP gathers embedding, norm and head for those."""
@@ -714,10 +710,9 @@ class Decoder:
     def decode(self, visible: int):
         """Reads token t of each completion, which sees the first `visible` slots of the cache; samples token t + 1."""
         (B, P), k = self.prompt_mask.shape, self.k
-        slot = torch.arange(visible, device=self.step.device)
-        slots = P + self.step * k + slot[:k]
-        own = (slot >= P) & (slot <= slots[:, None]) & ((slot - slots[:, None]) % k == 0)  # (k, visible)
-        mask = (F.pad(self.prompt_mask, (0, visible - P))[:, None] | own)[:, None]
+        slot = torch.arange(visible - P, device=self.step.device)  # after the prompts: of lane slot % k, step slot // k
+        own = (slot % k == slot[:k, None]) & (slot // k <= self.step)  # (k, visible - P)
+        mask = torch.cat([self.prompt_mask[:, None].expand(B, k, P), own.expand(B, -1, -1)], dim=2)[:, None]
         positions = (self.prompt_mask.sum(1, keepdim=True) + self.step).expand(B, k)
         ids = self.tokens.index_select(2, self.step).squeeze(2)
         self.step.add_(1)
@@ -735,8 +730,7 @@ class Decoder:
                 except RuntimeError as error:
                     Decoder.capture = False
                     say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.set_sync_debug_mode("default")
         self.prompt_mask.copy_(prompt_mask)
         self.step.zero_()
         self.cache.reset()
@@ -761,7 +755,9 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
     its tokens had when they were sampled, 0 where masked. Engine "hf" is `generate` of transformers in plain rows, by
     the full softmax(logits / temperature) as well (no top-k of the model's); one more forward gives its log-probs."""
     prompts = pad([row["prompt_ids"] for row in rows], left=True)
-    own_config, decoder, found = model.generation_config, None, []
+    # Chunks of one shape share a decoder. Another shape's frees its memory, which the new one takes when it reads.
+    decoder = lru_cache(maxsize=1)(lambda B, P: Decoder(model, B, P, k, response_length, temperature, stop_ids))
+    own_config, found = model.generation_config, []
     for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
         if engine == "hf":
             model.generation_config = transformers.GenerationConfig(
@@ -773,10 +769,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
             continue
         if model.device.type == "cpu":  # elsewhere chunks of one shape can use the same graphs
             ids, mask = (x[:, -int(mask.sum(1).max()) :] for x in (ids, mask))
-        if decoder is None or decoder.prompt_mask.shape != ids.shape:
-            decoder = None  # frees its memory first
-            decoder = Decoder(model, *ids.shape, k, response_length, temperature, stop_ids)
-        found.append(decoder.generate(ids, mask))
+        found.append(decoder(*ids.shape).generate(ids, mask))
     attention_bias.cache_clear()  # its masks may lie in the memory of a graph
     tokens, *logprobs = (torch.cat(parts, dim=1) for parts in zip(*found))
     batch = make_batch(rows, tokens, stop_ids)
@@ -874,9 +867,8 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
     with explained(f"{label} raised an error", place=True):
         scores = function(**given)
     with explained(f"{label} must return {len(rows)} finite numbers or None, not {' '.join(repr(scores).split()):.50}"):
-        scores = [value if value is None else float(value) for value in scores]
-        numbers = torch.tensor([math.nan if value is None else value for value in scores])
-        require(numbers.isfinite().sum() == len(scores) - scores.count(None), "one is not finite")
+        numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
+        require(numbers.isfinite().sum() == sum(value is not None for value in scores), "one is not finite")
         return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -886,9 +878,8 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
                    "other forms, on disk or Hub, need the datasets package: pip install datasets"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
-            import datasets
-            splits = datasets.load_dataset(name)
-            return list(splits[split]) if split in splits else None
+            from datasets import load_dataset
+            return list(load_dataset(name).get(split, ())) or None
         lines = files[split].read_bytes().splitlines() if split in files else []
     rows = []
     for number, line in enumerate(lines, 1):
@@ -898,13 +889,12 @@ def load_rows(name: str, split: str) -> Optional[list[dict]]:
 
 def prepare_row(row: dict, tokenizer) -> dict:
     """A dataset row as the dict returned below. A missing `prompt` is the turns of `messages` up to the user's first, a
-    missing `completion` the assistant's next turn. Without a chat template a single message is taken as it is."""
+    missing `completion` the assistant's next turn. A single message is taken as it is where no chat template is set."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
         prompt = messages[: [message["role"] for message in messages].index("user") + 1]
     chat = isinstance(prompt, list)
-    templated = chat and tokenizer.chat_template is not None
-    require(not chat or templated or len(prompt) == 1, "several messages need a tokenizer with a chat template")
+    templated = chat and (tokenizer.chat_template is not None or len(prompt) > 1)  # several need a template, or raise
     if reference is None and isinstance(messages, list):
         reference = [turn for turn in messages[len(prompt) * chat :] if turn["role"] == "assistant"][:1] or None
     text, reference = (value[-1]["content"] if isinstance(value, list) else value for value in (prompt, reference))
@@ -939,17 +929,15 @@ def load_data(args: Args, tokenizer) -> list[list[dict]]:
         train, test = train[: len(train) - n], train[len(train) - n :]
         print(f"{name}: the last {n} rows of its split {split} are held out to evaluate on")
     columns = dict.fromkeys(column for row in train + test for column in row)  # None where a row lacks one
-    parts = (split, train), ("held out", test[: args.num_eval_prompts])
     return [prepare_rows([columns | row for row in rows], tokenizer, args.max_prompt_length, f"{name}, {part}")
-            for part, rows in parts]
+            for part, rows in ((split, train), ("held out", test[: args.num_eval_prompts]))]
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 def load_tokenizer(args, flag: str, path: str):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
     with explained(f"{flag} {path}: cannot be loaded as a folder or Hub model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    words = len(tokenizer) - len(tokenizer.all_special_ids)
-    require(words > 0, f"{flag} {path}: has no tokenizer, or one without words; save the right one into it")
+    require(len(tokenizer) > len(tokenizer.all_special_ids), f"{flag} {path}: no tokenizer with words; save one there")
     return tokenizer
 
 def stop_token_ids(args, model, tokenizer) -> list[int]:
@@ -1023,11 +1011,10 @@ def fit(model, args, longest: int) -> str:
     batch = make_batch(rows, tokens[longest:].view(k, 2, R), stop_ids=[-1])
     with on_device(model, device), torch.autocast(device.type, dtype, dtype != torch.float32):
         if model.get_output_embeddings() is not None:  # a policy
-            ours, theirs = (final_logits(model, model.base_model(tokens[None, :2])[0]),
-                            type(model).forward(model, tokens[None, :2]).logits.float())
+            ours = final_logits(model, model.base_model(tokens[None, :2])[0])
+            theirs = type(model).forward(model, tokens[None, :2]).logits.float()
             require(ours.isfinite().all(), f"{name}: its logits are not finite; is the file damaged?")
-            final = (theirs - ours).nan_to_num().norm() <= 0.01 * theirs.nan_to_num(neginf=0.0).norm()
-            require(final, f"{name} does more to its logits than final_logits: not supported")
+            require((theirs - ours).norm() <= 0.01 * ours.norm(), f"{name}: does more to its logits than final_logits")
         if args.layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
             try:
                 with explained(f"{name}: group rows do not run"):  # a kernel that takes no such mask
@@ -1152,20 +1139,20 @@ def explained(message: str, place: bool = False):
         raise
     except (Exception, SystemExit) as error:  # libraries and users' files raise what they like
         said = (str(error).strip().splitlines() or [""])[0][:200]
-        frame = traceback.extract_tb(error.__traceback__)[:3][-1]  # the user's function, not what it called
+        frame = inspect.getinnerframes(error.__traceback__, context=0)[:3][-1]  # the user's, not what that called
         said += f"; {frame.filename}, line {frame.lineno}" * place
         raise InputError(f"{message} ({type(error).__name__}: {said})") from error
 
 def parse_args(argv: Optional[list[str]] = None) -> Args:
     """The command line (default: sys.argv) as Args. At --help and at a flag that does not exist or parse tyro exits."""
-    groups = make_dataclass("Flags", [(kind.__name__, kind, field(default_factory=kind)) for kind in Args.__bases__])
-    flags = tyro.cli(groups, args=argv, description=Args.__doc__, use_underscores=True,
-                     config=[tyro.conf.OmitArgPrefixes], console_outputs=os.environ.get("RANK", "0") == "0")
-    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
+    groups = {kind.__name__: kind() for kind in Args.__bases__}  # with their titles in --help
+    groups = tyro.cli(dict, default=groups, args=argv, description=Args.__doc__, use_underscores=True,
+                      config=[tyro.conf.OmitArgPrefixes], console_outputs=os.environ.get("RANK", "0") == "0")
+    return Args(**{name: value for group in groups.values() for name, value in vars(group).items()})
 
 def resolve_args(args: Args) -> Args:
     """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
-    args = replace(args)
+    args = replace(args, kl_level="token" if args.token_level_kl else args.kl_level)
     if args.dataset_name is None:
         require(MINI_TLDR.is_dir(), f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
         args.dataset_name = str(MINI_TLDR)
@@ -1174,7 +1161,6 @@ def resolve_args(args: Args) -> Args:
         args.reward_model_path = args.reward_model_path or (None if args.reward_fns else str(MINI_TLDR / "reward"))
     args.sft_model_path = args.sft_model_path or args.model_name_or_path
     args.model_name_or_path = args.model_name_or_path or args.sft_model_path
-    args.kl_level = "token" if args.token_level_kl else args.kl_level
     args.cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else args.device
@@ -1199,9 +1185,8 @@ def resolve_args(args: Args) -> Args:
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     require(existing.is_dir() and os.access(existing, os.W_OK), f"--output_dir {output}: cannot write to {existing}")
-    fresh = existing != output or not any(output.iterdir())
-    require(fresh or args.resume and (output / "metrics.jsonl").is_file(), f"--output_dir {output}: is not empty; name "
-            "a new folder, or go on by --resume if it holds a run (metrics.jsonl)")
+    require(not any(output.glob("*")) or args.resume and (output / "metrics.jsonl").is_file(), "--output_dir "
+            f"{output}: is not empty; name a new folder, or go on by --resume if it holds a run (metrics.jsonl)")
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
     return args
@@ -1224,8 +1209,7 @@ def command_line(argv: Optional[list[str]] = None):
         if rank == 0 and not signals:
             with Unread(OSError):
                 os.write(2, b"\nrloo.py stops: it finishes and saves this update. Ctrl-C again ends it now.\n")
-        if "RANK" not in os.environ:  # torchrun may send each signal twice
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, note if "RANK" in os.environ else signal.SIG_DFL)  # torchrun may send each twice
         signals.append(number)
     for number, in_child in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN)):
         signal.signal(number, note)

@@ -1268,7 +1268,7 @@ def test_rows_of_every_documented_form():
     for row, why in (({"text": "b"}, "TypeError"), ({"prompt": 3}, "must be texts"),
                      ({"prompt": ""}, "prompt is empty"), ({"messages": [ASSISTANT]}, "ValueError"),
                      ({"prompt": "b", "completion": 7}, "must be texts"),
-                     ({"prompt": [SYSTEM, USER]}, "several messages need"), ([], "AttributeError")):
+                     ({"prompt": [SYSTEM, USER]}, "chat_template is not set"), ([], "AttributeError")):
         with pytest.raises(InputError, match=rf"^x, row 1: needs `prompt` .* \(.*{why}"):
             rloo.prepare_rows([row], tokenizer, 9, "x")
 
