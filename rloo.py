@@ -243,8 +243,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
 
     # 2. KL of each token from the reference (the k1 estimator), in nats and 0 where masked; without a reference 0.
     ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, size) if reference else rollout_logprobs
-    kl = rollout_logprobs - ref_logprobs
-    require_finite("a log-prob of the rollout, or under the reference,", kl)
+    kl = finite("a log-prob of the rollout, or under the reference,", rollout_logprobs - ref_logprobs)
     times.append(clock(device))
 
     # 3. Scores, as they come and as they count.
@@ -268,18 +267,16 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     # mini-batch the policy is still the one that sampled: training's own forward gives them, and ρ is exactly 1.
     micro_batch = args.per_device_train_batch_size // k  # prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
-    autocast = partial(torch.autocast, device.type, dtype, args.dtype != "float32")
+    autocast = torch.autocast(device.type, dtype, args.dtype != "float32")  # makes a function one that runs in `dtype`
     old_logprobs = torch.empty_like(rollout_logprobs)
     if args.num_mini_batches > 1:
-        with autocast():
-            old_logprobs = chunked_logprobs(policy, batch, temperature, layout, size)
+        old_logprobs = autocast(chunked_logprobs)(policy, batch, temperature, layout, size)
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
             weights = loss_weight(mask[:, mini].sum(-1), args.loss_aggregation) * in_loss[:, mini]
             for micro, weight in zip(mini.split(micro_batch), weights.split(micro_batch, dim=1)):
                 part, real = batch.prompts(micro), mask[:, micro]
-                with autocast():
-                    new, entropy = completion_logprobs(policy, part, temperature, layout)
+                new, entropy = autocast(completion_logprobs)(policy, part, temperature, layout)
                 if epoch == step == 0:
                     old_logprobs[:, micro] = new.detach()
                     noted["val/rollout_logprob_gap"].append((new.detach() - rollout_logprobs[:, micro]).abs()[real])
@@ -288,8 +285,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                                                          args.cliprange_high)
                 if not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
-                losses = losses * weight
-                require_finite("the loss", losses)
+                losses = finite("the loss", losses * weight)
                 (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 
                 noted["loss/policy_avg"].append(losses.detach())
@@ -298,21 +294,20 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 noted["policy/entropy_avg"].append(entropy[real])
                 noted["val/ratio"].append((new.detach() - old)[real].double().exp())
             for parameter in policy.parameters() if dist.is_initialized() and args.sharding == "ddp" else ():
-                if parameter.grad is None:  # an expert that no token of this rank went to
-                    parameter.grad = torch.zeros_like(parameter)
-                sum_over_ranks(parameter.grad).div_(dist.get_world_size())  # FSDP does so in backward
+                # None: an expert that no token of this rank went to. FSDP takes this mean in backward.
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = sum_over_ranks(grad).div_(dist.get_world_size())
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             norm = norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm
-            require_finite("the gradient", norm)
-            noted["grad_norm"].append(norm)
+            noted["grad_norm"].append(finite("the gradient", norm))
             optimizer.step()
             optimizer.zero_grad()
     times.append(clock(device))
 
     # 6. Metrics, by TRL's names. Scores are logged as they came: before penalty, normalisation and clipping.
-    best, worst = raw_scores.nan_to_num(-math.inf).amax(0), raw_scores.nan_to_num(math.inf).amin(0)
-    same = torch.isclose(best, worst, rtol=1e-6, atol=1e-6)  # equal completions' scores differ by rounding
-    noted |= {"frac_reward_zero_std": [same[(~raw_scores.isnan()).sum(0) > 1]],
+    # Equal completions' scores differ by rounding: they are the same where none is far from their mean.
+    far = ~torch.isclose(raw_scores, raw_scores.nanmean(0), rtol=1e-6, atol=1e-6) & ~raw_scores.isnan()
+    noted |= {"frac_reward_zero_std": [~far.any(0)[(~raw_scores.isnan()).sum(0) > 1]],
               "objective/kl": [kl.sum(-1) if reference else torch.full_like(scores, math.nan)],  # NaN is not logged
               "objective/entropy": [-rollout_logprobs.sum(-1)], "objective/non_score_reward": [-kl_coef * kl.sum(-1)],
               "objective/rlhf_reward": [rlhf_reward(scores, kl, kl_coef)], "objective/scores": [raw_scores],
@@ -329,8 +324,10 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     metrics |= dict(zip(["time/rollout", "time/reference", "time/reward", "time/train"], np.diff(times).tolist()))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-def require_finite(what: str, values):
+def finite(what: str, values):
+    """The values, if all of them are finite."""
     require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
+    return values
 
 # ---- The run ---------------------------------------------------------------------------------------------------------
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
@@ -353,11 +350,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     # Where the run begins: at a checkpoint, or at update 0. What outlives an update is in state, optimizer or policy.
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
-    state = {"update": 0, "flags": json.loads(json.dumps(flags)), "before": {}, "metrics": {},
+    state = {"update": 0, "flags": json.loads(json.dumps(flags)), "metrics": {}, "before": {}, "after": {},
              "run_id": f"{output.name}-{time.time_ns()}", "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
     resumed = gather([checkpoints(output)[:1] if args.resume else []])[0]  # the first rank knows
     if resumed:
-        state = load_state(resumed[0], state["flags"])
+        state |= load_state(resumed[0], state["flags"], rank)
     elif args.resume:
         print(f"nothing to resume in {output}: a new run begins")
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
@@ -376,13 +373,15 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     course = args.lr_scheduler_type + "_with_warmup" * (args.lr_scheduler_type == "constant")
     schedule = transformers.get_scheduler(course, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
     if resumed:
-        load_optimizer(resumed[0], policy, optimizer, rank)
+        options = FROM_FIRST if dist.is_initialized() else FULL
+        state_dict.set_optimizer_state_dict(policy, optimizer, state.pop("optimizer"), options=options)
+        optimizer.param_groups[0].update(optimizer.defaults)  # its settings stay those of the flags
 
     # What the run leaves: the first rank writes it. A resumed run goes on where its checkpoint was.
     output.mkdir(parents=True, exist_ok=True)
-    files = {name: open(os.devnull if rank else output / name, "a", encoding="utf-8", buffering=1)
-             for name in state["files"]}
-    try:
+    with ExitStack() as at_the_end:
+        files = {name: at_the_end.enter_context(open(os.devnull if rank else output / name, "a", 1, encoding="utf-8"))
+                 for name in state["files"]}  # 1: each line is written at once
         if rank == 0:
             with explained(f"--output_dir {output}: cannot be locked, is another run writing there?"):
                 fcntl.flock(files["metrics.jsonl"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
@@ -399,19 +398,28 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
               f"evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}", flush=True)
         epochs = (np.random.default_rng([args.seed, epoch]).permutation(train_rows) for epoch in itertools.count())
         order = itertools.islice(itertools.chain.from_iterable(epochs), first * B * world, None)
-        after, start = {}, clock(device)
+        found, start = {}, clock(device)
         bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=rank > 0)
         while True:
-            # Evaluate, and write the metrics of the update before, if there is one. A resumed run begins here.
+            # Evaluate. A run that was told to stop ends here, and the resumed one begins here: it evaluates again.
             done, samples = state["update"], []
             if test_rows and done in evaluations:
                 bar.write(f"\nHeld-out completions after {done} of {num_updates} updates, sampled:")
-                samples, after = evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer,
+                samples, found = evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer,
                                           signals, greedy=done in (0, num_updates))
+            if sum_over_ranks(torch.tensor(len(signals), device=device)):
+                if done:
+                    save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
+                bar.write(f"told to stop after update {done} of {num_updates}; go on by the same command with "
+                          f"--resume and --output_dir {output}")
+                sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
+
+            # Write what it found, and the metrics of the update before, if there is one.
+            if samples:
                 files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
-                state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in after.items()}
-                state["before"] = state["before"] if done else after
-            if done or after and not num_updates:
+                state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in found.items()}
+                state["after" if done else "before"] = found
+            if done or found and not num_updates:
                 files["metrics.jsonl"].write(json.dumps(state["metrics"]) + "\n")
             if args.track and rank == 0:
                 table = {"completions": wandb.Table([*samples[0]], [[*x.values()] for x in samples])} if samples else {}
@@ -429,49 +437,37 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             metrics |= {"update": done + 1, "episode": (done + 1) * batch_size,
                         "eps": (done + 1 - first) * batch_size / (clock(device) - start)}
             state |= {"update": done + 1, "metrics": metrics if done else state["metrics"] | metrics}  # + eval_before
-            win = after.get("sampled/judge_win_rate", after.get("sampled/win_rate", "-"))
+            win = found.get("sampled/judge_win_rate", found.get("sampled/win_rate", "-"))
             reward, kl = metrics.get("objective/rlhf_reward", "-"), metrics.get("objective/kl", "-")
             bar.set_postfix(reward=reward, kl=kl, win=win, refresh=False)
             bar.update()
 
-            # Checkpoint: now and then, at the end, and where the run is told to stop.
+            # Checkpoint: now and then, and at the end.
             state["files"] = {name: file.tell() for name, file in files.items()}
             if done + 1 == num_updates or args.save_steps and (done + 1) % args.save_steps == 0:
                 save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
-            if sum_over_ranks(torch.tensor(len(signals), device=device)):
-                raise InterruptedError
         if rank == 0 and num_updates:
             with explained(f"{output}: the policy cannot be saved; make room and go on by --resume"):
                 shutil.copytree(checkpoints(output)[0], output, dirs_exist_ok=True,
                                 ignore=shutil.ignore_patterns("optimizer.pt", "state.json"))
-    except InterruptedError:  # told to stop
-        if state["update"]:
-            save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
-        bar.write(f"told to stop after update {state['update']} of {num_updates}; go on by the same command with "
-                  f"--resume and --output_dir {output}")
-        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-    finally:
-        for file in files.values():
-            file.close()
     bar.close()
-    before, after = state["before"], after if num_updates else {}
-    print_gains(before, after, len(test_rows))
+    if test_rows:
+        print_gains(state["before"], state["after"], len(test_rows))
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. " + (
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
-    return {"before": before, "after": after}
+    return {"before": state["before"], "after": state["after"]}
 
 def print_gains(before: dict[str, float], after: dict[str, float], prompts: int):
     """The closing table: evaluations before and after."""
-    if prompts:
-        print(f"\n{prompts} held-out prompts{', before and after' * bool(after)}, mean ± standard error. win_rate: "
-              "above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
+    print(f"\n{prompts} held-out prompts{', before and after' * bool(after)}, mean ± standard error. win_rate: "
+          "above the reference, ties half;\njudge: by --judge_fn, which only evaluates; length: in tokens.")
     for name in (name for name in after or before if not name.endswith("_stderr")):
         print(f"{name:24}", *(f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x))
 
 def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampling: dict, tokenizer, signals, greedy):
     """A sampled and, if `greedy`, a greedy completion of each row of all ranks, with its grades (weighted score, judge)
     and whether they are above its reference's (1; 0.5 where equal; 0); by name means and standard errors. Three are
-    shown. Raises InterruptedError if the run is told to stop. Always draws the same random numbers."""
+    shown. Nothing if the run is told to stop. Always draws the same random numbers."""
     model, samples, size = sampling_model(policy, getattr(torch, args.dtype)), [], args.local_rollout_forward_batch_size
     R, stop_ids = sampling["response_length"], sampling["stop_ids"]
     graders = [("score", rewards, args.reward_weights)] + [("judge_score", judges, (1.0,))] * bool(judges)
@@ -479,7 +475,7 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
         transformers.set_seed(args.seed % 2**32)
         for part in (rows[i : i + size] for i in range(0, len(rows), size)):
             if sum_over_ranks(torch.tensor(len(signals), device=model.device)):
-                raise InterruptedError
+                return [], {}
             batch, _ = rollout(model, part, 1, temperature, **sampling)
             # Completions and their references are graded together, as k = 2; without one a completion is its own.
             ids = [row["reference_ids"] or own for row, own in zip(part, batch.responses[0].tolist())]
@@ -500,7 +496,7 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
         shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
         shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
         tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
-    for mode, name in itertools.product(["sampled", "greedy"][: 1 + greedy], samples[0]):
+    for mode, name in itertools.product(["sampled", "greedy"], samples[0]):
         x = [sample[name] for sample in samples if sample["mode"] == mode and isinstance(sample[name], (int, float))]
         if x:
             means |= {f"{mode}/{name}": np.mean(x), f"{mode}/{name}_stderr": np.std(x) / max(1, len(x) - 1) ** 0.5}
@@ -804,8 +800,7 @@ def model_reward(model, layout: str, chunk_size: int, batch: Batch) -> dict:
     """The reward model's scores where it reads the policy's tokens."""
     with on_device(model, batch.responses.device):
         scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
-    require_finite("a score of the reward model", scores)
-    return {"reward_model": scores}
+    return {"reward_model": finite("a score of the reward model", scores)}
 
 def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
     """The same where it has a tokenizer, `own`, that reads the text: a chat by its template; else eos ends what ended.
@@ -867,8 +862,9 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
     with explained(f"{label} raised an error", place=True):
         scores = function(**given)
     with explained(f"{label} must return {len(rows)} finite numbers or None, not {' '.join(repr(scores).split()):.50}"):
-        numbers = torch.tensor([math.nan if value is None else float(value) for value in scores])
-        require(numbers.isfinite().sum() == sum(value is not None for value in scores), "one is not finite")
+        scores = [value if value is None else float(value) for value in scores]
+        numbers = torch.tensor([math.nan if value is None else value for value in scores])
+        require(numbers.isfinite().sum() == len(scores) - scores.count(None), "one is not finite")
         return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -937,7 +933,7 @@ def load_tokenizer(args, flag: str, path: str):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
     with explained(f"{flag} {path}: cannot be loaded as a folder or Hub model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    require(len(tokenizer) > len(tokenizer.all_special_ids), f"{flag} {path}: no tokenizer with words; save one there")
+    require(len(tokenizer) > len(tokenizer.all_special_ids), f"{flag} {path}: no tokenizer with words; save it there")
     return tokenizer
 
 def stop_token_ids(args, model, tokenizer) -> list[int]:
@@ -946,7 +942,8 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     if args.stop_token not in (None, "eos"):
         ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
-        ids = ids if len(ids) == 1 and ids != [tokenizer.unk_token_id] else []
+        known = ids != [tokenizer.unk_token_id] or args.stop_token == tokenizer.unk_token  # one text for unk and eos
+        ids = ids if len(ids) == 1 and known else []
     ids = ids if args.stop_token_id is None else [args.stop_token_id]
     ids = [number for number in dict.fromkeys(ids) if number is not None]
     require(len(tokenizer) <= size, f"--model_name_or_path: {len(tokenizer)} tokens, more than the model's {size}")
@@ -1104,23 +1101,18 @@ def save_checkpoint(output: Path, state: dict, policy, optimizer, tokenizer, lim
         for old in checkpoints(output)[limit:]:
             shutil.rmtree(old.rename(unfinished))
 
-def load_state(folder: Path, flags: dict) -> dict:
-    """The state of a checkpoint with a new run's `flags`. Says which are changed; refuses those of another run."""
+def load_state(folder: Path, flags: dict, rank: int) -> dict:
+    """The state of a checkpoint with a new run's `flags`, and its optimizer's state, which the first rank sends to the
+    others. Says which flags are changed; refuses those of another run."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
+        moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True) if rank == 0 else {}
         changed = {name: f"{name} {state['flags'].get(name)} -> {value}" for name, value in flags.items()
                    if state["flags"].get(name) != value and name not in ("resume", "output_dir", "device")}
     another = [text for name, text in changed.items() if name in MAKES_ANOTHER_RUN]
     require(not another, f"--resume: {folder.parent} is a run with other flags: {', '.join(another)}")
     print(f"resumed from {folder}" + f"; changed: {', '.join(changed.values())}" * bool(changed))
-    return state | {"flags": flags}
-
-def load_optimizer(folder: Path, policy, optimizer, rank: int):
-    """The optimizer's state from a checkpoint, saved on any number of ranks. Its settings stay those of the flags."""
-    with explained(f"{DAMAGED} {folder}: cannot be loaded"):
-        saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True) if rank == 0 else {}
-    state_dict.set_optimizer_state_dict(policy, optimizer, saved, options=FROM_FIRST if dist.is_initialized() else FULL)
-    optimizer.param_groups[0].update(optimizer.defaults)
+    return state | {"flags": flags, "optimizer": moments}
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
 class InputError(ValueError):

@@ -989,7 +989,8 @@ def test_stop_ids_come_from_the_generation_config_and_the_tokenizer():
     assert ids("eos", None) == [0, 7, 9]
     assert ids("c", None) == tokenizer("c")["input_ids"]
     assert ids(None, 12) == [12]
-    for wrong in (("a b", None), (None, 10_000)):
+    assert ids("[UNK]", None) == [2]  # some tokenizers have one token for eos and unknown
+    for wrong in (("a b", None), ("unknown", None), (None, 10_000)):
         with pytest.raises(InputError, match="--stop_token"):
             ids(*wrong)
 
@@ -1648,7 +1649,7 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_pat
 
 
 @pytest.mark.parametrize("kind, message", [
-    ("no words", "--model_name_or_path or --sft_model_path {sft}: has no tokenizer, or one without words"),
+    ("no words", "--model_name_or_path or --sft_model_path {sft}: no tokenizer with words; save it there"),
     ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
     ("too many tokens", "--model_name_or_path: 18 tokens, more than the model's 16"),
     ("other head", r"--sft_model_path {sft}: its head is not its embedding; set tie_word_embeddings to false"),
