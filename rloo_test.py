@@ -1985,7 +1985,8 @@ def test_on_the_cpu_freed_memory_stays_with_the_process():
 
 def test_only_on_the_cpu_and_with_glibc_is_the_allocator_set(monkeypatch):
     calls = []
-    monkeypatch.setattr(rloo.ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=lambda *args: calls.append(args)))
+    libc = types.SimpleNamespace(mallopt=lambda *args: calls.append(args))
+    monkeypatch.setattr(rloo.ctypes, "CDLL", lambda name: libc)
     assert rloo.start_processes(torch.device("meta")) == (0, 1) and calls == []
     assert rloo.start_processes(torch.device("cpu")) == (0, 1)
     assert calls == [(-3, 2**25), (-1, -1)]  # as in malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
