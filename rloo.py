@@ -1031,7 +1031,7 @@ def fit(model, args, longest: int) -> str:
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
 def start_processes(device: torch.device) -> tuple[int, int]:
     """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own. On
-    the CPU freed memory stays with the process: to get it from the system anew takes a seventh of an update."""
+    the CPU freed memory stays with the process: to get it from the system anew takes about a tenth of an update."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cpu":
         with suppress(AttributeError):  # glibc has mallopt
