@@ -699,7 +699,7 @@ def test_group_layout_equals_plain_rows(family, k):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family, monkeypatch):
     """Another token in one completion, or in the padding, changes nothing at the others' slots in any layer's output.
-    All layers share what is made of their mask: one for the prompt, one for the lanes."""
+    All layers share what is made of their mask: one for the prompt, one for the lanes, aligned as kernels want it."""
     model, batch, biases = tiny_model(family), random_batch(), spy(monkeypatch, "attention_bias")
     outputs, layers = [], next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     for layer in layers:
@@ -712,6 +712,7 @@ def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family, monkeypat
         for variant in (batch, batch._replace(responses=changed), batch._replace(prompt_ids=other_padding)):
             rloo.completion_hidden(model, variant, "group")
             assert len(biases) == 2 * len(layers) and len({id(bias) for _, bias in biases}) == 2
+            assert not any(bias.stride(-2) % 8 for _, bias in biases) and any(bias.shape[-1] % 8 for _, bias in biases)
             biases.clear()
     (base, lane, padding), P = (outputs[i : i + 2] for i in (0, 2, 4)), batch.prompt_ids.shape[1]
     others = torch.tensor([slot < P or (slot - P) % 3 != 1 for slot in range(base[0].shape[1])])
@@ -2230,6 +2231,7 @@ def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path,
             spy(patch, "rollout", lambda inputs, output: (next(calls) == call and stop.append(15), output)[1])
             train(**run, output_dir=str(stopped), signals=stop)
         assert end.value.code == 143 and f"told to stop after update {update} of 10" in capsys.readouterr().out
+        assert next(calls) == call + 1  # no more rollouts
         newest = [folder.name for folder in rloo.checkpoints(stopped)[:1]]
         assert newest == [f"checkpoint-{update}"] * (update > 0)
         train(**run, output_dir=str(stopped), resume=True)
