@@ -351,7 +351,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     # Where the run begins: at a checkpoint, or at update 0. What outlives an update is in state, optimizer or policy.
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
-    state = {"update": 0, "flags": json.loads(json.dumps(flags)), "metrics": {}, "before": {}, "after": {},
+    state = {"update": 0, "flags": json.loads(json.dumps(flags)), "metrics": {}, "before": {},
              "run_id": f"{output.name}-{time.time_ns()}", "files": {"metrics.jsonl": 0, "completions.jsonl": 0}}
     resumed = gather([checkpoints(output)[:1] if args.resume else []])[0]  # the first rank knows
     if resumed:
@@ -419,7 +419,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             if samples:
                 files["completions.jsonl"].writelines(json.dumps({"update": done} | x) + "\n" for x in samples)
                 state["metrics"] |= {f"{'eval' if done else 'eval_before'}/{name}": x for name, x in found.items()}
-                state["after" if done else "before"] = found
+                state["before"] = state["before"] if done else found
             if done or found and not num_updates:
                 files["metrics.jsonl"].write(json.dumps(state["metrics"]) + "\n")
             if args.track and rank == 0:
@@ -452,11 +452,12 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 shutil.copytree(checkpoints(output)[0], output, dirs_exist_ok=True,
                                 ignore=shutil.ignore_patterns("optimizer.pt", "state.json"))
     bar.close()
+    gains = {"before": state["before"], "after": found if num_updates else {}}
     if test_rows:
-        print_gains(state["before"], state["after"], len(test_rows))
+        print_gains(**gains, prompts=len(test_rows))
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. " + (
         f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"))
-    return {"before": state["before"], "after": state["after"]}
+    return gains
 
 def print_gains(before: dict[str, float], after: dict[str, float], prompts: int):
     """The closing table: evaluations before and after."""
@@ -1031,7 +1032,7 @@ def fit(model, args, longest: int) -> str:
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
 def start_processes(device: torch.device) -> tuple[int, int]:
     """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own. On
-    the CPU freed memory stays with the process: to get it from the system anew takes about a tenth of an update."""
+    the CPU freed tensors of up to 32 MiB stay its memory: to get that anew takes about a tenth of an update."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cpu":
         with suppress(AttributeError):  # glibc has mallopt

@@ -2218,6 +2218,16 @@ def test_the_newest_checkpoints_are_kept_and_random_numbers_depend_on_the_update
     assert torch.equal(final_weights(silent), final_weights(whole))
 
 
+def test_a_process_that_evaluates_nothing_has_no_evaluation_after(train, monkeypatch):
+    """The checkpoint of update 6 comes from a process that evaluated at 0 and 5."""
+    run, results = {**LONG, "total_episodes": 160, "save_steps": 6, "num_sample_generations": 1}, spy(monkeypatch, "main")
+    _, output = train(**run)
+    shutil.rmtree(output / "checkpoint-10")
+    train(**{**run, "num_eval_prompts": 0}, output_dir=str(output), resume=True)
+    (_, whole), (_, resumed) = results
+    assert whole["after"] and resumed == {"before": whole["before"], "after": {}}
+
+
 def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path, monkeypatch, capsys):
     """Within an update it finishes that; within an evaluation, the resumed run makes that again. Calls 1 to 4 are the
     rollouts of the first evaluation, 2 chunks sampled and 2 greedy; then come 5 updates, an evaluation in 2 chunks, 5
