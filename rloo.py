@@ -1032,11 +1032,11 @@ def fit(model, args, longest: int) -> str:
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
 def start_processes(device: torch.device) -> tuple[int, int]:
     """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own. On
-    the CPU freed tensors of up to 32 MiB stay its memory: to get that anew takes about a tenth of an update."""
+    the CPU freed tensors stay its memory: to get that anew from the system takes more than a tenth of an update."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cpu":
         with suppress(AttributeError):  # glibc has mallopt
-            for option, value in ((-3, 2**25), (-1, -1)):  # M_MMAP_THRESHOLD, its largest; M_TRIM_THRESHOLD: never
+            for option, value in ((-4, 0), (-1, -1)):  # M_MMAP_MAX: from the heap alone; M_TRIM_THRESHOLD: never
                 ctypes.CDLL(None).mallopt(option, value)
     if device.type == "cuda":
         torch.cuda.set_device(device)

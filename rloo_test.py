@@ -1990,7 +1990,7 @@ def test_only_on_the_cpu_and_with_glibc_is_the_allocator_set(monkeypatch):
     monkeypatch.setattr(rloo.ctypes, "CDLL", lambda name: libc)
     assert rloo.start_processes(torch.device("meta")) == (0, 1) and calls == []
     assert rloo.start_processes(torch.device("cpu")) == (0, 1)
-    assert calls == [(-3, 2**25), (-1, -1)]  # as in malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    assert calls == [(-4, 0), (-1, -1)]  # as in malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
     monkeypatch.setattr(rloo.ctypes, "CDLL", lambda name: object())
     assert rloo.start_processes(torch.device("cpu")) == (0, 1)
 
