@@ -356,8 +356,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     resumed = gather([checkpoints(output)[:1] if args.resume else []])[0]  # the first rank knows
     if resumed:
         state |= load_state(resumed[0], state["flags"], rank)
-    elif args.resume:
-        print(f"nothing to resume in {output}: a new run begins")
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
     apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run
     evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
@@ -395,8 +393,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 import wandb
                 wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=output.name, dir=output,
                            id=state["run_id"], resume="allow", config=vars(args))
-        print(f"{num_updates} updates of {B * world} prompts x {k} completions, of {len(train_rows):,} prompts, "
-              f"evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}", flush=True)
+        print(f"updates {first} to {num_updates} of {B * world} prompts x {k} completions, of {len(train_rows):,} "
+              f"prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}", flush=True)
         epochs = (np.random.default_rng([args.seed, epoch]).permutation(train_rows) for epoch in itertools.count())
         order = itertools.islice(itertools.chain.from_iterable(epochs), first * B * world, None)
         found, start = {}, clock(device)
@@ -411,8 +409,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             if sum_over_ranks(torch.tensor(len(signals), device=device)):
                 if done:
                     save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
-                bar.write(f"told to stop after update {done} of {num_updates}; go on by the same command with "
-                          f"--resume and --output_dir {output}")
+                bar.write(f"told to stop after update {done} of {num_updates}; go on by --resume --output_dir {output}")
                 sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
 
             # Write what it found, and the metrics of the update before, if there is one.
@@ -872,8 +869,7 @@ def function_reward(label: str, function: Callable, name: str, tokenizer, batch:
 # ---- Data ------------------------------------------------------------------------------------------------------------
 def load_rows(name: str, split: str) -> Optional[list[dict]]:
     """Rows of a split, None where there is none. `name`: a .jsonl file (of train), a folder, or of package datasets."""
-    with explained(f"--dataset_name {name[:200]}: is no .jsonl file, or folder of such files, that can be read; all "
-                   "other forms, on disk or Hub, need the datasets package: pip install datasets"):
+    with explained(f"--dataset_name {name[:99]}: no .jsonl file or folder of them; for others: pip install datasets"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
             from datasets import load_dataset
