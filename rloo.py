@@ -260,7 +260,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     advantages = (standardize(advantages) if args.normalize_advantage else advantages).nan_to_num(0.0)
     if args.loss_aggregation != "sequence" and args.kl_level == "sequence":
         advantages = advantages[..., None].expand(mask.shape)
-    entries = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the ρ that count in metrics
+    counted = mask if advantages.dim() == 3 else torch.ones_like(ended)  # the ρ that count in metrics
     in_loss = ~raw_scores.isnan() & (ended | (not args.mask_truncated_completions))  # completions with a loss
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one epoch and mini-batch this is REINFORCE.
@@ -290,8 +290,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 (losses.sum() / (k * mini_batch)).backward()  # adds up to the mean over the mini-batch
 
                 noted["loss/policy_avg"].append(losses.detach())
-                noted["policy/approxkl_avg"].append(0.5 * log_ratio[entries[:, micro]] ** 2)
-                noted["policy/clipfrac_avg"].append(clipped[entries[:, micro]])
+                noted["policy/approxkl_avg"].append(0.5 * log_ratio[counted[:, micro]] ** 2)
+                noted["policy/clipfrac_avg"].append(clipped[counted[:, micro]])
                 noted["policy/entropy_avg"].append(entropy[real])
                 noted["val/ratio"].append((new.detach() - old)[real].double().exp())
             for parameter in policy.parameters() if dist.is_initialized() and args.sharding == "ddp" else ():
@@ -346,7 +346,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     train_rows, test_rows = load_data(args, tokenizer)
     functions = load_functions(args.reward_fns, "reward_fns", tokenizer, train_rows[0])
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
-    longest = max(len(row["prompt_ids"]) for row in train_rows + test_rows)
+    all_rows = train_rows + test_rows
     test_rows = test_rows[: len(test_rows) // world * world]  # ranks evaluate on equally many
 
     # Where the run begins: at a checkpoint, or at update 0. What outlives an update is in state, optimizer or policy.
@@ -357,22 +357,22 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if resumed:
         state |= load_state(resumed[0], state["flags"], rank)
     first, num_updates = state["update"], max(state["update"], math.ceil(args.total_episodes / batch_size))
-    apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # a tenth of the run
+    apart = max(5, math.ceil(num_updates / min(args.num_sample_generations + 1, 10)))  # updates between two
     evaluations = {0, num_updates, *range(apart, num_updates - 4, apart)}
     begin = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, *begin, trained=True)
-    layout = fit(policy, args, longest)
-    stop_ids = gather([rank or stop_token_ids(args, policy, tokenizer)])[0]  # it has read the config
+    layout = fit(policy, args, all_rows)
+    stop_ids = gather([rank or stop_token_ids(args, policy, tokenizer)])[0]  # the first rank has read all configs
     sampling = {"response_length": args.response_length, "chunk_size": args.local_rollout_forward_batch_size,
                 "engine": args.rollout_engine if layout == "group" else "hf", "stop_ids": stop_ids}
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
-    rewards = (load_reward_model(args, tokenizer, longest) if args.reward_model_path else {}) | functions
+    rewards = (load_reward_model(args, tokenizer, all_rows) if args.reward_model_path else {}) | functions
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, eps=args.adam_eps,
                                   weight_decay=args.weight_decay, fused=True)
     course = args.lr_scheduler_type + "_with_warmup" * (args.lr_scheduler_type == "constant")
     schedule = transformers.get_scheduler(course, optimizer, math.ceil(args.warmup_ratio * num_updates), num_updates)
     if resumed:
-        options = FROM_FIRST if dist.is_initialized() else FULL
+        options = replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)  # no gradient, no moments
         state_dict.set_optimizer_state_dict(policy, optimizer, state.pop("optimizer"), options=options)
         optimizer.param_groups[0].update(optimizer.defaults)  # its settings stay those of the flags
 
@@ -409,6 +409,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             if sum_over_ranks(torch.tensor(len(signals), device=device)):
                 if done:
                     save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit, rank)
+                gather([None])  # nobody leaves before it is saved: torchrun would end the others
                 bar.write(f"told to stop after update {done} of {num_updates}; go on by --resume --output_dir {output}")
                 sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
 
@@ -476,7 +477,7 @@ def evaluate(args, policy, rewards: dict, judges: dict, rows: list[dict], sampli
             if sum_over_ranks(torch.tensor(len(signals), device=model.device)):
                 return [], {}
             batch, _ = rollout(model, part, 1, temperature, **sampling)
-            # Completions and their references are graded together, as k = 2; without one a completion is its own.
+            # Graded together, as k = 2: a completion and its reference; where it has none, itself, not compared.
             ids = [row["reference_ids"] or own for row, own in zip(part, batch.responses[0].tolist())]
             ids = batch.responses.new_tensor([[(reference[: R - 1] + stop_ids[:1] * R)[:R] for reference in ids]])
             pair = make_batch(part, torch.cat([batch.responses, ids]), stop_ids)
@@ -559,8 +560,8 @@ def sequence_mask(prompt_mask, R: int):
 
 @lru_cache(maxsize=2)  # all layers of a forward share what is made of its mask
 def attention_bias(mask, begin: int, end: int, slots: int, repeats: int, dtype: torch.dtype):
-    """Lines begin … end-1 of a bool mask, first `slots` columns, as a bias of the scores, all lines `repeats` times:
-    (B, 1, repeats · lines, slots). In memory lines begin at multiples of 8, which kernels want."""
+    """A bool mask of queries begin … end-1 over the first `slots` keys as a bias of the scores, all queries `repeats`
+    times: (B, 1, repeats · queries, slots). In memory each query's begins at a multiple of 8, as kernels want."""
     bias = (~mask[:, :1, begin:end, :slots]).to(dtype) * torch.finfo(dtype).min
     return F.pad(bias, (0, -slots % 8)).repeat(1, 1, repeats, 1)[..., :slots]
 
@@ -570,7 +571,7 @@ def folded_attention(query, key, value, bias, scaling):
     folded = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
     return F.scaled_dot_product_attention(folded, key, value, bias, scale=scaling).reshape(*query.shape[:3], -1)
 
-def lanes_attention(query, key, value, bias, scaling, P: int, k: int):
+def completions_attention(query, key, value, bias, scaling, P: int, k: int):
     """Attention of the lanes alone, (B, k·R, H, D): k times as many heads over the prompt's keys and their own."""
     (B, H, _, D), h = query.shape, key.shape[1]
     queries = query[:, :, P:].reshape(B, h, H // h, -1, k, D).permute(0, 1, 4, 2, 3, 5).reshape(B, H * k, -1, D)
@@ -588,12 +589,12 @@ def lane_attention(module, query, key, value, attention_mask, scaling=None, **kw
     if attention_mask is None:
         return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
     n, g, (_, k, lines, S) = query.shape[2], query.shape[1] // key.shape[1], attention_mask.shape
-    P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2  # in rows S = P + R, so R = (n - S) / (k - 1)
+    P, slots = (n, S) if n == lines else (S - (n - S) // (k - 1),) * 2  # group rows: n = P + k·R, S = P + R
     bias = attention_bias(attention_mask, 0, P, slots, g, value.dtype)  # autocast makes queries and keys of it as well
     out = folded_attention(query[:, :, :P], key[:, :, :slots], value[:, :, :slots], bias, scaling).transpose(1, 2)
     if n > lines:  # backward copies keys and values to the lanes again, instead of keeping them
         bias = attention_bias(attention_mask, P, S, S, g, value.dtype)
-        lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
+        lanes = checkpoint(completions_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
         out = torch.cat([out, lanes], dim=1)
     return out.contiguous(), None
 
@@ -750,7 +751,7 @@ def rollout(model, rows: list[dict], k: int, temperature: float, response_length
     its tokens had when they were sampled, 0 where masked. Engine "hf" is `generate` of transformers in plain rows, by
     the full softmax(logits / temperature) as well (no top-k of the model's); one more forward gives its log-probs."""
     prompts = pad([row["prompt_ids"] for row in rows], left=True)
-    # Chunks of one shape share a decoder. Another shape's frees its memory, which the new one takes when it reads.
+    # Chunks of one shape share a decoder. One lives at a time: a new one's cache gets its memory when it first reads.
     decoder = lru_cache(maxsize=1)(lambda B, P: Decoder(model, B, P, k, response_length, temperature, stop_ids))
     own_config, found = model.generation_config, []
     for ids, mask in zip(*(x.to(model.device).split(max(1, chunk_size // k)) for x in prompts)):
@@ -819,17 +820,17 @@ def text_reward(model, own, chunk_size: int, tokenizer, batch: Batch) -> dict:
     found = model_reward(model, "plain", chunk_size, again) | {"reward_model/cut": cut}
     return {name: values.view(k, -1) for name, values in found.items()}
 
-def load_reward_model(args, tokenizer, longest: int) -> dict[str, Callable]:
-    """{"reward_model": reward}. It reads the policy's tokens if it can: if its tokenizer is the policy's."""
+def load_reward_model(args, tokenizer, rows: list[dict]) -> dict[str, Callable]:
+    """{"reward_model": reward}. It reads the policy's tokens if its tokenizer, but for [PAD], is the policy's."""
     flag, path, size = "--reward_model_path", args.reward_model_path, args.local_rollout_forward_batch_size
     own = load_tokenizer(args, flag, path)
     model = load_model(args, f"{flag} (with one label)", path, False, AutoModelForSequenceClassification, num_labels=1)
     embeddings = model.config.get_text_config().vocab_size
-    require(hasattr(model, "score") and len(own) <= embeddings,
-            f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has tokens")
+    require(hasattr(model, "score") and own.vocab_size <= embeddings,
+            f"{flag} {path}: has no `score` head, or fewer embeddings than its tokenizer has words")
     other_words = {word for word, _ in own.get_vocab().items() ^ tokenizer.get_vocab().items()}
-    if other_words <= {own.pad_token, tokenizer.pad_token} and len(tokenizer) <= embeddings:  # one may have no [PAD]
-        return {"reward_model": partial(model_reward, model, fit(model, args, longest), size)}
+    if not other_words or other_words <= {own.pad_token, tokenizer.pad_token} and len(tokenizer) <= embeddings:
+        return {"reward_model": partial(model_reward, model, fit(model, args, rows), size)}
     return {"reward_model": partial(text_reward, model, own, size, tokenizer)}
 
 def load_functions(specs: Sequence[str], flag: str, tokenizer, row: dict) -> dict[str, Callable]:
@@ -944,7 +945,6 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
         ids = ids if len(ids) == 1 and known else []
     ids = ids if args.stop_token_id is None else [args.stop_token_id]
     ids = [number for number in dict.fromkeys(ids) if number is not None]
-    require(len(tokenizer) <= size, f"--model_name_or_path: {len(tokenizer)} tokens, more than the model's {size}")
     require(ids and max(ids) < size, f"--stop_token {args.stop_token} --stop_token_id {args.stop_token_id}: must name "
             f"one token, of the model's {size}; without them the tokenizer needs an eos token")
     return ids
@@ -992,25 +992,30 @@ def load_model(args, flag: str, path: str, trained: bool, auto_class=AutoModelFo
 
 @torch.no_grad()
 @fsdp_forward
-def fit(model, args, longest: int) -> str:
-    """The layout that a model takes, tried on prompts of full and half length: --layout, or plain where group rows give
-    other numbers, as with linear attention, a sliding window shorter than prompt and completion, ALiBi. Refuses a
-    policy that does more to its logits than `final_logits`, and a model with too few positions."""
+def fit(model, args, rows: list[dict]) -> str:
+    """The layout that a model takes for the prompts of `rows`: --layout, or plain where a sliding window is shorter
+    than prompt and completion, or where a trial, prompts of full and half length, gives other numbers in group rows, as
+    with linear attention or ALiBi. Refuses a policy that does more to its logits than `final_logits`, and a model with
+    too few positions or embeddings."""
     config, name, k, R = model.config.get_text_config(), type(model).__name__, args.rloo_k, args.response_length
-    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    longest, highest = (max(of(row["prompt_ids"]) for row in rows) for of in (len, max))
+    positions, window = (getattr(config, n, None) or sys.maxsize for n in ("max_position_embeddings", "sliding_window"))
     require(longest + R <= positions, f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and "
             f"--response_length {R} need more: lower --max_prompt_length or --response_length")
+    require(highest < config.vocab_size, f"{name}: has no embedding for token {highest} of a prompt, only "
+            f"{config.vocab_size}: is --model_name_or_path the tokenizer of another model?")
     device, dtype, layout = torch.device(args.device), getattr(torch, args.dtype), "plain"
     tokens = torch.arange(longest + 2 * k * R, device=device) * 7919 % config.vocab_size
-    rows = [{"prompt_ids": tokens[:n].tolist()} for n in (longest, longest - longest // 2)]
-    batch = make_batch(rows, tokens[longest:].view(k, 2, R), stop_ids=[-1])
+    trial = [{"prompt_ids": tokens[:n].tolist()} for n in (longest, longest - longest // 2)]
+    batch = make_batch(trial, tokens[longest:].view(k, 2, R), stop_ids=[-1])
     with on_device(model, device), torch.autocast(device.type, dtype, dtype != torch.float32):
         if model.get_output_embeddings() is not None:  # a policy
-            ours = final_logits(model, model.base_model(tokens[None, :2])[0])
-            theirs = type(model).forward(model, tokens[None, :2]).logits.float()
+            with explained(f"{name}: cannot be run"):
+                ours = final_logits(model, model.base_model(tokens[None, :2])[0])
+                theirs = type(model).forward(model, tokens[None, :2]).logits.float()
             require(ours.isfinite().all(), f"{name}: its logits are not finite; is the file damaged?")
             require((theirs - ours).norm() <= 0.01 * ours.norm(), f"{name}: does more to its logits than final_logits")
-        if args.layout == "group" and model.config._attn_implementation in ("sdpa", "lanes"):
+        if args.layout == "group" and longest + R <= window and model.config._attn_implementation in ("sdpa", "lanes"):
             try:
                 with explained(f"{name}: group rows do not run"):  # a kernel that takes no such mask
                     plain, group = (completion_hidden(model, batch, layout).float() for layout in ("plain", "group"))

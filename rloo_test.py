@@ -769,12 +769,14 @@ def any_model(name: str):
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     model, (_, lanes) = any_model(name), OTHERS.get(name, (SIZE, True))
-    def layout(longest: int, R: int, layout: str = "group") -> str:
-        return rloo.fit(model, Args(rloo_k=3, response_length=R, layout=layout, device="cpu"), longest)
+    def layout(longest: int, R: int, layout: str = "group", dtype: str = "float32") -> str:
+        return rloo.fit(model, Args(rloo_k=3, response_length=R, layout=layout, device="cpu", dtype=dtype),
+                        [{"prompt_ids": [3] * longest}, {"prompt_ids": [4]}])
 
     assert layout(12, 8) == ("group" if lanes else "plain")
     if name in ("mistral", "gemma3_text"):  # a prompt and a completion, not the whole row, must fit into the window
         assert layout(6, 6) == "group"
+        assert {layout(6, 7), layout(6, 7, dtype="bfloat16")} == {"plain"}  # where only one token is out of sight
     assert layout(12, 8, "plain") == "plain"
 
 
@@ -785,7 +787,7 @@ def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *inputs, **options:
                         kernel(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2))
     model = tiny_model(name)
-    assert rloo.fit(model, Args(rloo_k=3, response_length=8, device="cpu"), longest=12) == "group"
+    assert rloo.fit(model, Args(rloo_k=3, response_length=8, device="cpu"), [{"prompt_ids": [3] * 12}]) == "group"
     rows = [{"prompt_ids": [3, 4, 5]}, {"prompt_ids": [6]}]
     batch, logprobs = rloo.rollout(model, rows, 2, 1.0, response_length=4, stop_ids=[0])
     assert torch.allclose(rloo.completion_logprobs(model, batch, 1.0)[0], logprobs, atol=1e-5)
@@ -1420,7 +1422,7 @@ def test_a_reward_model_reads_the_policys_tokens_or_the_text(train, tmp_path):
     words under other numbers; if its embeddings are permuted alike, the scores are the same."""
     def reward(policy_tokenizer=tiny_tokenizer()):
         args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6)
-        return rloo.load_reward_model(args, policy_tokenizer, longest=9)["reward_model"]
+        return rloo.load_reward_model(args, policy_tokenizer, [{"prompt_ids": [3] * 9}])["reward_model"]
 
     model, batch, more = tiny_model(classifier=True), random_batch(), tiny_tokenizer()
     for row in batch.rows:
@@ -1653,7 +1655,7 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_pat
 @pytest.mark.parametrize("kind, message", [
     ("no words", "--model_name_or_path or --sft_model_path {sft}: no tokenizer with words; save it there"),
     ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
-    ("too many tokens", "--model_name_or_path: 18 tokens, more than the model's 16"),
+    ("too many tokens", "GPTNeoXForCausalLM: has no embedding for token 17 of a prompt, only 16: is --model_name"),
     ("other head", r"--sft_model_path {sft}: its head is not its embedding; set tie_word_embeddings to false"),
     ("no head", r"--reward_model_path \(with one label\) {reward}: "
      r"is no trained model of this kind, it has no .'score.weight'"),
@@ -1673,8 +1675,24 @@ def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, messa
     if kind == "labels":
         config = type(tiny_model().config).from_pretrained(tiny / "reward", num_labels=3)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(folders["reward"])
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a b"}\n{"prompt": "a more b words"}\n')
+    data = {"dataset_name": str(tmp_path / "data.jsonl")} if kind == "too many tokens" else {}
     with pytest.raises(InputError, match=message.format(**folders)):
-        train(sft_model_path=str(folders["sft"]), reward_model_path=str(folders["reward"]))
+        train(sft_model_path=str(folders["sft"]), reward_model_path=str(folders["reward"]), **data)
+
+
+def test_a_token_that_no_prompt_has_needs_no_embedding(train, tiny, tmp_path):
+    """Gemma 3's text models have one fewer than their tokenizer has tokens: that of an image."""
+    folders = {part: shutil.copytree(tiny / part, tmp_path / part) for part in ("sft", "reward")}
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    for folder in folders.values():
+        tokenizer.save_pretrained(folder)
+    found = [train(sft_model_path=str(x["sft"]), reward_model_path=str(x["reward"]))[0]
+             for x in (folders, {part: tiny / part for part in folders})]
+    for ours, theirs in zip(*found, strict=True):
+        for name in ("objective/scores", "objective/kl", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["group", "hf"])
@@ -2226,6 +2244,35 @@ def test_a_process_that_evaluates_nothing_has_no_evaluation_after(train, monkeyp
     train(**{**run, "num_eval_prompts": 0}, output_dir=str(output), resume=True)
     (_, whole), (_, resumed) = results
     assert whole["after"] and resumed == {"before": whole["before"], "after": {}}
+
+
+def test_parameters_that_no_text_uses_have_no_moments_and_their_run_resumes(train, tiny, tmp_path):
+    """The vision tower of a Gemma 3, which transformers' auto class for text loads as well."""
+    tokens = dict(vocab_size=3 + len(WORDS), eos_token_id=0, bos_token_id=0, pad_token_id=1)
+    vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                  patch_size=14)
+    config = AutoConfig.for_model("gemma3", text_config=HEADS | tokens, vision_config=vision, mm_tokens_per_image=4)
+    folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    run = {**LONG, "total_episodes": 32, "sft_model_path": str(folder)}
+    (metrics, output), text = train(**run), set(model.get_decoder().parameters())
+    assert metrics[0]["grad_norm"] > 0 and set(model.parameters()) - text
+    expected = end_of(output)
+    shutil.rmtree(output / "checkpoint-2")
+    train(**run, output_dir=str(output), resume=True)
+    assert end_of(output) == expected
+
+
+def test_told_to_stop_no_process_leaves_before_the_first_has_saved(train, monkeypatch):
+    """torchrun kills the others half a minute after the first of them has gone."""
+    stop, seen = [], []
+    spy(monkeypatch, "rollout", lambda inputs, output: (stop.append(15), output)[1])
+    spy(monkeypatch, "save_checkpoint", lambda inputs, output: seen.append("saved"))
+    spy(monkeypatch, "gather", lambda inputs, output: (seen.append("met"), output)[1])
+    with pytest.raises(SystemExit):
+        train(total_episodes=64, signals=stop)
+    assert seen[-2:] == ["saved", "met"]
 
 
 def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path, monkeypatch, capsys):

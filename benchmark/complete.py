@@ -64,7 +64,7 @@ def main(args: Args):
     numbered = [row | {"post": number} for number, row in enumerate(found[: args.posts])]
     rows = rloo.prepare_rows(numbered, tokenizer, args.max_prompt_length, args.dataset_name)
     model = rloo.load_model(flags, "--sft_model_path", args.sft_model_path, trained=False)
-    layout = rloo.fit(model, flags, max(len(row["prompt_ids"]) for row in rows))
+    layout = rloo.fit(model, flags, rows)
     sampling = {"response_length": args.response_length,
                 "stop_ids": rloo.stop_token_ids(flags, model, tokenizer),
                 "engine": "group" if layout == "group" else "hf", "chunk_size": args.local_rollout_forward_batch_size}
