@@ -2238,7 +2238,7 @@ def test_the_newest_checkpoints_are_kept_and_random_numbers_depend_on_the_update
 
 def test_a_process_that_evaluates_nothing_has_no_evaluation_after(train, monkeypatch):
     """The checkpoint of update 6 comes from a process that evaluated at 0 and 5."""
-    run, results = {**LONG, "total_episodes": 160, "save_steps": 6, "num_sample_generations": 1}, spy(monkeypatch, "main")
+    run, results = LONG | dict(total_episodes=160, save_steps=6, num_sample_generations=1), spy(monkeypatch, "main")
     _, output = train(**run)
     shutil.rmtree(output / "checkpoint-10")
     train(**{**run, "num_eval_prompts": 0}, output_dir=str(output), resume=True)
