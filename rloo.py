@@ -1033,7 +1033,7 @@ def fit(model, args, rows: list[dict]) -> str:
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
 def start_processes(device: torch.device) -> tuple[int, int]:
     """Rank of this process and how many there are, by torchrun's environment variables; `device` becomes CUDA's own. On
-    the CPU freed tensors stay its memory: to get that anew from the system takes more than a tenth of an update."""
+    the CPU freed tensors stay its memory: to get that anew from the system can take a tenth of an update."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if device.type == "cpu":
         with suppress(AttributeError):  # glibc has mallopt

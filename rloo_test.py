@@ -1681,6 +1681,15 @@ def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, messa
         train(sft_model_path=str(folders["sft"]), reward_model_path=str(folders["reward"]), **data)
 
 
+def test_a_model_without_a_body_of_its_own_is_named():
+    """As Llama 4's for text: its base_model is the model with its head."""
+    class Headed(type(tiny_model())):
+        base_model_prefix = "missing"
+
+    with pytest.raises(InputError, match="^Headed: cannot be run .*RuntimeError"):
+        rloo.fit(Headed(tiny_model().config).eval(), Args(device="cpu"), [{"prompt_ids": [3, 4]}])
+
+
 def test_a_token_that_no_prompt_has_needs_no_embedding(train, tiny, tmp_path):
     """Gemma 3's text models have one fewer than their tokenizer has tokens: that of an image."""
     folders = {part: shutil.copytree(tiny / part, tmp_path / part) for part in ("sft", "reward")}
