@@ -30,17 +30,40 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: a name that is n
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPTNeoXConfig,
-    LlamaConfig, MixtralConfig, PreTrainedTokenizerFast, Qwen3Config)
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 import rloo
 from rloo import Args, Batch, InputError
 
 HERE = Path(__file__).resolve().parent
-WORDS = "a b c d e f g h i j k l m".split()  # with eos, pad and unknown: a vocabulary of 16
+WORDS = [
+    "a",
+    "b",
+    "c",
+    "d",
+    "e",
+    "f",
+    "g",
+    "h",
+    "i",
+    "j",
+    "k",
+    "l",
+    "m",
+]  # with eos, pad and unknown: a vocabulary of 16
 torch.set_num_threads(1)  # the models are tiny
 
 
@@ -56,15 +79,21 @@ def tiny_tokenizer(pad: str = "[PAD]") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token=pad, unk_token="[UNK]")
 
 
-SIZE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128,
-            initializer_range=0.3)
+SIZE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
 FAMILIES = {  # multi-head, multi-query, grouped-query attention, and a mixture of experts
     "gpt_neox": lambda **kw: GPTNeoXConfig(**SIZE, intermediate_size=64, **kw),
     "gpt2": lambda **kw: GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3, **kw),
     "llama": lambda **kw: LlamaConfig(**SIZE, num_key_value_heads=1, intermediate_size=64, **kw),
     "qwen3": lambda **kw: Qwen3Config(**SIZE, num_key_value_heads=2, head_dim=8, intermediate_size=64, **kw),
-    "mixtral": lambda **kw: MixtralConfig(**SIZE, num_key_value_heads=2, intermediate_size=64, num_local_experts=4,
-                                          sliding_window=None, **kw),
+    "mixtral": lambda **kw: MixtralConfig(
+        **SIZE, num_key_value_heads=2, intermediate_size=64, num_local_experts=4, sliding_window=None, **kw
+    ),
 }
 
 
@@ -96,7 +125,10 @@ def tiny(tmp_path_factory) -> Path:
         model.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
     rng = random.Random(0)
-    words = lambda n: " ".join(rng.choices(WORDS, k=n))
+
+    def words(n):
+        return " ".join(rng.choices(WORDS, k=n))
+
     rows = [{"prompt": words(rng.randint(2, 9)), "completion": words(3), "n": i} for i in range(24)]
     (folder / "data").mkdir()
     for split, part in (("train", rows[:16]), ("test", rows[16:])):
@@ -111,11 +143,21 @@ def train(tiny, tmp_path):
 
     def run(signals=(), **flags):
         output = Path(flags.get("output_dir", tmp_path / f"run{next(count)}"))
-        defaults = dict(
-            dataset_name=str(tiny / "data"), sft_model_path=str(tiny / "sft"), reward_model_path=str(tiny / "reward"),
-            response_length=6, per_device_train_batch_size=16, gradient_accumulation_steps=1, rloo_k=2,
-            total_episodes=16, temperature=1.0, learning_rate=1e-2, num_sample_generations=0, num_eval_prompts=0,
-            output_dir=str(output))
+        defaults = {
+            "dataset_name": str(tiny / "data"),
+            "sft_model_path": str(tiny / "sft"),
+            "reward_model_path": str(tiny / "reward"),
+            "response_length": 6,
+            "per_device_train_batch_size": 16,
+            "gradient_accumulation_steps": 1,
+            "rloo_k": 2,
+            "total_episodes": 16,
+            "temperature": 1.0,
+            "learning_rate": 1e-2,
+            "num_sample_generations": 0,
+            "num_eval_prompts": 0,
+            "output_dir": str(output),
+        }
         rloo.say_once.cache_clear()
         rloo.main(Args(**{**defaults, **flags}), signals)
         return read_metrics(output), output
@@ -188,6 +230,7 @@ def wrapped(function):
     @functools.wraps(function)
     def called(prompts, completions, completion_ids, n, m):
         return function(n)
+
     return called
 
 
@@ -232,11 +275,15 @@ def test_kl_rewards_and_advantages_equal_the_loops(level, normalize, estimator):
     k, B, R, beta = 3, 4, 5, 0.3
     kl, scores, mask = torch.randn(k, B, R), torch.randn(k, B), torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
     scores[0, 1] = scores[1:, 2] = math.nan
-    args = Args(response_length=R, kl_coef=beta, kl_level=level, advantage_estimator=estimator,
-                normalize_advantage=normalize)
+    args = Args(
+        response_length=R, kl_coef=beta, kl_level=level, advantage_estimator=estimator, normalize_advantage=normalize
+    )
     completions = [*itertools.product(range(k), range(B))]
-    expected = plain_advantages(args, {c: scores[c].item() for c in completions if not scores[c].isnan()},
-                                {c: kl[c][mask[c]].tolist() for c in completions})
+    expected = plain_advantages(
+        args,
+        {c: scores[c].item() for c in completions if not scores[c].isnan()},
+        {c: kl[c][mask[c]].tolist() for c in completions},
+    )
     found = advantages_of(scores, kl * mask, mask, beta, level, normalize, estimator).view(k, B, -1)
     for c, t in itertools.product(completions, range(found.shape[2])):
         assert found[c][t].item() == pytest.approx(expected.get((*c, t), 0.0), abs=1e-5)
@@ -285,8 +332,11 @@ def test_policy_loss_equals_the_formula_in_loops(level):
     losses, log_ratio, clipped = rloo.policy_loss(new, old, advantages, mask, low, high)
     for j, b in itertools.product(range(k), range(B)):
         log_ratios = [(new - old)[j, b, t].item() for t in range(R) if mask[j, b, t]]
-        pairs = ([(sum(log_ratios), advantages[j, b].item())] if level == "sequence" else
-                 [(x, advantages[j, b, t].item()) for t, x in enumerate(log_ratios)])
+        pairs = (
+            [(sum(log_ratios), advantages[j, b].item())]
+            if level == "sequence"
+            else [(x, advantages[j, b, t].item()) for t, x in enumerate(log_ratios)]
+        )
         terms = [(-a * math.exp(x), -a * min(max(math.exp(x), 1 - low), 1 + high)) for x, a in pairs]
         assert losses[j, b].item() == pytest.approx(sum(max(pair) for pair in terms), abs=1e-5)
         assert log_ratio[j, b].flatten()[: len(pairs)].tolist() == pytest.approx([x for x, _ in pairs], abs=1e-6)
@@ -382,8 +432,9 @@ def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_v
     kl = ((new - ref_logprobs[0][pairs]) * mask).detach()
     weight = (probability[first] * probability[second]).detach()
     without_baseline = rloo.rlhf_reward(scores[0][pairs], kl, beta, level)
-    with_baseline, without_kl = (advantages_of(scores[0][pairs], kl, mask, coefficient, level)
-                                 for coefficient in (beta, 0.0))
+    with_baseline, without_kl = (
+        advantages_of(scores[0][pairs], kl, mask, coefficient, level) for coefficient in (beta, 0.0)
+    )
 
     def error(advantages) -> float:
         """of the expected update, relative to the largest entry of the exact one"""
@@ -445,8 +496,10 @@ def plain_advantages(args, scores: dict, kl: dict) -> dict:
     rewards = {(*c, t): x - beta * math.fsum(kl[c][t:]) for c, x in scores.items() for t in steps}
     for (j, b, t), reward in rewards.items():
         group = [rewards[(*c, t)] for c in scores if c[1] == b]
-        peers = {"rloo": [rewards[(*c, t)] for c in scores if c[1] == b and c[0] != j],
-                 "reinforce": [rewards[(*c, t)] for c in scores]}.get(args.advantage_estimator, group)
+        peers = {
+            "rloo": [rewards[(*c, t)] for c in scores if c[1] == b and c[0] != j],
+            "reinforce": [rewards[(*c, t)] for c in scores],
+        }.get(args.advantage_estimator, group)
         if t < len(kl[j, b]) and len(peers) > (args.advantage_estimator != "rloo"):  # else nothing to compare with
             scale = stdev(group) + 1e-4 if args.advantage_estimator == "grpo" else 1.0
             found[j, b, t] = (reward - mean(peers)) / scale
@@ -483,12 +536,25 @@ def adamw_step(args, parameters: list, gradients: list, moments: dict, lr: float
     return norm
 
 
-def plain_update(args, policy, reference, found: dict, prompts: list, completions: dict, ended: dict, orders: list,
-                 moments: dict, lr: float) -> dict:
+def plain_update(
+    args,
+    policy,
+    reference,
+    found: dict,
+    prompts: list,
+    completions: dict,
+    ended: dict,
+    orders: list,
+    moments: dict,
+    lr: float,
+) -> dict:
     """Trains the policy in place; the metrics. prompts: B token lists; completions, ended: {c: token list}, {c: bool};
     found: {reward's name: {c: number or None}}; orders: the prompts' numbers in each epoch."""
     lengths, parameters, notes = {c: len(x) for c, x in completions.items()}, [*policy.parameters()], defaultdict(list)
-    read = lambda model, c: token_logprobs(model, prompts[c[1]], completions[c], args.temperature)
+
+    def read(model, c):
+        return token_logprobs(model, prompts[c[1]], completions[c], args.temperature)
+
     with torch.no_grad():
         old = {c: read(policy, c)[0] for c in completions}
         ref = {c: read(reference, c)[0] for c in completions} if args.kl_coef else old
@@ -516,19 +582,28 @@ def plain_update(args, policy, reference, found: dict, prompts: list, completion
     sums, beta = {c: math.fsum(x) for c, x in kl.items()}, args.kl_coef * args.kl_in_reward
     groups = [x for x in ([raw[c] for c in raw if c[1] == b] for b in range(len(prompts))) if len(x) > 1]
     named = {f"rewards/{name}/": [x for x in values.values() if x is not None] for name, values in found.items()}
-    metrics = {"objective/kl": sums.values() if args.kl_coef else [],
-               "objective/non_score_reward": [-beta * x for x in sums.values()],
-               "objective/rlhf_reward": [x - beta * sums[c] for c, x in scores.items()],
-               "objective/entropy": [-x.sum().item() for x in old.values()], "objective/scores": raw.values(),
-               "frac_reward_zero_std": [float(max(x) - min(x) <= 1e-6) for x in groups],
-               "completions/mean_length": lengths.values(),
-               "completions/clipped_ratio": [1.0 - x for x in ended.values()]}
+    metrics = {
+        "objective/kl": sums.values() if args.kl_coef else [],
+        "objective/non_score_reward": [-beta * x for x in sums.values()],
+        "objective/rlhf_reward": [x - beta * sums[c] for c, x in scores.items()],
+        "objective/entropy": [-x.sum().item() for x in old.values()],
+        "objective/scores": raw.values(),
+        "frac_reward_zero_std": [float(max(x) - min(x) <= 1e-6) for x in groups],
+        "completions/mean_length": lengths.values(),
+        "completions/clipped_ratio": [1.0 - x for x in ended.values()],
+    }
     metrics |= notes | {name + "mean": x for name, x in named.items()}
     spreads = {name + "std": x for name, x in named.items()} | {"objective/scores_std": raw.values()}
-    return {name: mean(x) for name, x in metrics.items() if x} | {
-        name: stdev(x) for name, x in spreads.items() if len(x) > 1} | {
-        "val/ratio_var": stdev(notes["val/ratio"]) ** 2, "val/num_eos_tokens": sum(ended.values()), "lr": lr,
-        "val/rollout_logprob_gap": 0.0}
+    return (
+        {name: mean(x) for name, x in metrics.items() if x}
+        | {name: stdev(x) for name, x in spreads.items() if len(x) > 1}
+        | {
+            "val/ratio_var": stdev(notes["val/ratio"]) ** 2,
+            "val/num_eos_tokens": sum(ended.values()),
+            "lr": lr,
+            "val/rollout_logprob_gap": 0.0,
+        }
+    )
 
 
 def plain_run(args, policy, reference, rewards: dict, stop_ids: list[int], sampled: list, orders: list) -> list[dict]:
@@ -545,8 +620,18 @@ def plain_run(args, policy, reference, rewards: dict, stop_ids: list[int], sampl
         course = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "constant": 1.0}
         lr = args.learning_rate * (done / warmup if done < warmup else course[args.lr_scheduler_type])
         found = {name: {c: reward(rows[c[1]], x) for c, x in completions.items()} for name, reward in rewards.items()}
-        one = plain_update(args, policy, reference, found, [row["prompt_ids"] for row in rows], completions, ended,
-                           orders[done * epochs : (done + 1) * epochs], moments, lr)
+        one = plain_update(
+            args,
+            policy,
+            reference,
+            found,
+            [row["prompt_ids"] for row in rows],
+            completions,
+            ended,
+            orders[done * epochs : (done + 1) * epochs],
+            moments,
+            lr,
+        )
         metrics.append(one | {"update": done + 1, "episode": (done + 1) * len(completions)})
     return metrics
 
@@ -572,25 +657,52 @@ def flags_drawn(seed: int) -> dict:
     k, one_of = draw.randint(2, 4), lambda *values: draw.choice(values)
     groups, epochs, mini_batches = one_of((1, 1), (1, 2), (2, 1)), draw.randint(1, 2), one_of(1, 1, 2, 3)
     functions, with_model = one_of(
-        ([continuous], False), ([often_none], False), ([often_none], False), ([constant_reward, often_none], False),
-        ([large, continuous], False), ([], True), ([often_none, continuous], True))
+        ([continuous], False),
+        ([often_none], False),
+        ([often_none], False),
+        ([constant_reward, often_none], False),
+        ([large, continuous], False),
+        ([], True),
+        ([often_none, continuous], True),
+    )
     weights = tuple(one_of(-0.5, 0.3, 1.0, 2.0) for _ in range(len(functions) + with_model))
-    return dict(
-        rloo_k=k, per_device_train_batch_size=groups[0] * k, gradient_accumulation_steps=groups[1],
-        num_mini_batches=mini_batches, num_ppo_epochs=epochs, seed=seed,
-        total_episodes=2 * k * groups[0] * groups[1] * mini_batches, response_length=draw.randint(2, 5),
-        reward_fns=tuple(f"{__file__}:{function.__name__}" for function in functions),
-        reward_weights=one_of(None, weights), with_model=with_model, family=one_of("gpt_neox", "gpt2", "llama"),
-        stop_ids=one_of([0], [0, 7, 9], [5]), pad=one_of("[PAD]", "<eos>"), temperature=one_of(1.0, 0.7, 1.5),
-        kl_coef=one_of(0.0, 0.1, 1.0), kl_level=one_of("sequence", "token"), kl_in_reward=one_of(True, True, False),
-        advantage_estimator=one_of("rloo", "rloo", "grpo", "drgrpo", "reinforce"),
-        loss_aggregation=one_of("sequence", "sequence", "token", "sequence-mean"),
-        missing_eos_penalty=one_of(None, 1.0), normalize_reward=one_of(False, True),
-        reward_clip_range=one_of(None, None, 1.2), normalize_advantage=one_of(False, False, True),
-        mask_truncated_completions=one_of(False, False, True), cliprange=one_of(0.05, 0.2),
-        cliprange_high=one_of(None, 0.1, 0.4), learning_rate=1e-2, adam_eps=1e-2, weight_decay=one_of(0.0, 0.5),
-        lr_scheduler_type=one_of("linear", "cosine", "constant"), warmup_ratio=one_of(0.0, 0.0, 0.5),
-        max_grad_norm=one_of(0.0, 0.1, 1.0), rollout_engine=one_of("group", "hf"), layout=one_of("group", "plain"))
+    return {
+        "rloo_k": k,
+        "per_device_train_batch_size": groups[0] * k,
+        "gradient_accumulation_steps": groups[1],
+        "num_mini_batches": mini_batches,
+        "num_ppo_epochs": epochs,
+        "seed": seed,
+        "total_episodes": 2 * k * groups[0] * groups[1] * mini_batches,
+        "response_length": draw.randint(2, 5),
+        "reward_fns": tuple(f"{__file__}:{function.__name__}" for function in functions),
+        "reward_weights": one_of(None, weights),
+        "with_model": with_model,
+        "family": one_of("gpt_neox", "gpt2", "llama"),
+        "stop_ids": one_of([0], [0, 7, 9], [5]),
+        "pad": one_of("[PAD]", "<eos>"),
+        "temperature": one_of(1.0, 0.7, 1.5),
+        "kl_coef": one_of(0.0, 0.1, 1.0),
+        "kl_level": one_of("sequence", "token"),
+        "kl_in_reward": one_of(True, True, False),
+        "advantage_estimator": one_of("rloo", "rloo", "grpo", "drgrpo", "reinforce"),
+        "loss_aggregation": one_of("sequence", "sequence", "token", "sequence-mean"),
+        "missing_eos_penalty": one_of(None, 1.0),
+        "normalize_reward": one_of(False, True),
+        "reward_clip_range": one_of(None, None, 1.2),
+        "normalize_advantage": one_of(False, False, True),
+        "mask_truncated_completions": one_of(False, False, True),
+        "cliprange": one_of(0.05, 0.2),
+        "cliprange_high": one_of(None, 0.1, 0.4),
+        "learning_rate": 1e-2,
+        "adam_eps": 1e-2,
+        "weight_decay": one_of(0.0, 0.5),
+        "lr_scheduler_type": one_of("linear", "cosine", "constant"),
+        "warmup_ratio": one_of(0.0, 0.0, 0.5),
+        "max_grad_norm": one_of(0.0, 0.1, 1.0),
+        "rollout_engine": one_of("group", "hf"),
+        "layout": one_of("group", "plain"),
+    }
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -609,14 +721,19 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
 
     rollouts, orders, randperm = spy(monkeypatch, "rollout"), [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n: orders.append(randperm(n)) or orders[-1])
-    metrics, output = train(dataset_name=str(tmp_path / "rows.jsonl"), sft_model_path=str(tmp_path / "sft"),
-                            reward_model_path=reward_path, **flags)
+    metrics, output = train(
+        dataset_name=str(tmp_path / "rows.jsonl"),
+        sft_model_path=str(tmp_path / "sft"),
+        reward_model_path=reward_path,
+        **flags,
+    )
 
     policy, reference, scorer = (x.double() for x in (model, tiny_model(family), tiny_model(classifier=True, seed=1)))
     rewards = {}
     if with_model:  # the score of the last token
-        rewards["reward_model"] = lambda row, ids: scorer.score(scorer.base_model(
-            torch.tensor([row["prompt_ids"] + ids])).last_hidden_state[0, -1]).item()
+        rewards["reward_model"] = lambda row, ids: scorer.score(
+            scorer.base_model(torch.tensor([row["prompt_ids"] + ids])).last_hidden_state[0, -1]
+        ).item()
     for name in (spec.rpartition(":")[2] for spec in flags["reward_fns"]):
         rewards[name] = lambda row, ids, reward=globals()[name]: reward([""], [""], [ids], n=[row["columns"]["n"]])[0]
     sampled = [(output[0].rows, output[0].responses) for _, output in rollouts]
@@ -703,8 +820,9 @@ def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family, monkeypat
     model, batch, biases = tiny_model(family), random_batch(), spy(monkeypatch, "attention_bias")
     outputs, layers = [], next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     for layer in layers:
-        layer.register_forward_hook(lambda module, inputs, output: outputs.append(
-            output[0] if isinstance(output, tuple) else output))
+        layer.register_forward_hook(
+            lambda module, inputs, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
     changed = batch.responses.clone()
     changed[1, :, 1] = (changed[1, :, 1] + 1) % 16
     other_padding = batch.prompt_ids.where(batch.prompt_mask, torch.tensor(7))
@@ -723,8 +841,9 @@ def test_lanes_see_neither_each_other_nor_padding_in_any_layer(family, monkeypat
         assert torch.equal(base[layer][real], padding[layer][real])
 
 
-@pytest.mark.parametrize("flags", [{}, {"kl_level": "token", "num_ppo_epochs": 2},
-                                   {"num_mini_batches": 2, "per_device_train_batch_size": 8}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"kl_level": "token", "num_ppo_epochs": 2}, {"num_mini_batches": 2, "per_device_train_batch_size": 8}]
+)
 def test_updates_in_group_and_plain_layout_end_in_the_same_weights(train, monkeypatch, flags):
     """Three updates from the same completions: those of `generate`, so that the layouts share their random numbers."""
     monkeypatch.setattr(rloo, "Decoder", None)
@@ -735,25 +854,45 @@ def test_updates_in_group_and_plain_layout_end_in_the_same_weights(train, monkey
     assert (final_weights(out1) - final_weights(out2)).abs().max() < 1e-5
 
 
-HEADS = SIZE | dict(num_key_value_heads=2, head_dim=8, intermediate_size=64)
-GPT_J = dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=8, initializer_range=0.3)
+HEADS = SIZE | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
+GPT_J = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8, "initializer_range": 0.3}
 OTHERS = {  # by how transformers calls them, with a window of 12 tokens where there is one; and whether lanes work
-    "bloom": (dict(hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3), False),  # ALiBi
+    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}, False),  # ALiBi
     "codegen": (GPT_J, False),  # no sdpa
-    "cohere": (HEADS | dict(logit_scale=0.4), True),
+    "cohere": (HEADS | {"logit_scale": 0.4}, True),
     "falcon": (SIZE, False),  # attention of its own
-    "gemma2": (HEADS | dict(final_logit_softcapping=2.0, sliding_window=12), False),  # no sdpa
-    "gemma3_text": (HEADS | dict(sliding_window=12), False),
-    "gpt_neo": (dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-                     window_size=12, max_position_embeddings=128, initializer_range=0.3), False),
-    "gpt_oss": (HEADS | dict(sliding_window=12, num_local_experts=4, num_experts_per_tok=2), False),
+    "gemma2": (HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 12}, False),  # no sdpa
+    "gemma3_text": (HEADS | {"sliding_window": 12}, False),
+    "gpt_neo": (
+        {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 12,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.3,
+        },
+        False,
+    ),
+    "gpt_oss": (HEADS | {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}, False),
     "gptj": (GPT_J, False),
-    "granite": (HEADS | dict(logits_scaling=3.0), True),
-    "mistral": (HEADS | dict(sliding_window=12), False),
-    "mpt": (dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=128, initializer_range=0.3), False),  # ALiBi
+    "granite": (HEADS | {"logits_scaling": 3.0}, True),
+    "mistral": (HEADS | {"sliding_window": 12}, False),
+    "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "initializer_range": 0.3}, False),  # ALiBi
     "olmo2": (HEADS, True),
-    "opt": (dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, max_position_embeddings=128,
-                 word_embed_proj_dim=32, init_std=0.3), True),
+    "opt": (
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 64,
+            "max_position_embeddings": 128,
+            "word_embed_proj_dim": 32,
+            "init_std": 0.3,
+        },
+        True,
+    ),
     "stablelm": (HEADS, True),
 }
 
@@ -769,9 +908,13 @@ def any_model(name: str):
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     model, (_, lanes) = any_model(name), OTHERS.get(name, (SIZE, True))
+
     def layout(longest: int, R: int, layout: str = "group", dtype: str = "float32") -> str:
-        return rloo.fit(model, Args(rloo_k=3, response_length=R, layout=layout, device="cpu", dtype=dtype),
-                        [{"prompt_ids": [3] * longest}, {"prompt_ids": [4]}])
+        return rloo.fit(
+            model,
+            Args(rloo_k=3, response_length=R, layout=layout, device="cpu", dtype=dtype),
+            [{"prompt_ids": [3] * longest}, {"prompt_ids": [4]}],
+        )
 
     assert layout(12, 8) == ("group" if lanes else "plain")
     if name in ("mistral", "gemma3_text"):  # a prompt and a completion, not the whole row, must fit into the window
@@ -784,8 +927,11 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
 def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
     """CUDA's memory-efficient one fills (B, n, H, D) and returns that as (B, H, n, D)."""
     kernel = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *inputs, **options:
-                        kernel(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *inputs, **options: kernel(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2),
+    )
     model = tiny_model(name)
     assert rloo.fit(model, Args(rloo_k=3, response_length=8, device="cpu"), [{"prompt_ids": [3] * 12}]) == "group"
     rows = [{"prompt_ids": [3, 4, 5]}, {"prompt_ids": [6]}]
@@ -797,8 +943,11 @@ def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
 def test_kernels_get_masks_of_the_dtype_that_autocast_gives_them(monkeypatch, name):
     """Rotary embeddings leave queries and keys in float32; a mask of float32 would be cast by each layer for itself."""
     kernel, masks = torch.nn.functional.scaled_dot_product_attention, []
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda query, key, value, mask, **options:
-                        masks.append(mask) or kernel(query, key, value, mask, **options))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda query, key, value, mask, **options: masks.append(mask) or kernel(query, key, value, mask, **options),
+    )
     batch = random_batch(3, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         rloo.completion_logprobs(tiny_model(name), batch, 1.0)
@@ -810,8 +959,13 @@ def test_every_architecture_trains(train, tmp_path, capsys, name):
     """Those that lanes do not fit fall back to plain rows, with a line that says so, and the same results as theirs."""
     any_model(name).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    flags = dict(sft_model_path=str(tmp_path), reward_model_path=None, reward_fns=(f"{__file__}:count_tokens",),
-                 response_length=12, total_episodes=32)
+    flags = {
+        "sft_model_path": str(tmp_path),
+        "reward_model_path": None,
+        "reward_fns": (f"{__file__}:count_tokens",),
+        "response_length": 12,
+        "total_episodes": 32,
+    }
     runs = []
     for run in ({}, {"rollout_engine": "hf"}):
         metrics, _ = train(**run, **flags)
@@ -898,8 +1052,9 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
 def test_query_heads_that_share_keys_do_not_copy_them(family, monkeypatch):
     """In decoding the kernel reads the cache where it lies, with as many key heads as the model has."""
     model, batch, seen, original = tiny_model(family), random_batch(), [], F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention",
-                        lambda q, *args, **kw: seen.append(args[:2]) or original(q, *args, **kw))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, *args, **kw: seen.append(args[:2]) or original(q, *args, **kw)
+    )
     decoder = rloo.Decoder(model, *batch.prompt_ids.shape, 3, 2, 1.0, stop_ids=[0])
     with torch.no_grad():
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
@@ -975,7 +1130,7 @@ def test_a_run_where_pad_is_eos_ends_in_the_same_weights(train, tiny, tmp_path):
     tiny_tokenizer(pad="<eos>").save_pretrained(tmp_path / "tokenizer")
     shutil.copytree(tiny / "reward", tmp_path / "reward")
     tiny_tokenizer(pad="<eos>").save_pretrained(tmp_path / "reward")
-    pad_is_eos = dict(model_name_or_path=str(tmp_path / "tokenizer"), reward_model_path=str(tmp_path / "reward"))
+    pad_is_eos = {"model_name_or_path": str(tmp_path / "tokenizer"), "reward_model_path": str(tmp_path / "reward")}
     ((one,), out1), ((two,), out2) = train(), train(**pad_is_eos)
     assert 0 < one["val/num_eos_tokens"] < 16
     assert one["objective/scores"] == pytest.approx(two["objective/scores"], abs=1e-5)
@@ -1002,8 +1157,10 @@ def test_stop_ids_come_from_the_generation_config_and_the_tokenizer():
 def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored():
     batch, policy, reward = random_batch(), tiny_model(), tiny_model(classifier=True)
     assert not batch.response_mask.all()
-    garbage = batch._replace(responses=batch.responses.where(batch.response_mask, torch.tensor(11)),
-                             prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(12)))
+    garbage = batch._replace(
+        responses=batch.responses.where(batch.response_mask, torch.tensor(11)),
+        prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(12)),
+    )
     results = []
     for b in (batch, garbage):
         logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0)
@@ -1014,8 +1171,14 @@ def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored
 
 def test_missing_eos_penalty_looks_for_what_stops_the_rollout(train):
     """With another stop token than eos the penalty goes to the completions without that token, not without eos."""
-    metrics, _ = train(missing_eos_penalty=3.0, stop_token="c", reward_model_path=None, kl_coef=0.0, total_episodes=64,
-                       reward_fns=(f"{__file__}:constant_reward",))
+    metrics, _ = train(
+        missing_eos_penalty=3.0,
+        stop_token="c",
+        reward_model_path=None,
+        kl_coef=0.0,
+        total_episodes=64,
+        reward_fns=(f"{__file__}:constant_reward",),
+    )
     assert 0 < metrics[-1]["completions/clipped_ratio"] < 1
     for update in metrics:
         assert update["objective/scores"] == 1  # raw
@@ -1081,14 +1244,29 @@ def test_metrics_count_real_tokens_only_and_once(train, monkeypatch):
     assert "val/clipfrac_avg" not in update and isinstance(update["eps"], float)
 
 
-@pytest.mark.parametrize("flags", [
-    {}, {"kl_level": "token", "num_ppo_epochs": 2, "mask_truncated_completions": True},
-    {"loss_aggregation": "token", "advantage_estimator": "reinforce", "kl_in_reward": False, "num_ppo_epochs": 2},
-    {"loss_aggregation": "sequence-mean", "advantage_estimator": "grpo", "kl_level": "token"}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"kl_level": "token", "num_ppo_epochs": 2, "mask_truncated_completions": True},
+        {"loss_aggregation": "token", "advantage_estimator": "reinforce", "kl_in_reward": False, "num_ppo_epochs": 2},
+        {"loss_aggregation": "sequence-mean", "advantage_estimator": "grpo", "kl_level": "token"},
+    ],
+)
 def test_gradients_and_metrics_do_not_depend_on_the_split_into_micro_batches(train, flags):
-    (whole, output), *runs = [train(per_device_train_batch_size=size, gradient_accumulation_steps=16 // size, seed=3,
-                                    local_rollout_forward_batch_size=16, learning_rate=1e-3, adam_eps=1e-3,
-                                    total_episodes=48, **flags) for size in (16, 8, 2)]
+    (whole, output), *runs = [
+        train(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=16 // size,
+            seed=3,
+            local_rollout_forward_batch_size=16,
+            learning_rate=1e-3,
+            adam_eps=1e-3,
+            total_episodes=48,
+            **flags,
+        )
+        for size in (16, 8, 2)
+    ]
     assert whole[0]["grad_norm"] > 0.1
     for metrics, other_output in runs:
         for one, other in zip(without_times(whole), without_times(metrics), strict=True):
@@ -1120,12 +1298,16 @@ def test_one_seed_repeats_a_run_exactly_and_evaluation_does_not_change_it(train,
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        runs = [train(total_episodes=48, seed=seed, num_ppo_epochs=2, num_mini_batches=2, **flags)
-                for seed, flags in ((5, {}), (5, {"num_eval_prompts": 4, "num_sample_generations": 1}), (6, {}))]
+        runs = [
+            train(total_episodes=48, seed=seed, num_ppo_epochs=2, num_mini_batches=2, **flags)
+            for seed, flags in ((5, {}), (5, {"num_eval_prompts": 4, "num_sample_generations": 1}), (6, {}))
+        ]
     finally:
         torch.set_num_threads(before)
-    plain = [[{name: x for name, x in update.items() if not name.startswith("eval")} for update in metrics]
-             for metrics in (without_times(metrics) for metrics, _ in runs)]
+    plain = [
+        [{name: x for name, x in update.items() if not name.startswith("eval")} for update in metrics]
+        for metrics in (without_times(metrics) for metrics, _ in runs)
+    ]
     assert plain[0] == plain[1] != plain[2]
     files = [(output / "model.safetensors").read_bytes() for _, output in runs]
     assert files[0] == files[1] != files[2]
@@ -1155,24 +1337,38 @@ def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_
 
 
 def test_a_run_with_unscorable_completions(train):
-    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:sometimes_none",), normalize_reward=True,
-                       normalize_advantage=True, total_episodes=48, num_eval_prompts=8)
+    metrics, _ = train(
+        reward_model_path=None,
+        reward_fns=(f"{__file__}:sometimes_none",),
+        normalize_reward=True,
+        normalize_advantage=True,
+        total_episodes=48,
+        num_eval_prompts=8,
+    )
     assert len(metrics) == 3 and all(math.isfinite(value) for update in metrics for value in update.values())
 
 
 def test_groups_go_by_position_never_by_text(train, tmp_path):
     """Two rows with the same prompt and different columns stay two groups: within each all rewards are equal."""
     (tmp_path / "same.jsonl").write_text('{"prompt": "a b", "value": 1}\n{"prompt": "a b", "value": 5}\n')
-    (update,), _ = train(dataset_name=str(tmp_path / "same.jsonl"), reward_model_path=None, kl_coef=0.0,
-                         reward_fns=(f"{__file__}:column_value",))
+    (update,), _ = train(
+        dataset_name=str(tmp_path / "same.jsonl"),
+        reward_model_path=None,
+        kl_coef=0.0,
+        reward_fns=(f"{__file__}:column_value",),
+    )
     assert update["objective/scores"] == 3 and update["frac_reward_zero_std"] == 1
     assert update["loss/policy_avg"] == 0 and update["grad_norm"] == 0
 
 
 def test_raw_scores_are_logged_and_zero_std_is_counted_before_kl(train):
     """Half of the prompts give equal scores to all completions. With KL in them no two rewards are equal any more."""
-    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:constant_for_even_rows",), total_episodes=64,
-                       normalize_reward=True)
+    metrics, _ = train(
+        reward_model_path=None,
+        reward_fns=(f"{__file__}:constant_for_even_rows",),
+        total_episodes=64,
+        normalize_reward=True,
+    )
     for even, odd in (metrics[:2], metrics[2:]):  # an epoch is two updates
         assert even["frac_reward_zero_std"] + odd["frac_reward_zero_std"] == 1
         assert even["objective/scores"] + odd["objective/scores"] == pytest.approx(5 / 2 + 5 / 2)
@@ -1184,8 +1380,9 @@ def test_normalisation_is_over_the_whole_update(train, monkeypatch, level):
     """Advantages have mean 0 and standard deviation 1 over all prompts of the update, not per micro-batch or group."""
     seen = spy(monkeypatch, "policy_loss")
     train(normalize_advantage=True, kl_level=level, per_device_train_batch_size=4, gradient_accumulation_steps=4)
-    real = torch.cat([advantages[mask] if level == "token" else advantages.flatten()
-                      for (_, _, advantages, mask, *_), _ in seen])
+    real = torch.cat(
+        [advantages[mask] if level == "token" else advantages.flatten() for (_, _, advantages, mask, *_), _ in seen]
+    )
     assert len(seen) == 4 and len(real) >= 16
     assert real.mean().item() == pytest.approx(0, abs=1e-6) and real.std().item() == pytest.approx(1, abs=1e-5)
 
@@ -1241,39 +1438,47 @@ def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     assert (gradient - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Data and rewards
 
-SYSTEM, USER, ASSISTANT = ({"role": role, "content": text} for role, text in (
-    ("system", "e"), ("user", "b c"), ("assistant", " d")))
+SYSTEM, USER, ASSISTANT = (
+    {"role": role, "content": text} for role, text in (("system", "e"), ("user", "b c"), ("assistant", " d"))
+)
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """Its template: the first letter of a turn's role, its text; at the end an `a` that asks for an answer."""
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
-                               "{% if add_generation_prompt %}a{% endif %}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
     return tokenizer
 
 
 def test_rows_of_every_documented_form():
     tokenizer, chat = tiny_tokenizer(), chat_tokenizer()
     for row, own, text in (
-            ({"prompt": "b c", "completion": " d"}, tokenizer, "b c"),
-            ({"messages": [USER, ASSISTANT]}, tokenizer, "b c"),
-            ({"prompt": "b c", "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
-            ({"prompt": [USER], "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
-            ({"prompt": [USER], "completion": [ASSISTANT]}, tokenizer, "b c"),
-            ({"prompt": [USER], "completion": " d"}, chat, "u b c a"),
-            ({"messages": [SYSTEM, USER, ASSISTANT, USER]}, chat, "s e u b c a")):
+        ({"prompt": "b c", "completion": " d"}, tokenizer, "b c"),
+        ({"messages": [USER, ASSISTANT]}, tokenizer, "b c"),
+        ({"prompt": "b c", "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
+        ({"prompt": [USER], "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, tokenizer, "b c"),
+        ({"prompt": [USER], "completion": " d"}, chat, "u b c a"),
+        ({"messages": [SYSTEM, USER, ASSISTANT, USER]}, chat, "s e u b c a"),
+    ):
         prepared = rloo.prepare_row(row, own)
         assert prepared["prompt_text"] == text and prepared["reference"] == " d" and prepared["columns"] == row
         assert prepared["prompt_ids"] == tokenizer(text)["input_ids"]
-    for row, why in (({"text": "b"}, "TypeError"), ({"prompt": 3}, "must be texts"),
-                     ({"prompt": ""}, "prompt is empty"), ({"messages": [ASSISTANT]}, "ValueError"),
-                     ({"prompt": "b", "completion": 7}, "must be texts"),
-                     ({"prompt": [SYSTEM, USER]}, "chat_template is not set"), ([], "AttributeError")):
+    for row, why in (
+        ({"text": "b"}, "TypeError"),
+        ({"prompt": 3}, "must be texts"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"messages": [ASSISTANT]}, "ValueError"),
+        ({"prompt": "b", "completion": 7}, "must be texts"),
+        ({"prompt": [SYSTEM, USER]}, "chat_template is not set"),
+        ([], "AttributeError"),
+    ):
         with pytest.raises(InputError, match=rf"^x, row 1: needs `prompt` .* \(.*{why}"):
             rloo.prepare_rows([row], tokenizer, 9, "x")
 
@@ -1323,7 +1528,7 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
     assert scores[0, 3].isnan() and scores[2, 1] == 9 and scores.shape == (3, 4)
     lazy = rloo.function_reward("--reward_fns r", lambda **columns: map(float, range(12)), "r", tokenizer, batch)["r"]
     assert lazy.tolist() == torch.arange(12.0).view(3, 4).tolist()
-    (prompts, completions, completion_ids, answer, columns), = calls
+    ((prompts, completions, completion_ids, answer, columns),) = calls
     assert prompts == [f"prompt {i}" for i in range(4)] * 3 and answer == [0, 1, 2, 3] * 3 and columns == {}
     for j, b in itertools.product(range(3), range(4)):
         real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
@@ -1337,16 +1542,33 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = rloo.load_data(Args(dataset_name=str(tmp_path / "rows.jsonl")), tiny_tokenizer())
     assert [row["columns"] for part in loaded for row in part] == [
-        {"prompt": row["prompt"], "n": row.get("n"), "m": row.get("m")} for row in rows]
+        {"prompt": row["prompt"], "n": row.get("n"), "m": row.get("m")} for row in rows
+    ]
     function = f"{__file__}:number_or_none"  # the two rows with m are those to evaluate on
-    metrics, _ = train(dataset_name=str(tmp_path / "rows.jsonl"), reward_model_path=None, total_episodes=38,
-                       reward_fns=(function,), judge_fn=function, per_device_train_batch_size=2, num_eval_prompts=9)
+    metrics, _ = train(
+        dataset_name=str(tmp_path / "rows.jsonl"),
+        reward_model_path=None,
+        total_episodes=38,
+        reward_fns=(function,),
+        judge_fn=function,
+        per_device_train_batch_size=2,
+        num_eval_prompts=9,
+    )
     assert sum("rewards/number_or_none/mean" in update for update in metrics) == 1 < len(metrics)
 
 
-@pytest.mark.parametrize("returned, message", [
-    ([1.0], r"not \[1.0\]"), (None, "not None"), (["x"] * 12, r"not \['x'"), ([math.nan] * 12, "one is not finite"),
-    ([math.inf] * 12, "one is not finite"), ([1e300] * 12, "one is not finite"), ([10**400] * 12, "Overflow")])
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        ([1.0], r"not \[1.0\]"),
+        (None, "not None"),
+        (["x"] * 12, r"not \['x'"),
+        ([math.nan] * 12, "one is not finite"),
+        ([math.inf] * 12, "one is not finite"),
+        ([1e300] * 12, "one is not finite"),
+        ([10**400] * 12, "Overflow"),
+    ],
+)
 def test_what_a_reward_function_may_not_return(returned, message):
     with pytest.raises(InputError, match=f"^--reward_fns r must return 12 finite numbers or None, .*{message}"):
         rloo.function_reward("--reward_fns r", lambda **kw: returned, "r", tiny_tokenizer(), random_batch())
@@ -1364,8 +1586,9 @@ def test_an_error_in_a_users_function_names_flag_file_and_line(train, tmp_path, 
 
 def test_functions_of_one_file_share_it_and_can_be_pickled(tmp_path):
     (tmp_path / "shared_file.py").write_text("seen = []\ndef one(**_): return seen\ndef two(**_): return seen\n")
-    found = rloo.load_functions([f"{tmp_path}/shared_file.py:{name}" for name in ("one", "two")], "reward_fns", None,
-                                {"columns": {}})
+    found = rloo.load_functions(
+        [f"{tmp_path}/shared_file.py:{name}" for name in ("one", "two")], "reward_fns", None, {"columns": {}}
+    )
     one, two = (found[name].args[1] for name in ("one", "two"))
     assert one() is two() and pickle.loads(pickle.dumps(one)) is one
 
@@ -1413,13 +1636,18 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
     """Like tiny_tokenizer's, with other words."""
     backend = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
     backend["model"]["vocab"] = {word: i for i, word in enumerate(["<eos>", "[PAD]", "[UNK]", *words])}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="<eos>",
-                                   pad_token="[PAD]", unk_token="[UNK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
+        eos_token="<eos>",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+    )
 
 
 def test_a_reward_model_reads_the_policys_tokens_or_the_text(train, tmp_path):
     """Tokens where it has the policy's tokenizer, with or without [PAD]. The text where its vocabulary holds the same
     words under other numbers; if its embeddings are permuted alike, the scores are the same."""
+
     def reward(policy_tokenizer=tiny_tokenizer()):
         args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6)
         return rloo.load_reward_model(args, policy_tokenizer, [{"prompt_ids": [3] * 9}])["reward_model"]
@@ -1491,16 +1719,18 @@ def parse(line: str) -> Args:
 
 
 def test_trl_commands_parse_and_mean_the_same():
-    for line in ("--dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style --learning_rate 3e-6 "
-                 "--dataset_train_split descriptiveness --output_dir models/minimal/rloo --missing_eos_penalty 1.0 "
-                 "--gradient_accumulation_steps 1 --total_episodes 10000 --per_device_train_batch_size 64 "
-                 "--model_name_or_path EleutherAI/pythia-1b-deduped --reward_model_path EleutherAI/pythia-1b-deduped",
-                 "--dataset_name trl-internal-testing/tldr-preference-sft-trl-style --dataset_test_split validation "
-                 "--output_dir models/minimal/rloo_tldr --num_ppo_epochs 2 --num_mini_batches 2 --learning_rate 3e-6 "
-                 "--per_device_train_batch_size 16 --gradient_accumulation_steps 16 --total_episodes 1000000 "
-                 "--model_name_or_path EleutherAI/pythia-1b-deduped --sft_model_path cleanrl/sft__tldr "
-                 "--reward_model_path cleanrl/reward__tldr --local_rollout_forward_batch_size 16 "
-                 "--missing_eos_penalty 1.0 --stop_token eos --kl_coef 0.03"):
+    for line in (
+        "--dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style --learning_rate 3e-6 "
+        "--dataset_train_split descriptiveness --output_dir models/minimal/rloo --missing_eos_penalty 1.0 "
+        "--gradient_accumulation_steps 1 --total_episodes 10000 --per_device_train_batch_size 64 "
+        "--model_name_or_path EleutherAI/pythia-1b-deduped --reward_model_path EleutherAI/pythia-1b-deduped",
+        "--dataset_name trl-internal-testing/tldr-preference-sft-trl-style --dataset_test_split validation "
+        "--output_dir models/minimal/rloo_tldr --num_ppo_epochs 2 --num_mini_batches 2 --learning_rate 3e-6 "
+        "--per_device_train_batch_size 16 --gradient_accumulation_steps 16 --total_episodes 1000000 "
+        "--model_name_or_path EleutherAI/pythia-1b-deduped --sft_model_path cleanrl/sft__tldr "
+        "--reward_model_path cleanrl/reward__tldr --local_rollout_forward_batch_size 16 "
+        "--missing_eos_penalty 1.0 --stop_token eos --kl_coef 0.03",
+    ):
         args = parse(line)
         for flag, value in re.findall(r"--(\w+) (\S+)", line):
             assert str(getattr(args, flag)) == value or getattr(args, flag) == float(value)
@@ -1517,34 +1747,70 @@ def test_hyphens_trls_name_for_the_token_level_and_the_embedded_task():
 
 def command(tiny: Path, output, **flags) -> list[str]:
     """The command line of a short run on the tiny folder."""
-    flags = dict(dataset_name=tiny / "data", sft_model_path=tiny / "sft", reward_model_path=tiny / "reward", rloo_k=2,
-                 response_length=6, per_device_train_batch_size=16, gradient_accumulation_steps=1, total_episodes=16,
-                 num_eval_prompts=0, device="cpu", output_dir=output) | flags
+    flags = {
+        "dataset_name": tiny / "data",
+        "sft_model_path": tiny / "sft",
+        "reward_model_path": tiny / "reward",
+        "rloo_k": 2,
+        "response_length": 6,
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "total_episodes": 16,
+        "num_eval_prompts": 0,
+        "device": "cpu",
+        "output_dir": output,
+    } | flags
     return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
 
 
 def snapshot(*folders: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for folder in folders for path in sorted(folder.rglob("*"))
-            if path.is_file() and "__pycache__" not in str(path)}
+    return {
+        path: path.read_bytes()
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in str(path)
+    }
 
 
 BROKEN = {  # what the next test finds in the folder {x}
-    "empty.jsonl": "", "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n', "list.jsonl": "[1]\n",
-    "deep.jsonl": "[" * 100_000, "latin.jsonl": b'{"prompt": "\xe4\xff"}\n', "rows.json": '[{"prompt": "a"}]',
-    "text.jsonl": '{"text": "a"}\n', "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\n",
-    "bad.py": "import nowhere_to_be_found\n", "json.py": "", "time.py": "",
-    "syntax.py": "def f(:\n", "quits.py": "raise SystemExit(3)\n"}
+    "empty.jsonl": "",
+    "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n',
+    "list.jsonl": "[1]\n",
+    "deep.jsonl": "[" * 100_000,
+    "latin.jsonl": b'{"prompt": "\xe4\xff"}\n',
+    "rows.json": '[{"prompt": "a"}]',
+    "text.jsonl": '{"text": "a"}\n',
+    "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\n",
+    "bad.py": "import nowhere_to_be_found\n",
+    "json.py": "",
+    "time.py": "",
+    "syntax.py": "def f(:\n",
+    "quits.py": "raise SystemExit(3)\n",
+}
 MISTAKES = {  # what the line must say besides the flag's name -> what is added to a command line that works
     "must be finite and at least 2": ["--rloo_k 1", "--rloo_k 0"],
     "must be finite and at least 1": [
-        "--per_device_train_batch_size 0", "--gradient_accumulation_steps -1", "--num_mini_batches 0",
-        "--num_ppo_epochs 0", "--response_length 0", "--local_rollout_forward_batch_size 0", "--max_prompt_length -5",
-        "--save_total_limit 0"],
+        "--per_device_train_batch_size 0",
+        "--gradient_accumulation_steps -1",
+        "--num_mini_batches 0",
+        "--num_ppo_epochs 0",
+        "--response_length 0",
+        "--local_rollout_forward_batch_size 0",
+        "--max_prompt_length -5",
+        "--save_total_limit 0",
+    ],
     "must be finite and at least 0": [
-        "--total_episodes -1", "--learning_rate -1", "--learning_rate inf", "--kl_coef nan", "--cliprange -0.1",
-        "--missing_eos_penalty nan", "--save_steps -1"],
+        "--total_episodes -1",
+        "--learning_rate -1",
+        "--learning_rate inf",
+        "--kl_coef nan",
+        "--cliprange -0.1",
+        "--missing_eos_penalty nan",
+        "--save_steps -1",
+    ],
     "must be a multiple of --rloo_k 2": ["--per_device_train_batch_size 7"],
-    "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"], "at least 1e-06": ["--temperature 0"],
+    "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"],
+    "at least 1e-06": ["--temperature 0"],
     "not both": ["--stop_token eos --stop_token_id 3"],
     "must name one token, of the model's 16": ["--stop_token zebra", "--stop_token_id 99"],
     "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
@@ -1554,12 +1820,17 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "must be file.py:function": ["--reward_fns fns", "--reward_fns {x}/time.py:f"],
     "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
     "with arguments completion, n, prompts, completions, completion_ids (TypeError: missing a required arg": [
-        "--reward_fns {x}/fns.py:sum", "--judge_fn {x}/fns.py:sum"],
+        "--reward_fns {x}/fns.py:sum",
+        "--judge_fn {x}/fns.py:sum",
+    ],
     "got an unexpected keyword argument 'completion'": ["--reward_fns {x}/fns.py:few"],
     "has no attribute 'nothing'": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
-    "ModuleNotFoundError": ["--reward_fns {x}/bad.py:f"], "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
-    "SystemExit": ["--reward_fns {x}/quits.py:f"], "--resume needs --output_dir": ["--resume"],
-    "cannot write": ["--output_dir {x}/fns.py/x"], "is not empty; name a new": ["--output_dir {x}"],
+    "ModuleNotFoundError": ["--reward_fns {x}/bad.py:f"],
+    "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
+    "SystemExit": ["--reward_fns {x}/quits.py:f"],
+    "--resume needs --output_dir": ["--resume"],
+    "cannot write": ["--output_dir {x}/fns.py/x"],
+    "is not empty; name a new": ["--output_dir {x}"],
     "if it holds a run": ["--output_dir {x} --resume"],
     "cannot be used": ["--device meta", "--device gpu", "--device cuda:99"],
     "No such file": ["--dataset_name {x}/nowhere.jsonl"],
@@ -1574,8 +1845,10 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "has 128 positions; the longest prompt": ["--response_length 125", "--response_length 4000"],
     "cannot be loaded as a folder or Hub model": ["--sft_model_path /nowhere", "--reward_model_path ./no"],
     "{x}: cannot be loaded": ["--sft_model_path {x}", "--model_name_or_path {x}"],
-    "is no trained model of this kind": ["--sft_model_path {reward}"], "nonsense": ["--attn_implementation nonsense"],
-    "raised an error (ZeroDivisionError: division by zero; {x}/fns.py, line 2)": ["--reward_fns {x}/fns.py:boom"]}
+    "is no trained model of this kind": ["--sft_model_path {reward}"],
+    "nonsense": ["--attn_implementation nonsense"],
+    "raised an error (ZeroDivisionError: division by zero; {x}/fns.py, line 2)": ["--reward_fns {x}/fns.py:boom"],
+}
 
 
 @pytest.mark.parametrize("message, flags", [(message, flags) for message, lines in MISTAKES.items() for flags in lines])
@@ -1618,20 +1891,59 @@ def test_under_torchrun_one_process_says_that_a_flag_does_not_parse_and_the_othe
 def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_path):
     """Truncated, cut, repeated, NULs, other encodings and types, huge lines: every file is rows or an InputError."""
     rng, tokenizer, path, kept, lines = random.Random(0), tiny_tokenizer(), tmp_path / "x.jsonl", [], 0
-    good = "".join(json.dumps(row) + "\n" for row in ({"prompt": "a b", "completion": "c"}, {"prompt": "ä €", "n": 1},
-                                                      {"messages": [USER, ASSISTANT]}, {"prompt": [USER]}))
-    values = [None, 0, -1.5, 1e999, True, "", "\x00", "\ud800", [], {}, [[]], [None], [{"role": "user"}],
-              [{"content": 3}], "a" * 100_000, {"role": "user"}]
-    swaps = [("user", "User"), ("prompt", "messages"), ("messages", "prompt"), (":", ""), ("a", "\\u0000"),
-             *(("\n", end) for end in ("\r\n", "\n\n", "\r", " "))]
+    good = "".join(
+        json.dumps(row) + "\n"
+        for row in (
+            {"prompt": "a b", "completion": "c"},
+            {"prompt": "ä €", "n": 1},
+            {"messages": [USER, ASSISTANT]},
+            {"prompt": [USER]},
+        )
+    )
+    values = [
+        None,
+        0,
+        -1.5,
+        1e999,
+        True,
+        "",
+        "\x00",
+        "\ud800",
+        [],
+        {},
+        [[]],
+        [None],
+        [{"role": "user"}],
+        [{"content": 3}],
+        "a" * 100_000,
+        {"role": "user"},
+    ]
+    swaps = [
+        ("user", "User"),
+        ("prompt", "messages"),
+        ("messages", "prompt"),
+        (":", ""),
+        ("a", "\\u0000"),
+        *(("\n", end) for end in ("\r\n", "\n\n", "\r", " ")),
+    ]
     damages = [
-        lambda text, at: text[:at], lambda text, at: text[:at] + text[at + rng.randint(1, 9) :],
-        lambda text, at: text[:at] + rng.choice("{}[]\",:\n\r\x00\ufeff\u2028é0-") + text[at:],
+        lambda text, at: text[:at],
+        lambda text, at: text[:at] + text[at + rng.randint(1, 9) :],
+        lambda text, at: text[:at] + rng.choice('{}[]",:\n\r\x00\ufeff\u2028é0-') + text[at:],
         lambda text, at: text[:at] + text[rng.randrange(len(text) + 1) :],
-        lambda text, at: json.dumps(dict(zip(rng.sample(["prompt", "messages", "completion", "x"], 3),
-                                             rng.sample(values, rng.randrange(4))))) + "\n" + text,
+        lambda text, at: (
+            json.dumps(
+                dict(
+                    zip(rng.sample(["prompt", "messages", "completion", "x"], 3), rng.sample(values, rng.randrange(4)))
+                )
+            )
+            + "\n"
+            + text
+        ),
         lambda text, at: json.dumps(rng.choice(values)) + "\n" + text,
-        lambda text, at: "[" * rng.choice([1, 30, 5000]) + text, lambda text, at: text.replace(*rng.choice(swaps))]
+        lambda text, at: "[" * rng.choice([1, 30, 5000]) + text,
+        lambda text, at: text.replace(*rng.choice(swaps)),
+    ]
     for _ in range(2000):
         text = good
         for _ in range(rng.randint(1, 3)):
@@ -1652,14 +1964,21 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_pat
         train(dataset_name=str(path), num_eval_prompts=4)
 
 
-@pytest.mark.parametrize("kind, message", [
-    ("no words", "--model_name_or_path or --sft_model_path {sft}: no tokenizer with words; save it there"),
-    ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
-    ("too many tokens", "GPTNeoXForCausalLM: has no embedding for token 17 of a prompt, only 16: is --model_name"),
-    ("other head", r"--sft_model_path {sft}: its head is not its embedding; set tie_word_embeddings to false"),
-    ("no head", r"--reward_model_path \(with one label\) {reward}: "
-     r"is no trained model of this kind, it has no .'score.weight'"),
-    ("labels", r"--reward_model_path \(with one label\) {reward}: cannot be loaded .*mismatch")])
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("no words", "--model_name_or_path or --sft_model_path {sft}: no tokenizer with words; save it there"),
+        ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
+        ("too many tokens", "GPTNeoXForCausalLM: has no embedding for token 17 of a prompt, only 16: is --model_name"),
+        ("other head", r"--sft_model_path {sft}: its head is not its embedding; set tie_word_embeddings to false"),
+        (
+            "no head",
+            r"--reward_model_path \(with one label\) {reward}: "
+            r"is no trained model of this kind, it has no .'score.weight'",
+        ),
+        ("labels", r"--reward_model_path \(with one label\) {reward}: cannot be loaded .*mismatch"),
+    ],
+)
 def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, message):
     folders = {part: shutil.copytree(tiny / part, tmp_path / part) for part in ("sft", "reward")}
     tokenizer = tokenizer_of([]) if kind == "no words" else tiny_tokenizer()
@@ -1683,6 +2002,7 @@ def test_models_that_cannot_be_used_are_named(train, tiny, tmp_path, kind, messa
 
 def test_a_model_without_a_body_of_its_own_is_named():
     """As Llama 4's for text: its base_model is the model with its head."""
+
     class Headed(type(tiny_model())):
         base_model_prefix = "missing"
 
@@ -1697,8 +2017,10 @@ def test_a_token_that_no_prompt_has_needs_no_embedding(train, tiny, tmp_path):
     tokenizer.add_tokens(["<image>"])
     for folder in folders.values():
         tokenizer.save_pretrained(folder)
-    found = [train(sft_model_path=str(x["sft"]), reward_model_path=str(x["reward"]))[0]
-             for x in (folders, {part: tiny / part for part in folders})]
+    found = [
+        train(sft_model_path=str(x["sft"]), reward_model_path=str(x["reward"]))[0]
+        for x in (folders, {part: tiny / part for part in folders})
+    ]
     for ours, theirs in zip(*found, strict=True):
         for name in ("objective/scores", "objective/kl", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
@@ -1727,29 +2049,58 @@ def test_learning_rate_schedules(train):
     assert rates(lr_scheduler_type="cosine") == pytest.approx(cosine)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("weight_decay", 0.5), ("adam_eps", 1.0), ("max_grad_norm", 1e-9), ("learning_rate", 1e-3), ("num_ppo_epochs", 2),
-    ("num_mini_batches", 2), ("normalize_advantage", True), ("rloo_k", 4), ("normalize_reward", True), ("seed", 7),
-    ("reward_clip_range", 0.1), ("missing_eos_penalty", 2.0), ("temperature", 0.5),
-    ("mask_truncated_completions", True), ("attn_implementation", "eager"), ("advantage_estimator", "drgrpo"),
-    ("advantage_estimator", "grpo"), ("advantage_estimator", "reinforce"), ("kl_in_reward", False),
-    ("loss_aggregation", "token"), ("loss_aggregation", "sequence-mean")])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("weight_decay", 0.5),
+        ("adam_eps", 1.0),
+        ("max_grad_norm", 1e-9),
+        ("learning_rate", 1e-3),
+        ("num_ppo_epochs", 2),
+        ("num_mini_batches", 2),
+        ("normalize_advantage", True),
+        ("rloo_k", 4),
+        ("normalize_reward", True),
+        ("seed", 7),
+        ("reward_clip_range", 0.1),
+        ("missing_eos_penalty", 2.0),
+        ("temperature", 0.5),
+        ("mask_truncated_completions", True),
+        ("attn_implementation", "eager"),
+        ("advantage_estimator", "drgrpo"),
+        ("advantage_estimator", "grpo"),
+        ("advantage_estimator", "reinforce"),
+        ("kl_in_reward", False),
+        ("loss_aggregation", "token"),
+        ("loss_aggregation", "sequence-mean"),
+    ],
+)
 def test_every_flag_changes_the_run(train, name, value):
     """... from what it is without the flag, but for the attention kernel, which changes nothing but rounding."""
-    base = dict(adam_eps=1e-3, max_grad_norm=0.0, total_episodes=32, seed=2)  # Adam sees the size of the gradient
+    base = {
+        "adam_eps": 1e-3,
+        "max_grad_norm": 0.0,
+        "total_episodes": 32,
+        "seed": 2,
+    }  # Adam sees the size of the gradient
     plain, changed = dict(base), {**base, name: value}
     if name == "num_mini_batches":  # the same update by another number of steps
-        plain |= dict(per_device_train_batch_size=8, gradient_accumulation_steps=2)
-        changed |= dict(per_device_train_batch_size=8)
+        plain |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+        changed |= {"per_device_train_batch_size": 8}
     elif name == "attn_implementation":  # which runs in plain rows
-        plain |= dict(layout="plain")
+        plain |= {"layout": "plain"}
     change = (final_weights(train(**plain)[1]) - final_weights(train(**changed)[1])).abs().max()
     assert change < 1e-3 if name == "attn_implementation" else change > 1e-4
 
 
-@pytest.mark.parametrize("flags, sides", [
-    (dict(cliprange=1e-4, cliprange_high=1e6), {-1}), (dict(cliprange=0.9999, cliprange_high=1e-4), {1}),
-    (dict(cliprange=1e-4), {-1, 1})])
+@pytest.mark.parametrize(
+    "flags, sides",
+    [
+        ({"cliprange": 1e-4, "cliprange_high": 1e6}, {-1}),
+        ({"cliprange": 0.9999, "cliprange_high": 1e-4}, {1}),
+        ({"cliprange": 1e-4}, {-1, 1}),
+    ],
+)
 def test_each_side_of_the_clip_range_clips_the_ratios_on_its_side(train, monkeypatch, flags, sides):
     """ε_high decides only where the advantage is positive and the ratio above 1, ε_low only where both are below; in
     the second epoch the ratios have moved."""
@@ -1769,14 +2120,23 @@ def test_kl_coef_keeps_the_policy_at_the_reference(train):
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
 def test_the_temperature_is_the_same_for_policy_and_reference(train, num_mini_batches):
     """While policy and reference are the same model, the KL is 0 at any temperature, and the ratio is 1."""
-    (first,), _ = train(temperature=0.6, learning_rate=0.0, num_mini_batches=num_mini_batches,
-                        per_device_train_batch_size=16 // num_mini_batches)
+    (first,), _ = train(
+        temperature=0.6,
+        learning_rate=0.0,
+        num_mini_batches=num_mini_batches,
+        per_device_train_batch_size=16 // num_mini_batches,
+    )
     assert first["objective/kl"] == pytest.approx(0, abs=1e-4) and first["val/ratio"] == pytest.approx(1, abs=1e-5)
 
 
 def test_a_mini_batch_s_gradient_is_the_mean_over_its_own_completions(train):
     """Two mini-batches that each are the update of a run of their own size have gradients of the same size."""
-    flags = dict(learning_rate=0.0, max_grad_norm=0.0, reward_model_path=None, reward_fns=(f"{__file__}:count_tokens",))
+    flags = {
+        "learning_rate": 0.0,
+        "max_grad_norm": 0.0,
+        "reward_model_path": None,
+        "reward_fns": (f"{__file__}:count_tokens",),
+    }
     halves, whole = (train(num_mini_batches=n, per_device_train_batch_size=16 // n, **flags)[0][0] for n in (2, 1))
     assert halves["loss/policy_avg"] == pytest.approx(whole["loss/policy_avg"], abs=1e-5)
     assert 0.7 * whole["grad_norm"] < halves["grad_norm"] < 3 * whole["grad_norm"]  # half the scale would fall below
@@ -1788,8 +2148,13 @@ def never(prompts, completions, completion_ids, **columns):
 
 def test_completions_without_a_score_do_not_train_with_the_kl_in_the_loss_either(train, monkeypatch):
     seen = spy(monkeypatch, "policy_loss", after=lambda inputs, output: inputs[0].retain_grad() or output)
-    train(reward_model_path=None, reward_fns=(f"{__file__}:sometimes_none",), kl_in_reward=False, kl_coef=1.0,
-          num_ppo_epochs=2)
+    train(
+        reward_model_path=None,
+        reward_fns=(f"{__file__}:sometimes_none",),
+        kl_in_reward=False,
+        kl_coef=1.0,
+        num_ppo_epochs=2,
+    )
     untrained = seen[-1][0][0].grad.abs().sum((0, 2)) == 0  # prompts, once the policy has left the reference
     assert untrained.any() and not untrained.all()
 
@@ -1803,9 +2168,16 @@ def test_prompts_without_references_are_not_compared_with_anything(train, tmp_pa
     rows = [{"prompt": "a b"}, {"prompt": "c", "completion": " d e"}] * 8
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, output = train(dataset_name=str(tmp_path), reward_model_path=None, num_eval_prompts=4,
-                      reward_fns=(f"{__file__}:type_token_ratio",), total_episodes=0, response_length=20, seed=2,
-                      stop_token_id=2)
+    _, output = train(
+        dataset_name=str(tmp_path),
+        reward_model_path=None,
+        num_eval_prompts=4,
+        reward_fns=(f"{__file__}:type_token_ratio",),
+        total_episodes=0,
+        response_length=20,
+        seed=2,
+        stop_token_id=2,
+    )
     samples = [json.loads(line) for line in open(output / "completions.jsonl")]
     assert [sample["win_rate"] is None for sample in samples] == [not sample["reference"] for sample in samples]
     assert {tuple(sample) for sample in samples} == {tuple(samples[0])} and len(samples) == 8
@@ -1813,8 +2185,13 @@ def test_prompts_without_references_are_not_compared_with_anything(train, tmp_pa
 
 @pytest.mark.parametrize("function", ["never", "constant_reward"])
 def test_updates_without_a_score_or_an_advantage_are_survived_and_said_once(train, capfd, function):
-    metrics, output = train(reward_model_path=None, reward_fns=(f"{__file__}:{function}",), kl_coef=0.0,
-                            total_episodes=48, num_eval_prompts=2)
+    metrics, output = train(
+        reward_model_path=None,
+        reward_fns=(f"{__file__}:{function}",),
+        kl_coef=0.0,
+        total_episodes=48,
+        num_eval_prompts=2,
+    )
     said, (*_, row) = "".join(capfd.readouterr()), map(json.loads, open(output / "completions.jsonl"))
     assert said.count("had no gradient: in each group") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
@@ -1826,8 +2203,10 @@ def test_updates_without_a_score_or_an_advantage_are_survived_and_said_once(trai
 
 def one_of_even_rows(prompts, completions, completion_ids, n, **columns):
     """Of an even row only the first completion has a score."""
-    return [None if row % 2 == 0 and i >= len(n) // 2 else len(ids) + i / 100
-            for i, (row, ids) in enumerate(zip(n, completion_ids))]
+    return [
+        None if row % 2 == 0 and i >= len(n) // 2 else len(ids) + i / 100
+        for i, (row, ids) in enumerate(zip(n, completion_ids))
+    ]
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
@@ -1841,15 +2220,29 @@ def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, level)
     assert 0 < unscored.sum() < 8
 
 
-@pytest.mark.parametrize("what, name, call, spoil", [
-    ("a log-prob of the rollout, or under the reference,", "rollout", 2, lambda out, new: (out[0], out[1] * math.nan)),
-    ("a log-prob of the rollout, or under the reference,", "completion_logprobs", 3,
-     lambda out, new: (out[0] * math.nan, out[1])),
-    ("the loss", "completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
-    ("the loss", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
-    ("the gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:]))])
-def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, tmp_path, monkeypatch, what, name, call,
-                                                                        spoil):
+@pytest.mark.parametrize(
+    "what, name, call, spoil",
+    [
+        (
+            "a log-prob of the rollout, or under the reference,",
+            "rollout",
+            2,
+            lambda out, new: (out[0], out[1] * math.nan),
+        ),
+        (
+            "a log-prob of the rollout, or under the reference,",
+            "completion_logprobs",
+            3,
+            lambda out, new: (out[0] * math.nan, out[1]),
+        ),
+        ("the loss", "completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
+        ("the loss", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
+        ("the gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),
+    ],
+)
+def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(
+    train, tmp_path, monkeypatch, what, name, call, spoil
+):
     """In the second update; the checkpoint of the first stays the newest."""
     calls, output = itertools.count(1), tmp_path / "out"
     spy(monkeypatch, name, lambda inputs, out: spoil(out, inputs[0]) if next(calls) == call else out)
@@ -1868,9 +2261,14 @@ def test_a_policy_of_nan_is_named(train, tiny, tmp_path):
         train(sft_model_path=str(tmp_path / "sft"))
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError(),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
 def test_out_of_memory_names_the_batch_flags(monkeypatch, error):
     def fail(*args):
         raise error
@@ -1885,8 +2283,11 @@ def test_out_of_memory_names_the_batch_flags(monkeypatch, error):
 
 def test_runs_are_logged_and_a_service_that_cannot_start_is_one_line(train, monkeypatch):
     logged = []
-    service = types.SimpleNamespace(init=lambda **flags: None, Table=lambda columns, data: (columns, data),
-                                    log=lambda metrics, step: logged.append((step, metrics)))
+    service = types.SimpleNamespace(
+        init=lambda **flags: None,
+        Table=lambda columns, data: (columns, data),
+        log=lambda metrics, step: logged.append((step, metrics)),
+    )
     monkeypatch.setitem(sys.modules, "wandb", service)
     metrics, _ = train(track=True, total_episodes=48, num_eval_prompts=4)
     assert [step for step, _ in logged] == [0, 1, 2, 3] and [update for _, update in logged[1:3]] == metrics[:2]
@@ -1933,20 +2334,42 @@ def test_references_end_in_the_stop_token(train, tiny, monkeypatch, flags, stop)
 
 
 def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
-    metrics, output = train(num_eval_prompts=5, num_sample_generations=1, total_episodes=160, learning_rate=0.0,
-                            judge_fn=f"{__file__}:count_tokens")
+    metrics, output = train(
+        num_eval_prompts=5,
+        num_sample_generations=1,
+        total_episodes=160,
+        learning_rate=0.0,
+        judge_fn=f"{__file__}:count_tokens",
+    )
     rows = [json.loads(line) for line in open(output / "completions.jsonl")]
     assert [(row["update"], row["mode"]) for row in rows[::5]] == [
-        (0, "sampled"), (0, "greedy"), (5, "sampled"), (10, "sampled"), (10, "greedy")] and len(rows) == 25
-    assert {*rows[0]} == {"update", "mode", "prompt", "completion", "reference", "score", "win_rate", "judge_score",
-                          "judge_win_rate", "length"}
+        (0, "sampled"),
+        (0, "greedy"),
+        (5, "sampled"),
+        (10, "sampled"),
+        (10, "greedy"),
+    ] and len(rows) == 25
+    assert {*rows[0]} == {
+        "update",
+        "mode",
+        "prompt",
+        "completion",
+        "reference",
+        "score",
+        "win_rate",
+        "judge_score",
+        "judge_win_rate",
+        "length",
+    }
     for row in rows:  # the judge counts tokens, of which each reference has 3 and the stop token
         assert row["judge_score"] == row["length"] and row["judge_win_rate"] == (
-            1 if row["length"] > 4 else 0.5 if row["length"] == 4 else 0)
+            1 if row["length"] > 4 else 0.5 if row["length"] == 4 else 0
+        )
     sampled, greedy, *others = [[row["completion"] for row in rows[i : i + 5]] for i in range(0, 25, 5)]
     assert sampled != greedy and others == [sampled, sampled, greedy]  # every evaluation draws the same random numbers
     assert [row["reference"] for row in rows[:5]] == [
-        json.loads(line)["completion"] for line in open(tiny / "data" / "test.jsonl")][:5]
+        json.loads(line)["completion"] for line in open(tiny / "data" / "test.jsonl")
+    ][:5]
     assert {"eval_before/greedy/judge_win_rate", "eval_before/sampled/score_stderr"} <= {*metrics[0]}
     assert "eval/sampled/win_rate" in metrics[4] and "eval/greedy/judge_score" in metrics[9]
     assert metrics[9]["eval/sampled/length"] == sum(row["length"] for row in rows[15:20]) / 5
@@ -1970,11 +2393,11 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
     (_, nothing_trained), screen = results[-1], capsys.readouterr().out
     assert {path.name for path in output.iterdir()} == {"args.json", "metrics.jsonl", "completions.jsonl"}
     assert screen.count("\ncompletion ") == 3
-    evaluated, = metrics
+    (evaluated,) = metrics
     assert evaluated == {f"eval_before/{name}": x for name, x in nothing_trained["before"].items()} and evaluated
     assert "\n0 episodes in" in screen and "4 held-out prompts, mean" in screen
 
-    flags = dict(num_eval_prompts=4, output_dir=str(output), resume=True)
+    flags = {"num_eval_prompts": 4, "output_dir": str(output), "resume": True}
     train(total_episodes=48, **flags)  # there is no checkpoint, so it begins
     (_, trained), left, screen = results[-1], (output / "completions.jsonl").read_text(), capsys.readouterr().out
     assert "\n48 episodes in" in screen and "\nupdates 0 to 3 of " in screen
@@ -1992,22 +2415,34 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
 
 
 def shell(args: list, cwd: Path, **env) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env})
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env},
+    )
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have ways of their own")
 def test_on_the_cpu_freed_memory_stays_with_the_process():
     """8 tensors of 16 MiB are 32,768 pages; each page that the system gives anew is a minor fault. Most processes take
     all of them anew each time if nothing is set, some none, by what happens to lie behind them."""
-    faults = shell(["-c", """if True:
+    faults = shell(
+        [
+            "-c",
+            """if True:
         import resource, torch, rloo
         rloo.start_processes(torch.device("cpu"))
         for turn in range(4):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             tensors = [torch.ones(2**22) for _ in range(8)]
             del tensors
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""], HERE)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)""",
+        ],
+        HERE,
+    )
     assert int(faults.stdout) < 1_000
 
 
@@ -2028,8 +2463,9 @@ def count_a(prompts, completions, completion_ids, **columns):
 
 def test_a_custom_reward_function_is_learned(train):
     """The reward is the number of `a`s in the completion; nearly all tokens become `a`."""
-    metrics, _ = train(reward_model_path=None, reward_fns=(f"{__file__}:count_a",), kl_coef=0.0, rloo_k=4,
-                       total_episodes=16 * 60)
+    metrics, _ = train(
+        reward_model_path=None, reward_fns=(f"{__file__}:count_a",), kl_coef=0.0, rloo_k=4, total_episodes=16 * 60
+    )
     assert metrics[0]["objective/scores"] < 1.5 and metrics[-1]["objective/scores"] > 5
 
 
@@ -2039,13 +2475,20 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     missing = shell(["-Bc", "import os, rloo; print(os.listdir(), flush=True); rloo.command_line([])"], tmp_path)
     assert missing.returncode == 1 and missing.stdout == "['rloo.py']\n" and len(missing.stderr.splitlines()) == 1
     assert missing.stderr.startswith("rloo.py: --dataset_name is needed")
-    result = shell(["rloo.py", *command(tiny, "out", kl_coef=0.03, num_eval_prompts=8), "--track"], tmp_path,
-                   WANDB_MODE="offline")
+    result = shell(
+        ["rloo.py", *command(tiny, "out", kl_coef=0.03, num_eval_prompts=8), "--track"], tmp_path, WANDB_MODE="offline"
+    )
     assert result.returncode == 0, result.stderr
     assert f"The policy and its tokenizer: {tmp_path}/out" in result.stdout and "before" in result.stdout
     out = tmp_path / "out"
-    assert {"args.json", "metrics.jsonl", "completions.jsonl", "model.safetensors", "config.json",
-            "tokenizer.json"} <= {path.name for path in out.iterdir()}
+    assert {
+        "args.json",
+        "metrics.jsonl",
+        "completions.jsonl",
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+    } <= {path.name for path in out.iterdir()}
     assert not list(out.glob("*.pt")) and not (out / "state.json").exists()
     assert list(out.glob("wandb/offline-run-*/*.wandb"))
     assert json.loads((out / "args.json").read_text())["kl_coef"] == 0.03
@@ -2055,7 +2498,7 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
 
 def test_main_command_runs_on_the_embedded_task(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    rloo.command_line("--total_episodes 64 --gradient_accumulation_steps 1 --num_eval_prompts 8".split())
+    rloo.command_line(["--total_episodes", "64", "--gradient_accumulation_steps", "1", "--num_eval_prompts", "8"])
     screen = capfd.readouterr().out
     assert "judge_win_rate" in screen and "\nprompt          " in screen
     (output,) = (tmp_path / "runs").iterdir()
@@ -2122,18 +2565,37 @@ def test_ci_runs_the_second_shell_line_of_the_readme():
 # Killed, resumed, told to stop, out of space
 
 
-LONG = dict(total_episodes=64, save_steps=1, save_total_limit=9, num_eval_prompts=4, num_mini_batches=2,
-            per_device_train_batch_size=8, lr_scheduler_type="cosine", warmup_ratio=0.3)
+LONG = {
+    "total_episodes": 64,
+    "save_steps": 1,
+    "save_total_limit": 9,
+    "num_eval_prompts": 4,
+    "num_mini_batches": 2,
+    "per_device_train_batch_size": 8,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.3,
+}
 
 
 def end_of(output: Path) -> tuple:
     """Weights, metrics without times, completions of a finished run."""
-    return ((output / "model.safetensors").read_bytes(), without_times(read_metrics(output)),
-            (output / "completions.jsonl").read_bytes())
+    return (
+        (output / "model.safetensors").read_bytes(),
+        without_times(read_metrics(output)),
+        (output / "completions.jsonl").read_bytes(),
+    )
 
 
-@pytest.mark.parametrize("name, content", [("model.safetensors", b""), ("optimizer.pt", b""), ("optimizer.pt", None),
-                                           ("state.json", b"{"), ("config.json", None)])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("model.safetensors", b""),
+        ("optimizer.pt", b""),
+        ("optimizer.pt", None),
+        ("state.json", b"{"),
+        ("config.json", None),
+    ],
+)
 def test_a_checkpoint_that_does_not_load_is_named_and_the_one_before_goes_on(train, tmp_path, name, content, capsys):
     _, output = train(**LONG)
     expected, file = end_of(output), output / "checkpoint-4" / name
@@ -2151,7 +2613,7 @@ def test_a_checkpoint_that_does_not_load_is_named_and_the_one_before_goes_on(tra
 
 def test_a_training_split_of_another_size_makes_another_run(train, tiny):
     """Without a test split, whether rows are held out decides which rows are trained on."""
-    flags = dict(dataset_name=str(tiny / "data" / "train.jsonl"))
+    flags = {"dataset_name": str(tiny / "data" / "train.jsonl")}
     _, output = train(**flags, num_eval_prompts=0)
     with pytest.raises(InputError, match="training prompts 16 -> 15"):
         train(**flags, num_eval_prompts=5, output_dir=str(output), resume=True, total_episodes=32)
@@ -2188,14 +2650,21 @@ def test_resume_begins_a_run_and_repeats_nothing_of_a_finished_one_whose_checkpo
         assert len(train(sft_model_path=str(path))[0]) == 1
 
 
-def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(train, tiny, tmp_path, monkeypatch,
-                                                                                 capsys):
+def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(
+    train, tiny, tmp_path, monkeypatch, capsys
+):
     results, (_, output) = spy(monkeypatch, "main"), train()
-    again, before = dict(output_dir=str(output), resume=True, total_episodes=32, learning_rate=3e-3), snapshot(tmp_path)
-    for flags, message in ((dict(rloo_k=4), "rloo_k 2 -> 4"), (dict(seed=7), "seed 1 -> 7"),
-                           (dict(dataset_name=str(tiny / "data" / "train.jsonl")), "dataset_name .*data -> .*train"),
-                           (dict(sft_model_path=str(output)), "sft_model_path .*/sft -> "),
-                           (dict(per_device_train_batch_size=8), "completions per update 16 -> 8")):
+    again, before = (
+        {"output_dir": str(output), "resume": True, "total_episodes": 32, "learning_rate": 3e-3},
+        snapshot(tmp_path),
+    )
+    for flags, message in (
+        ({"rloo_k": 4}, "rloo_k 2 -> 4"),
+        ({"seed": 7}, "seed 1 -> 7"),
+        ({"dataset_name": str(tiny / "data" / "train.jsonl")}, "dataset_name .*data -> .*train"),
+        ({"sft_model_path": str(output)}, "sft_model_path .*/sft -> "),
+        ({"per_device_train_batch_size": 8}, "completions per update 16 -> 8"),
+    ):
         with pytest.raises(InputError, match=f"^--resume: {output} is a run with other flags: {message}"):
             train(**again, **flags)
         assert snapshot(tmp_path) == before
@@ -2247,7 +2716,10 @@ def test_the_newest_checkpoints_are_kept_and_random_numbers_depend_on_the_update
 
 def test_a_process_that_evaluates_nothing_has_no_evaluation_after(train, monkeypatch):
     """The checkpoint of update 6 comes from a process that evaluated at 0 and 5."""
-    run, results = LONG | dict(total_episodes=160, save_steps=6, num_sample_generations=1), spy(monkeypatch, "main")
+    run, results = (
+        LONG | {"total_episodes": 160, "save_steps": 6, "num_sample_generations": 1},
+        spy(monkeypatch, "main"),
+    )
     _, output = train(**run)
     shutil.rmtree(output / "checkpoint-10")
     train(**{**run, "num_eval_prompts": 0}, output_dir=str(output), resume=True)
@@ -2257,9 +2729,15 @@ def test_a_process_that_evaluates_nothing_has_no_evaluation_after(train, monkeyp
 
 def test_parameters_that_no_text_uses_have_no_moments_and_their_run_resumes(train, tiny, tmp_path):
     """The vision tower of a Gemma 3, which transformers' auto class for text loads as well."""
-    tokens = dict(vocab_size=3 + len(WORDS), eos_token_id=0, bos_token_id=0, pad_token_id=1)
-    vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-                  patch_size=14)
+    tokens = {"vocab_size": 3 + len(WORDS), "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = AutoConfig.for_model("gemma3", text_config=HEADS | tokens, vision_config=vision, mm_tokens_per_image=4)
     folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
     model = AutoModelForCausalLM.from_config(config)
@@ -2288,8 +2766,13 @@ def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path,
     """Within an update it finishes that; within an evaluation, the resumed run makes that again. Calls 1 to 4 are the
     rollouts of the first evaluation, 2 chunks sampled and 2 greedy; then come 5 updates, an evaluation in 2 chunks, 5
     updates and the last evaluation."""
-    run = {**LONG, "total_episodes": 160, "save_steps": 3, "num_sample_generations": 1,
-           "local_rollout_forward_batch_size": 2}
+    run = {
+        **LONG,
+        "total_episodes": 160,
+        "save_steps": 3,
+        "num_sample_generations": 1,
+        "local_rollout_forward_batch_size": 2,
+    }
     whole = end_of(train(**run)[1])
     for call, update in [(1, 0), (6, 2), (10, 5), (18, 10)]:
         stopped, stop, calls = tmp_path / f"stopped in call {call}", [], itertools.count(1)
@@ -2359,13 +2842,19 @@ def count_a_in_a_sandbox(prompts, completions, completion_ids, **columns):
     return count_a(prompts, completions, completion_ids)
 
 
-@pytest.mark.parametrize("number, unread", [(15, False), (2, False), (2, True)],
-                         ids=["SIGTERM", "Ctrl-C", "Ctrl-C that also ends who reads"])
+@pytest.mark.parametrize(
+    "number, unread", [(15, False), (2, False), (2, True)], ids=["SIGTERM", "Ctrl-C", "Ctrl-C that also ends who reads"]
+)
 def test_a_signal_ends_a_process_with_a_line_at_once_and_a_checkpoint(tiny, tmp_path, number, unread):
     line = command(tiny, "out", total_episodes=10**6, per_device_train_batch_size=8)
     line += ["--reward_fns", f"{__file__}:count_a_in_a_sandbox"] * unread
-    process = subprocess.Popen([sys.executable, HERE / "rloo.py", *line], cwd=tmp_path, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, HERE / "rloo.py", *line],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     metrics = tmp_path / "out" / "metrics.jsonl"
     while process.poll() is None and not (metrics.is_file() and metrics.read_text()):
         time.sleep(0.05)
@@ -2405,8 +2894,10 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(train, monkeypatch, tmp_pa
 
 def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
     """The operating system itself refuses to write, in a process of its own."""
-    code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); import rloo; "
-            "rloo.command_line(sys.argv[1:])")
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); import rloo; "
+        "rloo.command_line(sys.argv[1:])"
+    )
     done = shell(["-c", code, *command(tiny, tmp_path / "out")], HERE)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"rloo.py: {tmp_path}/out/checkpoint-1 cannot be saved; make room")
@@ -2438,8 +2929,9 @@ def ranked(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torc
 
 def worker(rank: int, port: int, runs: list[dict], log: Path):
     """One rank of two: does the runs one after the other."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     sys.stdout = sys.stderr = open(log, "w", buffering=1)
     torch.set_num_threads(1)
     rloo.sample, load_model = ranked, rloo.load_model
@@ -2461,15 +2953,35 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of
     processes and shardings, a model whose head is its embedding, and one that does not run in group rows (it samples by
     `generate`, so two processes are compared with two). In bfloat16 they run, with ratios of exactly 1."""
-    base = dict(dataset_name=str(tiny / "data"), sft_model_path=str(tiny / "sft"), rloo_k=2, response_length=6,
-                reward_model_path=str(tiny / "reward"), gradient_accumulation_steps=2, num_eval_prompts=4,
-                learning_rate=1e-3, lr_scheduler_type="constant", adam_eps=1e-4, normalize_reward=True, device="cpu",
-                normalize_advantage=True, missing_eos_penalty=1.0, save_steps=1, save_total_limit=9, total_episodes=96)
-    fsdp, small = dict(sharding="fsdp"), dict(gradient_checkpointing=True, offload_reference=True)
-    bfloat16, tied = dict(dtype="bfloat16", total_episodes=64), dict(sft_model_path=str(tmp_path / "tied model"))
-    token = dict(loss_aggregation="token", advantage_estimator="reinforce", kl_in_reward=False, num_ppo_epochs=2)
+    base = {
+        "dataset_name": str(tiny / "data"),
+        "sft_model_path": str(tiny / "sft"),
+        "rloo_k": 2,
+        "response_length": 6,
+        "reward_model_path": str(tiny / "reward"),
+        "gradient_accumulation_steps": 2,
+        "num_eval_prompts": 4,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "adam_eps": 1e-4,
+        "normalize_reward": True,
+        "device": "cpu",
+        "normalize_advantage": True,
+        "missing_eos_penalty": 1.0,
+        "save_steps": 1,
+        "save_total_limit": 9,
+        "total_episodes": 96,
+    }
+    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True, "offload_reference": True}
+    bfloat16, tied = {"dtype": "bfloat16", "total_episodes": 64}, {"sft_model_path": str(tmp_path / "tied model")}
+    token = {
+        "loss_aggregation": "token",
+        "advantage_estimator": "reinforce",
+        "kl_in_reward": False,
+        "num_ppo_epochs": 2,
+    }
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
-    falcon = dict(sft_model_path=str(tmp_path / "falcon"), total_episodes=64)
+    falcon = {"sft_model_path": str(tmp_path / "falcon"), "total_episodes": 64}
     any_model("falcon").save_pretrained(tmp_path / "falcon")
     for name in ("tied model", "falcon"):
         tiny_tokenizer().save_pretrained(tmp_path / name)
@@ -2486,11 +2998,21 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     rloo.main(Args(**flags("one", 16)))
     rloo.main(Args(**flags("one, tied", 16, **tied)))
     rloo.main(Args(**flags("one, token", 16, **token)))
-    runs = [flags("ddp"), flags("fsdp", **fsdp), flags("ddp, small", **small), flags("fsdp, small", **fsdp, **small),
-            resumed("one to fsdp", "one", **fsdp), flags("fsdp, tied", **fsdp, **tied), flags("ddp, token", **token),
-            flags("ddp, bfloat16", **bfloat16), flags("fsdp, bfloat16", **fsdp, **bfloat16),
-            flags("ddp, idle", num_eval_prompts=1), flags("fsdp, idle", num_eval_prompts=1, **fsdp),
-            flags("ddp, falcon", **falcon), flags("fsdp, falcon", **fsdp, **falcon)]
+    runs = [
+        flags("ddp"),
+        flags("fsdp", **fsdp),
+        flags("ddp, small", **small),
+        flags("fsdp, small", **fsdp, **small),
+        resumed("one to fsdp", "one", **fsdp),
+        flags("fsdp, tied", **fsdp, **tied),
+        flags("ddp, token", **token),
+        flags("ddp, bfloat16", **bfloat16),
+        flags("fsdp, bfloat16", **fsdp, **bfloat16),
+        flags("ddp, idle", num_eval_prompts=1),
+        flags("fsdp, idle", num_eval_prompts=1, **fsdp),
+        flags("ddp, falcon", **falcon),
+        flags("fsdp, falcon", **fsdp, **falcon),
+    ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -2533,8 +3055,20 @@ def note_prompts(prompts, completions, completion_ids, **columns):
 
 def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_path):
     line = command(tiny, tmp_path / "out", per_device_train_batch_size=8, total_episodes=32)
-    done = shell(["-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", *line, "--reward_fns",
-                  f"{__file__}:note_prompts"], HERE, NOTES=str(tmp_path))
+    done = shell(
+        [
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "rloo.py",
+            *line,
+            "--reward_fns",
+            f"{__file__}:note_prompts",
+        ],
+        HERE,
+        NOTES=str(tmp_path),
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("The policy and its tokenizer:") == 1 and done.stderr.count(" 0/2 ") == 1
     noted = [json.loads(line) for rank in (0, 1) for line in open(tmp_path / f"rank{rank}")]

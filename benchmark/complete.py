@@ -12,35 +12,37 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
 import torch
 import transformers
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import rloo  # noqa: E402
 from judge import mistakes_in_a_line, parse, require, require_new, write_whole  # noqa: E402
+
+import rloo  # noqa: E402
 
 
 @dataclass
 class Args:
     """Completions of held-out prompts, as JSON Lines."""
+
     sft_model_path: str  # checkpoint: a run's output_dir, a checkpoint in it, or a Hub id
     output: str  # .jsonl; not overwritten
-    model_name_or_path: Optional[str] = None  # where the tokenizer comes from; if not given, sft_model_path
+    model_name_or_path: str | None = None  # where the tokenizer comes from; if not given, sft_model_path
     dataset_name: str = str(rloo.MINI_TLDR)  # .jsonl file, folder of <split>.jsonl, or Hub id
     dataset_test_split: str = "test"  # split to complete
-    posts: Optional[int] = None  # the first so many of it; if not given, all
+    posts: int | None = None  # the first so many of it; if not given, all
     max_prompt_length: int = 512  # tokens; longer prompts are left out
     n: int = 1  # completions per prompt
     temperature: float = 0.0  # 0: greedy
     response_length: int = 53  # tokens of a completion at most
-    stop_token: Optional[str] = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
+    stop_token: str | None = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the model
     seed: int = 1  # of sampling
     local_rollout_forward_batch_size: int = 64  # completions at a time
-    device: Optional[str] = None  # if not given, cuda if there is one
+    device: str | None = None  # if not given, cuda if there is one
 
 
 def main(args: Args):
@@ -54,9 +56,15 @@ def main(args: Args):
     transformers.logging.disable_progress_bar()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rloo.start_processes(device)
-    flags = rloo.Args(sft_model_path=args.sft_model_path, dtype=args.dtype, device=str(device), rloo_k=max(2, args.n),
-                      model_name_or_path=args.model_name_or_path or args.sft_model_path,
-                      response_length=args.response_length, stop_token=args.stop_token)
+    flags = rloo.Args(
+        sft_model_path=args.sft_model_path,
+        dtype=args.dtype,
+        device=str(device),
+        rloo_k=max(2, args.n),
+        model_name_or_path=args.model_name_or_path or args.sft_model_path,
+        response_length=args.response_length,
+        stop_token=args.stop_token,
+    )
 
     tokenizer = rloo.load_tokenizer(flags, "--model_name_or_path or --sft_model_path", flags.model_name_or_path)
     found = rloo.load_rows(args.dataset_name, args.dataset_test_split)
@@ -65,9 +73,12 @@ def main(args: Args):
     rows = rloo.prepare_rows(numbered, tokenizer, args.max_prompt_length, args.dataset_name)
     model = rloo.load_model(flags, "--sft_model_path", args.sft_model_path, trained=False)
     layout = rloo.fit(model, flags, rows)
-    sampling = {"response_length": args.response_length,
-                "stop_ids": rloo.stop_token_ids(flags, model, tokenizer),
-                "engine": "group" if layout == "group" else "hf", "chunk_size": args.local_rollout_forward_batch_size}
+    sampling = {
+        "response_length": args.response_length,
+        "stop_ids": rloo.stop_token_ids(flags, model, tokenizer),
+        "engine": "group" if layout == "group" else "hf",
+        "chunk_size": args.local_rollout_forward_batch_size,
+    }
 
     transformers.set_seed(args.seed)
     lines, size = [], max(1, args.local_rollout_forward_batch_size // args.n)
@@ -76,13 +87,30 @@ def main(args: Args):
             batch, _ = rloo.rollout(model, part, args.n, args.temperature, **sampling)
             texts, tokens = rloo.completion_texts(batch, tokenizer), batch.response_mask.sum(-1).tolist()
             for b, row in enumerate(part):
-                columns = {name: x for name, x in row["columns"].items()
-                           if name not in ("post", "prompt", "messages", "completion")}
-                lines += [json.dumps({
-                    "post": row["columns"]["post"], "sample": j, "prompt": row["prompt"],
-                    "completion": texts[j * len(part) + b], "reference": row["reference"], "tokens": tokens[j][b],
-                    "ended": bool(batch.ended[j, b]), "columns": columns, "model": args.sft_model_path,
-                    "temperature": args.temperature, "seed": args.seed}) + "\n" for j in range(args.n)]
+                columns = {
+                    name: x
+                    for name, x in row["columns"].items()
+                    if name not in ("post", "prompt", "messages", "completion")
+                }
+                lines += [
+                    json.dumps(
+                        {
+                            "post": row["columns"]["post"],
+                            "sample": j,
+                            "prompt": row["prompt"],
+                            "completion": texts[j * len(part) + b],
+                            "reference": row["reference"],
+                            "tokens": tokens[j][b],
+                            "ended": bool(batch.ended[j, b]),
+                            "columns": columns,
+                            "model": args.sft_model_path,
+                            "temperature": args.temperature,
+                            "seed": args.seed,
+                        }
+                    )
+                    + "\n"
+                    for j in range(args.n)
+                ]
             bar.update(len(part))
     write_whole(args.output, "".join(lines))
 

@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -57,14 +57,14 @@ class Args:
 
     model: bool = False
     """sample from a real model instead of listing everything"""
-    output: Optional[str] = None
+    output: str | None = None
     """all numbers, .json, with a figure beside it as .png; if not given, estimators.json or estimators_model.json,
     beside this file"""
     seed: int = 1
     """of the first tiny model, whose tables are shown, or of the rollouts"""
     threads: int = 1
     """of torch"""
-    kl_coef: Optional[float] = None
+    kl_coef: float | None = None
     """β; if not given, 0.3, or 0.05 with --model, where it matters only if --policy is not the reference"""
 
     seeds: int = 5
@@ -78,7 +78,7 @@ class Args:
     away: float = 0.5
     """exact: KL from the reference, in nats, of the policy away from it"""
 
-    policy: Optional[str] = None
+    policy: str | None = None
     """--model: folder of the policy; if not given, the embedded task's, which is the reference in any case"""
     num_prompts: int = 2048
     """--model: prompts, 16 completions each; rounded down to whole blocks of update / 2"""
@@ -154,16 +154,32 @@ def objective(theta: torch.Tensor, tokens, mask, ref_logprobs, scores, kl_coef: 
     return mean, (logprobs.exp() * kl).sum(-1).mean()
 
 
-def make_case(theta: torch.Tensor, reference: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor,
-              mask: torch.Tensor, kl_coef: float) -> Case:
+def make_case(
+    theta: torch.Tensor,
+    reference: torch.Tensor,
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    kl_coef: float,
+) -> Case:
     theta = theta.detach().requires_grad_()
     ref_logprobs = token_logprobs(reference, tokens, mask)
     mean, kl = objective(theta, tokens, mask, ref_logprobs, scores, kl_coef)
-    exact, = torch.autograd.grad(mean, theta)
+    (exact,) = torch.autograd.grad(mean, theta)
     jacobian = torch.autograd.functional.jacobian(lambda x: token_logprobs(x, tokens, mask), theta.detach())
     theta = theta.detach()
-    return Case(theta, tokens, mask, token_logprobs(theta, tokens, mask), ref_logprobs, jacobian, scores, kl_coef,
-                exact, kl.item())
+    return Case(
+        theta,
+        tokens,
+        mask,
+        token_logprobs(theta, tokens, mask),
+        ref_logprobs,
+        jacobian,
+        scores,
+        kl_coef,
+        exact,
+        kl.item(),
+    )
 
 
 def move_away(reference: torch.Tensor, scores: torch.Tensor, tokens, mask, distance: float) -> torch.Tensor:
@@ -174,7 +190,7 @@ def move_away(reference: torch.Tensor, scores: torch.Tensor, tokens, mask, dista
         mean, kl = objective(theta, tokens, mask, ref_logprobs, scores, 0.0)
         if kl >= distance:
             break
-        step, = torch.autograd.grad(mean, theta)
+        (step,) = torch.autograd.grad(mean, theta)
         theta = (theta + 0.02 * step / step.norm()).detach().requires_grad_()
     return theta.detach()
 
@@ -212,15 +228,19 @@ class Option:
     loss_aggregation: str = "sequence"
     normalize_advantage: bool = False
     normalize_reward: bool = False
-    reward_clip_range: Optional[float] = None
+    reward_clip_range: float | None = None
     top_p: float = 1.0  # of the sampling; scored by the full softmax
-    divide: Optional[str] = None  # leave-one-out advantages by: the group's std, or that of the siblings alone
+    divide: str | None = None  # leave-one-out advantages by: the group's std, or that of the siblings alone
     baseline: bool = True  # without it the advantage is the reward itself
 
     @property
     def mixes_prompts(self) -> bool:
-        return (self.advantage_estimator == "reinforce" or self.normalize_advantage or self.normalize_reward
-                or self.loss_aggregation == "token")
+        return (
+            self.advantage_estimator == "reinforce"
+            or self.normalize_advantage
+            or self.normalize_reward
+            or self.loss_aggregation == "token"
+        )
 
 
 OPTIONS = {
@@ -291,18 +311,22 @@ def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     whole update, its functions are called once per update; else all updates are one batch of N·B prompts."""
     k, N, _ = index.shape
     prompts = torch.arange(B)
-    new, ref, scores, mask = (x[prompts, index].flatten(1, 2) for x in (
-        case.logprobs, case.ref_logprobs, case.scores, case.mask.expand(B, -1, -1)))  # (k, N·B, ...)
+    new, ref, scores, mask = (
+        x[prompts, index].flatten(1, 2)
+        for x in (case.logprobs, case.ref_logprobs, case.scores, case.mask.expand(B, -1, -1))
+    )  # (k, N·B, ...)
     kl, k3 = (new - ref) * mask, rloo.kl_penalty(new, ref, mask)
     parts = [slice(i, i + B) for i in range(0, N * B, B)] if option.mixes_prompts else [slice(None)]
-    found = [advantages_and_weights(scores[:, part], kl[:, part], k3[:, part], mask[:, part], option, case.kl_coef)
-             for part in parts]
+    found = [
+        advantages_and_weights(scores[:, part], kl[:, part], k3[:, part], mask[:, part], option, case.kl_coef)
+        for part in parts
+    ]
     advantages, weight = (torch.cat(x, dim=1) for x in zip(*found))
     old, new = new, new.clone().requires_grad_()
     losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2)
     if option.kl in ("k3 in loss", "k3 in both"):
         losses = losses + case.kl_coef * rloo.kl_penalty(new, ref, mask)
-    slope, = torch.autograd.grad((losses * weight).sum() / (k * B), new)  # an update's loss: the mean of its k·B
+    (slope,) = torch.autograd.grad((losses * weight).sum() / (k * B), new)  # an update's loss: the mean of its k·B
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, N, B, -1), case.jacobian[prompts, index])
 
 
@@ -322,10 +346,12 @@ def judge(exact: torch.Tensor, mean: torch.Tensor, variance: float, base: tuple[
     """The four columns; NaN where there is nothing to compare (E g = 0)."""
     some = mean.norm() > 1e-12 * base[0].norm()
     along, base_along = ((x @ exact / exact.norm()).item() for x in (mean, base[0]))
-    return {"bias": ((mean - exact).norm() / exact.norm()).item(),
-            "cosine": torch.cosine_similarity(mean, exact, dim=0).item() if some else math.nan,
-            "variance": variance / base[1],
-            "noise": (variance / along**2) / (base[1] / base_along**2) if some and along > 0 else math.nan}
+    return {
+        "bias": ((mean - exact).norm() / exact.norm()).item(),
+        "cosine": torch.cosine_similarity(mean, exact, dim=0).item() if some else math.nan,
+        "variance": variance / base[1],
+        "noise": (variance / along**2) / (base[1] / base_along**2) if some and along > 0 else math.nan,
+    }
 
 
 def measure_exactly(args: Args) -> list[dict]:
@@ -347,16 +373,29 @@ def measure_exactly(args: Args) -> list[dict]:
                     if option.mixes_prompts and seed > args.seed and k > min(args.rloo_k):
                         continue  # one call per update takes its time
                     mean, variance = moments(case, updates[k], option)
-                    found.append({"seed": seed, "reward": reward, "position": position, "k": k, "option": name,
-                                  **judge(case.exact, mean, variance, base), "kl": case.kl,
-                                  "variance_per_completion": variance * k * B})
+                    found.append(
+                        {
+                            "seed": seed,
+                            "reward": reward,
+                            "position": position,
+                            "k": k,
+                            "option": name,
+                            **judge(case.exact, mean, variance, base),
+                            "kl": case.kl,
+                            "variance_per_completion": variance * k * B,
+                        }
+                    )
     return found
 
 
 DISTANCES = (0.01, 0.1, 0.5, 1.0)
-KL_OPTIONS = {"k1 in the reward": Option(), "k1, reward-to-go per token": Option(kl_level="token"),
-              "k3 in the reward": Option(kl="k3 in reward"), "k3 in the loss": Option(kl="k3 in loss"),
-              "k3 in both": Option(kl="k3 in both")}
+KL_OPTIONS = {
+    "k1 in the reward": Option(),
+    "k1, reward-to-go per token": Option(kl_level="token"),
+    "k3 in the reward": Option(kl="k3 in reward"),
+    "k3 in the loss": Option(kl="k3 in loss"),
+    "k3 in both": Option(kl="k3 in both"),
+}
 
 
 def measure_kl(args: Args) -> list[dict]:
@@ -378,8 +417,17 @@ def measure_kl(args: Args) -> list[dict]:
             number = k3 if "k3" in name else kl.sum(-1)
             mean = (probability * number).sum()
             spread = (probability * (number - mean).square()).sum().sqrt()
-            found.append({"seed": seed, "distance": distance, "option": name, "kl": case.kl, "mean": mean.item(),
-                          "std": spread.item(), **judge(case.exact, *moments(case, updates, option), base)})
+            found.append(
+                {
+                    "seed": seed,
+                    "distance": distance,
+                    "option": name,
+                    "kl": case.kl,
+                    "mean": mean.item(),
+                    "std": spread.item(),
+                    **judge(case.exact, *moments(case, updates, option), base),
+                }
+            )
     return found
 
 
@@ -405,11 +453,14 @@ def measure_explosions() -> dict[str, dict[str, float]]:
     for name, rewards in GROUPS.items():
         rewards = torch.tensor(rewards, dtype=torch.float32)[:, None]
         A = rloo.advantage(rewards)
-        ways = {"as it is": A, "group std + 1e-4": divided(A, rewards, "group, 1e-4"),
-                "group std + 1e-8": divided(A, rewards, "group, 1e-8"),
-                "siblings’ + 1e-4": divided(A, rewards, "siblings, 1e-4"),
-                "siblings’ + 1e-6": divided(A, rewards, "siblings, 1e-6"),
-                "one pass + 1e-6": A / (one_pass_std(rewards) + 1e-6)}
+        ways = {
+            "as it is": A,
+            "group std + 1e-4": divided(A, rewards, "group, 1e-4"),
+            "group std + 1e-8": divided(A, rewards, "group, 1e-8"),
+            "siblings’ + 1e-4": divided(A, rewards, "siblings, 1e-4"),
+            "siblings’ + 1e-6": divided(A, rewards, "siblings, 1e-6"),
+            "one pass + 1e-6": A / (one_pass_std(rewards) + 1e-6),
+        }
         found[name] = {way: values.abs().max().item() for way, values in ways.items()}
     return found
 
@@ -417,7 +468,7 @@ def measure_explosions() -> dict[str, dict[str, float]]:
 # ---- Exact: what is shown and said -----------------------------------------------------------------------------------
 
 
-def number(value: Optional[float], width: int = 9) -> str:
+def number(value: float | None, width: int = 9) -> str:
     """Few digits; - where there is none, 0 below 1e-10 (rounding)."""
     if value is None or math.isnan(value):
         return f"{'-':>{width}}"
@@ -429,14 +480,20 @@ def exact_table(found: list[dict], seed: int) -> str:
     lines, ks = [], sorted({row["k"] for row in found})
     for reward, position in itertools.product(REWARDS, POSITIONS):
         rows = [row for row in found if (row["seed"], row["reward"], row["position"]) == (seed, reward, position)]
-        lines.append(f"\n{reward} reward, {position} (KL {rows[0]['kl']:.2f} nats)\n{'':32}"
-                     + "".join(f"{f'k = {k}: bias':>14}{'cosine':>9}{'variance':>9}{'noise':>9}" for k in ks))
+        lines.append(
+            f"\n{reward} reward, {position} (KL {rows[0]['kl']:.2f} nats)\n{'':32}"
+            + "".join(f"{f'k = {k}: bias':>14}{'cosine':>9}{'variance':>9}{'noise':>9}" for k in ks)
+        )
         for name in OPTIONS:
             cells = {row["k"]: row for row in rows if row["option"] == name}
             if reward == "large mean" and all(same_as_dense(found, row) for row in cells.values()):
                 continue
-            lines.append(f"{name:32}" + "".join(
-                "".join(number(cells[k][column], 14 if column == "bias" else 9) for column in COLUMNS) for k in ks))
+            lines.append(
+                f"{name:32}"
+                + "".join(
+                    "".join(number(cells[k][column], 14 if column == "bias" else 9) for column in COLUMNS) for k in ks
+                )
+            )
         if reward == "large mean":
             lines.append("all others: as with the dense reward")
     return "\n".join(lines)
@@ -445,7 +502,7 @@ def exact_table(found: list[dict], seed: int) -> str:
 def same_as_dense(found: list[dict], row: dict) -> bool:
     """Whether a row is that of the dense reward: a baseline takes any constant off."""
     key = ("seed", "position", "k", "option")
-    dense, = (x for x in found if x["reward"] == "dense" and all(x[name] == row[name] for name in key))
+    (dense,) = (x for x in found if x["reward"] == "dense" and all(x[name] == row[name] for name in key))
     return all(math.isclose(row[column], dense[column], rel_tol=1e-4, abs_tol=1e-6) for column in COLUMNS)
 
 
@@ -453,20 +510,27 @@ COLUMNS = ("bias", "cosine", "variance", "noise")
 
 
 def kl_table(found: list[dict], seed: int) -> str:
-    lines = [f"\nthe KL alone: score 0, β 1, k = 2\n{'':28}{'KL':>7}{'number ± its std':>18}{'bias':>10}{'cosine':>9}"
-             f"{'variance':>9}{'noise':>9}"]
+    lines = [
+        f"\nthe KL alone: score 0, β 1, k = 2\n{'':28}{'KL':>7}{'number ± its std':>18}{'bias':>10}{'cosine':>9}"
+        f"{'variance':>9}{'noise':>9}"
+    ]
     for row in (row for row in found if row["seed"] == seed):
-        lines.append(f"{row['option']:28}{row['kl']:7.3f}{row['mean']:9.3f} ± {row['std']:6.3f} "
-                     + "".join(number(row[column]) for column in COLUMNS))
+        lines.append(
+            f"{row['option']:28}{row['kl']:7.3f}{row['mean']:9.3f} ± {row['std']:6.3f} "
+            + "".join(number(row[column]) for column in COLUMNS)
+        )
     return "\n".join(lines)
 
 
 def explosion_table(found: dict[str, dict[str, float]]) -> str:
     ways = list(next(iter(found.values())))
-    lines = ["\nthe largest |A| of a group, float32, leave-one-out advantages divided by (siblings': the std of the "
-             f"others' rewards)\n{'rewards':32}" + "".join(f"{way:>18}" for way in ways)]
-    return "\n".join(lines + [f"{name:32}" + "".join(f"{value:18.3g}" for value in row.values())
-                              for name, row in found.items()])
+    lines = [
+        "\nthe largest |A| of a group, float32, leave-one-out advantages divided by (siblings': the std of the "
+        f"others' rewards)\n{'rewards':32}" + "".join(f"{way:>18}" for way in ways)
+    ]
+    return "\n".join(
+        lines + [f"{name:32}" + "".join(f"{value:18.3g}" for value in row.values()) for name, row in found.items()]
+    )
 
 
 def span(rows: list[dict], column: str, digits: str = ".2f") -> str:
@@ -478,6 +542,7 @@ def span(rows: list[dict], column: str, digits: str = ".2f") -> str:
 
 def exact_words(found: list[dict], kl_found: list[dict], explosions: dict) -> str:
     """What is true of two sentences that are often said, in numbers of all seeds, rewards, positions and k."""
+
     def of(option: str, **where) -> list[dict]:
         return [row for row in found if row["option"] == option and all(row[key] == x for key, x in where.items())]
 
@@ -498,17 +563,21 @@ def exact_words(found: list[dict], kl_found: list[dict], explosions: dict) -> st
         f"each completion's tokens as well: cosine {say('cosine', PUBLISHED)}. Dr. GRPO's bias is its scale, 1 / k, "
         f"to {scale:.0e}.",
         f"- Lower variance: not as it is said. GRPO's variance is {say('variance', grpo)} of RLOO's, but dividing by a "
-        "standard deviation changes the scale, and the variance with it. Noise, which has no scale:"]
+        "standard deviation changes the scale, and the variance with it. Noise, which has no scale:",
+    ]
     for reward, position in itertools.product(REWARDS, POSITIONS):
         rows = of(grpo, reward=reward, position=position)
         less, more = (sum(test(row["noise"]) for row in rows) for test in (lambda x: x < 0.999, lambda x: x > 1.001))
-        lines.append(f"    {reward}, {position}: {span(rows, 'noise')} of RLOO's; less in {less}, more in {more} of "
-                     f"{len(rows)}")
+        lines.append(
+            f"    {reward}, {position}: {span(rows, 'noise')} of RLOO's; less in {less}, more in {more} of {len(rows)}"
+        )
     if len(ks) > 1:
         first, last = ([row["variance_per_completion"] for row in base if row["k"] == k] for k in (ks[0], ks[-1]))
         ratios = [{"ratio": y / x} for x, y in zip(first, last)]
-        lines.append(f"- At equal completions RLOO's variance with k = {ks[-1]} is {span(ratios, 'ratio')} of that "
-                     f"with k = {ks[0]}, for given prompts.")
+        lines.append(
+            f"- At equal completions RLOO's variance with k = {ks[-1]} is {span(ratios, 'ratio')} of that "
+            f"with k = {ks[0]}, for given prompts."
+        )
     lines += [
         "- The baseline pays where rewards have a mean: without it the variance is "
         f"{say('variance', 'no baseline', reward='large mean')} of RLOO's for rewards around 10, "
@@ -530,10 +599,12 @@ def exact_words(found: list[dict], kl_found: list[dict], explosions: dict) -> st
         f"{rounded['group std + 1e-8']:.1f} with 1e-8, {rounded['group std + 1e-4']:.0e} with the 1e-4 of rloo.py's "
         "grpo.",
         "",
-        "k1 against k3, the KL alone (score 0)"]
+        "k1 against k3, the KL alone (score 0)",
+    ]
     for distance in DISTANCES:
-        k1, go, reward, loss, both = ([row for row in kl_found if (row["option"], row["distance"]) == (name, distance)]
-                                      for name in KL_OPTIONS)
+        k1, go, reward, loss, both = (
+            [row for row in kl_found if (row["option"], row["distance"]) == (name, distance)] for name in KL_OPTIONS
+        )
         ratios = [{"ratio": a["std"] / b["std"]} for a, b in zip(reward, k1)]
         lines.append(
             f"- KL {distance}. As numbers both have the right mean, and k3's std is {span(ratios, 'ratio')} of k1's, "
@@ -541,11 +612,13 @@ def exact_words(found: list[dict], kl_found: list[dict], explosions: dict) -> st
             f"{max(row['bias'] for row in k1):.0e}; k3 in the reward, bias {span(reward, 'bias')}, cosine "
             f"{span(reward, 'cosine')}; k3 in the loss, bias {span(loss, 'bias')}, cosine {span(loss, 'cosine')}; k3 "
             f"in both, bias {max(row['bias'] for row in both):.0e}, variance {span(both, 'variance')} of k1's; k1 as "
-            f"reward-to-go {span(go, 'variance')} of it.")
+            f"reward-to-go {span(go, 'variance')} of it."
+        )
     lines.append(
         "- So a number's variance is not its gradient's. The gradient of E k3 has two parts: k3 · ∇ log π, which a "
         "reward gives, and ∇ k3, which a loss gives. k3 in the reward leaves out the second; k3 in the loss the first, "
-        "and with it what a token does to the KL of later ones. k1 needs only the first, because E ∇ k1 = 0.")
+        "and with it what a token does to the KL of later ones. k1 needs only the first, because E ∇ k1 = 0."
+    )
     return "\n".join(lines)
 
 
@@ -558,10 +631,16 @@ def draw_exact(found: list[dict], seed: int, pyplot):
             rows = [row for row in found if (row["reward"], row["position"]) == (reward, position)]
             for first, size in ((True, 28), (False, 7)):
                 some = [row for row in rows if (row["seed"] == seed) == first and not math.isnan(row[column])]
-                panel.scatter([max(row[column], floor) for row in some],
-                              [names.index(row["option"]) + 0.12 * (2 * i + there - 2.5) for row in some], s=size,
-                              color=f"C{i}", marker="os"[there], facecolors=f"C{i}" if there else "none",
-                              linewidths=0.8, label=f"{reward}, {position}" if first else None)
+                panel.scatter(
+                    [max(row[column], floor) for row in some],
+                    [names.index(row["option"]) + 0.12 * (2 * i + there - 2.5) for row in some],
+                    s=size,
+                    color=f"C{i}",
+                    marker="os"[there],
+                    facecolors=f"C{i}" if there else "none",
+                    linewidths=0.8,
+                    label=f"{reward}, {position}" if first else None,
+                )
         panel.grid(axis="y", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(names)), names)
@@ -580,21 +659,32 @@ def run_exactly(args: Args):
     n = sum((args.vocab_size - 1) ** t for t in range(args.response_length + 1))
     for k in args.rloo_k:
         updates = math.comb(n + k - 1, k) ** B
-        require(updates <= MOST_UPDATES, f"--rloo_k {k} with {n} completions per prompt: {updates:,} updates to list, "
-                f"more than {MOST_UPDATES:,}; lower --vocab_size, --response_length or --rloo_k")
+        require(
+            updates <= MOST_UPDATES,
+            f"--rloo_k {k} with {n} completions per prompt: {updates:,} updates to list, "
+            f"more than {MOST_UPDATES:,}; lower --vocab_size, --response_length or --rloo_k",
+        )
     start = time.perf_counter()
     found, kl_found, explosions = measure_exactly(args), measure_kl(args), measure_explosions()
     words = exact_words(found, kl_found, explosions)
-    print(f"{n} completions of each of {B} prompts; β {args.kl_coef}; variance and noise relative to rloo's at the "
-          f"same k; the first of {args.seeds} models\n{exact_table(found, args.seed)}\n{kl_table(kl_found, args.seed)}"
-          f"\n{explosion_table(explosions)}\n\n{words}\n\n{time.perf_counter() - start:.0f} s")
+    print(
+        f"{n} completions of each of {B} prompts; β {args.kl_coef}; variance and noise relative to rloo's at the "
+        f"same k; the first of {args.seeds} models\n{exact_table(found, args.seed)}\n{kl_table(kl_found, args.seed)}"
+        f"\n{explosion_table(explosions)}\n\n{words}\n\n{time.perf_counter() - start:.0f} s"
+    )
     cases = {}
     for row in found:
         case = {name: row[name] for name in ("seed", "reward", "position", "kl", "k")}
         options = cases.setdefault(tuple(case.values()), case | {"options": {}})["options"]
         options[row["option"]] = [row[column] for column in COLUMNS]
-    result = {"command": command(args), "columns": COLUMNS,
-              "exact": [*cases.values()], "kl_alone": kl_found, "explosions": explosions, "words": words.splitlines()}
+    result = {
+        "command": command(args),
+        "columns": COLUMNS,
+        "exact": [*cases.values()],
+        "kl_alone": kl_found,
+        "explosions": explosions,
+        "words": words.splitlines(),
+    }
     save(result, args.output, lambda pyplot: draw_exact(found, args.seed, pyplot))
 
 
@@ -663,8 +753,10 @@ class Sketch:
 
     def __call__(self, gradients: torch.Tensor) -> torch.Tensor:
         """(n, weights) to (n, 2 · size)."""
-        halves = [gradients.new_zeros(len(gradients), self.size).index_add_(1, place, gradients * sign)
-                  for place, sign in zip(self.place, self.sign)]
+        halves = [
+            gradients.new_zeros(len(gradients), self.size).index_add_(1, place, gradients * sign)
+            for place, sign in zip(self.place, self.sign)
+        ]
         return torch.cat(halves, dim=1) / math.sqrt(2)
 
 
@@ -696,8 +788,12 @@ def update_gradients(scores, kl, sketches, k: int, estimator: str, kl_coef: floa
     """g (updates, m) of a block of prompts, at ratio 1 the mean of A_j ∇ log π(y_j), A by rloo.py's function, called
     once per update; scores (16, block), kl (16, block, R), sketches (16, block, m)."""
     parts = (to_updates(x, k, size // k) for x in (scores, kl, sketches))
-    return torch.stack([torch.einsum("jb,jbm->m", rloo.advantage(
-        rloo.rlhf_reward(s, kl, kl_coef), estimator), g) / size for s, kl, g in zip(*parts)])
+    return torch.stack(
+        [
+            torch.einsum("jb,jbm->m", rloo.advantage(rloo.rlhf_reward(s, kl, kl_coef), estimator), g) / size
+            for s, kl, g in zip(*parts)
+        ]
+    )
 
 
 class Products(NamedTuple):
@@ -722,6 +818,7 @@ def across(x: torch.Tensor) -> torch.Tensor:
 
 def figures(found: dict[tuple[str, int], Products], keep: torch.Tensor) -> dict[tuple[str, int], dict[str, float]]:
     """The columns of the table for each (estimator, k), from the blocks `keep`."""
+
     def of(key):
         p = Products(*(x[keep] if x.dim() == 1 else x[keep][:, keep] for x in found[key]))
         signal = across(p.own)
@@ -735,8 +832,11 @@ def figures(found: dict[tuple[str, int], Products], keep: torch.Tensor) -> dict[
         table[estimator, k] = {
             "cosine_of_mean": across(p.target) / (signal * target).sqrt(),
             "cosine_of_update": across(p.direction) / target.sqrt(),
-            "trace": trace, "variance": trace / rloo_trace,
-            "noise": trace / along, "relative_noise": (trace / along) / (rloo_trace / rloo_along)}
+            "trace": trace,
+            "variance": trace / rloo_trace,
+            "noise": trace / along,
+            "relative_noise": (trace / along) / (rloo_trace / rloo_along),
+        }
     return {key: {name: x.item() for name, x in row.items()} for key, row in table.items()}
 
 
@@ -754,6 +854,7 @@ def with_errors(found: dict[tuple[str, int], Products]) -> dict[tuple[str, int],
 
 def load(args: Args):
     """Policy, reference (None where the policy is the reference), tokenizer, rows and what `rollout` needs."""
+
     def model(path: str):
         require(Path(path, "config.json").is_file(), f"{path}: is no folder with a model")
         try:
@@ -805,13 +906,16 @@ def measure_model(args: Args) -> dict:
             blocks, args.num_prompts = b, b * block
             break
         policy.set_attn_implementation("sdpa")
-        batch, logprobs = rloo.rollout(policy, rows[b * block : (b + 1) * block], K_MAX, args.temperature, **sampling,
-                                       chunk_size=256)
+        batch, logprobs = rloo.rollout(
+            policy, rows[b * block : (b + 1) * block], K_MAX, args.temperature, **sampling, chunk_size=256
+        )
         ref_logprobs, mask = logprobs, batch.response_mask
         if reference is not None:
             with torch.no_grad():
-                ref_logprobs = torch.cat([rloo.completion_logprobs(reference, part, args.temperature)[0]
-                                          for part in batch.chunks(256)], dim=1)
+                ref_logprobs = torch.cat(
+                    [rloo.completion_logprobs(reference, part, args.temperature)[0] for part in batch.chunks(256)],
+                    dim=1,
+                )
         kl, scores = (logprobs - ref_logprobs) * mask, judge_scores(tokenizer, batch)
         policy.set_attn_implementation("eager")  # whose gradients vmap knows
         sketches = []
@@ -830,8 +934,9 @@ def measure_model(args: Args) -> dict:
     tables = {}
     for judged in JUDGED:
         stacked = {key[1:]: torch.stack(x).double() for key, x in gradients.items() if key[0] == judged}
-        whole, first, second = (table_of(stacked, part) for part in (
-            slice(None), slice(args.sketch), slice(args.sketch, None)))
+        whole, first, second = (
+            table_of(stacked, part) for part in (slice(None), slice(args.sketch), slice(args.sketch, None))
+        )
         tables[judged] = []
         for (estimator, k), columns in whole.items():
             row = {"estimator": estimator, "k": k}
@@ -839,13 +944,20 @@ def measure_model(args: Args) -> dict:
                 row |= {name: value, f"{name}_stderr": error}
                 row |= {f"{name}_by_sketch_{i}": part[estimator, k][name][0] for i, part in ((1, first), (2, second))}
             tables[judged].append(row)
-    return {"prompts": blocks * block, "blocks": blocks, "completions": blocks * block * K_MAX,
-            "updates": blocks * block * K_MAX // args.update, "weights": weights, "sketch_check": list(check.values()),
-            "mean_score": {judged: torch.cat(x, 1).mean().item() for judged, x in scores_seen.items()},
-            "std_within_prompt": {judged: torch.cat(x, 1).std(0).mean().item() for judged, x in scores_seen.items()},
-            "std_between_prompts": {judged: torch.cat(x, 1).mean(0).std().item() for judged, x in scores_seen.items()},
-            "kl": torch.cat(kl_seen, 1).mean().item(), "mean_length": torch.cat(lengths, 1).mean().item(),
-            "tables": tables}
+    return {
+        "prompts": blocks * block,
+        "blocks": blocks,
+        "completions": blocks * block * K_MAX,
+        "updates": blocks * block * K_MAX // args.update,
+        "weights": weights,
+        "sketch_check": list(check.values()),
+        "mean_score": {judged: torch.cat(x, 1).mean().item() for judged, x in scores_seen.items()},
+        "std_within_prompt": {judged: torch.cat(x, 1).std(0).mean().item() for judged, x in scores_seen.items()},
+        "std_between_prompts": {judged: torch.cat(x, 1).mean(0).std().item() for judged, x in scores_seen.items()},
+        "kl": torch.cat(kl_seen, 1).mean().item(),
+        "mean_length": torch.cat(lengths, 1).mean().item(),
+        "tables": tables,
+    }
 
 
 def table_of(gradients: dict[tuple[str, int], torch.Tensor], part: slice):
@@ -869,17 +981,24 @@ def compare_sketch(gradients: torch.Tensor, sketched: torch.Tensor, scores: torc
     return found
 
 
-SHOWN = {"cosine_of_mean": "cosine of mean", "cosine_of_update": "of an update", "variance": "variance/rloo's",
-         "noise": "noise", "relative_noise": "noise/rloo's"}
+SHOWN = {
+    "cosine_of_mean": "cosine of mean",
+    "cosine_of_update": "of an update",
+    "variance": "variance/rloo's",
+    "noise": "noise",
+    "relative_noise": "noise/rloo's",
+}
 
 
 def model_table(result: dict) -> str:
     lines = []
     for judged, rows in result["tables"].items():
-        lines.append(f"\nreward: {judged} (mean {result['mean_score'][judged]:.3f}, standard deviation within a prompt "
-                     f"{result['std_within_prompt'][judged]:.2f}, between prompts' means "
-                     f"{result['std_between_prompts'][judged]:.2f})\n{'':10}{'k':>4}"
-                     + "".join(f"{title:>18}" for title in SHOWN.values()))
+        lines.append(
+            f"\nreward: {judged} (mean {result['mean_score'][judged]:.3f}, standard deviation within a prompt "
+            f"{result['std_within_prompt'][judged]:.2f}, between prompts' means "
+            f"{result['std_between_prompts'][judged]:.2f})\n{'':10}{'k':>4}"
+            + "".join(f"{title:>18}" for title in SHOWN.values())
+        )
         for row in rows:
             cells = (f"{row[name]:.3f} ± {row[name + '_stderr']:.3f}" for name in SHOWN)
             lines.append(f"{row['estimator']:10}{row['k']:4}" + "".join(f"{cell:>18}" for cell in cells))
@@ -900,35 +1019,54 @@ def model_words(result: dict) -> str:
         lines.append(f"reward {judged}, noise over RLOO's at the same k and completions:")
         for k in KS:
             grpo, reinforce = (table[name, k] for name in ("grpo", "reinforce"))
-            lines.append(f"- k = {k}: grpo {compared(grpo)}, cosine of its mean {grpo['cosine_of_mean']:.4f} ± "
-                         f"{grpo['cosine_of_mean_stderr']:.4f}; reinforce {compared(reinforce)}")
+            lines.append(
+                f"- k = {k}: grpo {compared(grpo)}, cosine of its mean {grpo['cosine_of_mean']:.4f} ± "
+                f"{grpo['cosine_of_mean_stderr']:.4f}; reinforce {compared(reinforce)}"
+            )
         best = max(rows, key=lambda row: row["cosine_of_update"])
         own = [table["rloo", k] for k in KS]
         noise = ", ".join(f"k = {row['k']} {row['noise']:.2f} ± {row['noise_stderr']:.2f}" for row in own)
-        lines.append(f"- RLOO's own noise at equal completions: {noise}. The highest cosine of an update with "
-                     f"g* is that of {best['estimator']}, k = {best['k']}: {best['cosine_of_update']:.3f} ± "
-                     f"{best['cosine_of_update_stderr']:.3f}.")
-    shifts = sorted(abs(row["relative_noise_by_sketch_1"] - row["relative_noise_by_sketch_2"])
-                    for rows in result["tables"].values() for row in rows if row["estimator"] in ("grpo", "reinforce"))
+        lines.append(
+            f"- RLOO's own noise at equal completions: {noise}. The highest cosine of an update with "
+            f"g* is that of {best['estimator']}, k = {best['k']}: {best['cosine_of_update']:.3f} ± "
+            f"{best['cosine_of_update_stderr']:.3f}."
+        )
+    shifts = sorted(
+        abs(row["relative_noise_by_sketch_1"] - row["relative_noise_by_sketch_2"])
+        for rows in result["tables"].values()
+        for row in rows
+        if row["estimator"] in ("grpo", "reinforce")
+    )
     checks = [x for row in result["sketch_check"] for x in (row["rloo"], row["grpo"]) if not math.isnan(x)]
-    lines.append(f"The sketch: |g|² of {len(checks)} estimates is {min(checks):.2f} to {max(checks):.2f} of the exact "
-                 f"one; these ratios of noise by two independent sketches differ by {shifts[len(shifts) // 2]:.3f} in "
-                 f"the median, {shifts[-1]:.3f} at most.")
+    lines.append(
+        f"The sketch: |g|² of {len(checks)} estimates is {min(checks):.2f} to {max(checks):.2f} of the exact "
+        f"one; these ratios of noise by two independent sketches differ by {shifts[len(shifts) // 2]:.3f} in "
+        f"the median, {shifts[-1]:.3f} at most."
+    )
     return "\n".join(lines)
 
 
 def draw_model(result: dict, pyplot):
     """Over k: the trace of the covariance, the noise and the cosine of an update; a row of panels per reward."""
-    panels = {"trace": "trace of the covariance of an update", "noise": "noise: trace / (E g along g*)²",
-              "cosine_of_update": "cosine of an update with the long-run mean"}
+    panels = {
+        "trace": "trace of the covariance of an update",
+        "noise": "noise: trace / (E g along g*)²",
+        "cosine_of_update": "cosine of an update with the long-run mean",
+    }
     figure, axes = pyplot.subplots(len(JUDGED), len(panels), figsize=(12, 6.5), sharex=True, layout="constrained")
     for (judged, rows), line in zip(result["tables"].items(), axes):
         for (name, title), panel in zip(panels.items(), line):
             for i, estimator in enumerate(ESTIMATORS):
                 some = [row for row in rows if row["estimator"] == estimator]
-                panel.errorbar([row["k"] * 1.03 ** (i - 1.5) for row in some], [row[name] for row in some],
-                               [row[f"{name}_stderr"] for row in some], marker="o", markersize=4, capsize=2,
-                               label=estimator)
+                panel.errorbar(
+                    [row["k"] * 1.03 ** (i - 1.5) for row in some],
+                    [row[name] for row in some],
+                    [row[f"{name}_stderr"] for row in some],
+                    marker="o",
+                    markersize=4,
+                    capsize=2,
+                    label=estimator,
+                )
             panel.set_xscale("log", base=2)
             panel.set_xticks(KS, KS)
             panel.set_title(f"{judged}: {title}", fontsize=9)
@@ -937,8 +1075,11 @@ def draw_model(result: dict, pyplot):
     for panel in axes[-1]:
         panel.set_xlabel("k, at equal completions")
     axes[0, 0].legend(frameon=False)
-    figure.suptitle(f"{result['prompts']:,} prompts × {K_MAX} completions, updates of {result['update']} "
-                    "completions, ± standard error", fontsize=10)
+    figure.suptitle(
+        f"{result['prompts']:,} prompts × {K_MAX} completions, updates of {result['update']} "
+        "completions, ± standard error",
+        fontsize=10,
+    )
 
 
 def run_model(args: Args):
@@ -951,12 +1092,14 @@ def run_model(args: Args):
     result["seconds"] = time.perf_counter() - start
     words = model_words(result)
     result["words"] = words.splitlines()
-    print(f"{args.policy or 'the embedded policy'}, gold judge: {result['prompts']:,} prompts, "
-          f"{result['completions']:,} completions (mean length {result['mean_length']:.1f}), KL {result['kl']:.3f} nats"
-          f".\nEvery line: {result['updates']} updates of {args.update} completions; ± standard error over "
-          f"{result['blocks']} blocks of prompts.\nCosines with g*, the long-run mean of rloo, k = {K_MAX}: of E g and "
-          f"of one update's g. noise: variance / (part of E g along g*)²\n{model_table(result)}\n\n{words}\n\n"
-          f"{result['seconds']:.0f} s")
+    print(
+        f"{args.policy or 'the embedded policy'}, gold judge: {result['prompts']:,} prompts, "
+        f"{result['completions']:,} completions (mean length {result['mean_length']:.1f}), KL {result['kl']:.3f} nats"
+        f".\nEvery line: {result['updates']} updates of {args.update} completions; ± standard error over "
+        f"{result['blocks']} blocks of prompts.\nCosines with g*, the long-run mean of rloo, k = {K_MAX}: of E g and "
+        f"of one update's g. noise: variance / (part of E g along g*)²\n{model_table(result)}\n\n{words}\n\n"
+        f"{result['seconds']:.0f} s"
+    )
     save(result, args.output, lambda pyplot: draw_model(result, pyplot))
 
 

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import estimators  # noqa: E402
-from estimators import B, OPTIONS, Option  # noqa: E402
+from estimators import OPTIONS, B, Option  # noqa: E402
 
 TOKENS, MASK = estimators.all_completions(3, 2)
 N = len(TOKENS)
@@ -43,11 +43,24 @@ def test_the_exact_gradient_is_that_of_finite_differences():
     case, step = a_case(), 1e-6
 
     def value(theta: torch.Tensor) -> float:
-        logprobs = [[sum(torch.log_softmax(theta[3 * b : 3 * b + 3] + theta[6:].view(3, 3)[([0, *ids])[t]], 0)[ids[t]]
-                         for t in range(int(length))) for ids, length in zip(TOKENS.tolist(), MASK.sum(-1))]
-                    for b in range(B)]
-        return sum((x.exp() * (case.scores[b, i] - 0.3 * (x - case.ref_logprobs[b, i].sum()))).item()
-                   for b in range(B) for i, x in enumerate(logprobs[b])) / B
+        logprobs = [
+            [
+                sum(
+                    torch.log_softmax(theta[3 * b : 3 * b + 3] + theta[6:].view(3, 3)[([0, *ids])[t]], 0)[ids[t]]
+                    for t in range(int(length))
+                )
+                for ids, length in zip(TOKENS.tolist(), MASK.sum(-1))
+            ]
+            for b in range(B)
+        ]
+        return (
+            sum(
+                (x.exp() * (case.scores[b, i] - 0.3 * (x - case.ref_logprobs[b, i].sum()))).item()
+                for b in range(B)
+                for i, x in enumerate(logprobs[b])
+            )
+            / B
+        )
 
     for i in (0, 4, 7, 14):
         move = torch.zeros(15, dtype=torch.float64)
@@ -182,8 +195,11 @@ def made_up_gradients(n: int, seed: int) -> tuple[dict, torch.Tensor]:
 
 def test_figures_are_without_bias_and_their_errors_are_right():
     tables = [estimators.table_of(made_up_gradients(40, seed)[0], slice(None)) for seed in range(40)]
-    for key, name, expected in ((("rloo", 16), "trace", 12.0), (("grpo", 16), "variance", 0.25),
-                                (("grpo", 16), "cosine_of_mean", 1 / 1.25)):
+    for key, name, expected in (
+        (("rloo", 16), "trace", 12.0),
+        (("grpo", 16), "variance", 0.25),
+        (("grpo", 16), "cosine_of_mean", 1 / 1.25),
+    ):
         values = torch.tensor([table[key][name][0] for table in tables])
         errors = torch.tensor([table[key][name][1] for table in tables])
         assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(40) + 0.01, (key, name)
@@ -229,9 +245,17 @@ def test_a_small_run_leaves_numbers_that_say_what_made_them(tmp_path, capsys, mo
     assert "no figure without matplotlib" in text
 
 
-@pytest.mark.parametrize("flags", [["--rloo_k", "1"], ["--vocab_size", "9"], ["--output", "x.txt"],
-                                   ["--model", "--update", "40"], ["--model", "--policy", "/nowhere"],
-                                   ["--model", "--num_prompts", "5"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rloo_k", "1"],
+        ["--vocab_size", "9"],
+        ["--output", "x.txt"],
+        ["--model", "--update", "40"],
+        ["--model", "--policy", "/nowhere"],
+        ["--model", "--num_prompts", "5"],
+    ],
+)
 def test_a_mistake_is_one_line(flags):
     with pytest.raises(estimators.InputError) as error:
         estimators.main(estimators.tyro.cli(estimators.Args, args=flags, use_underscores=True))

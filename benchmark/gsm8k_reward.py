@@ -21,8 +21,10 @@ SYSTEM = "Solve the problem step by step. End with #### and the answer, a number
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"  # 1,234,567.5 or 1234567.5 or .5
 # A number stands alone: "m2", "x_1" and "m^2" hold none. The sign touches the number or its currency: "10-5" holds 10
 # and 5, "-$5" holds -5. After a whole number and a space, a fraction belongs to it: 1 1/2 = 3/2.
-NUMBER = re.compile(rf"(?<![\w^.])(?P<sign>(?<!\))-)?[$€£]?(?<![\w^.])(?P<whole>\d+ (?=\d+/\d))?(?P<top>{DIGITS})"
-                    rf"(?:/(?P<bottom>{DIGITS}))?")
+NUMBER = re.compile(
+    rf"(?<![\w^.])(?P<sign>(?<!\))-)?[$€£]?(?<![\w^.])(?P<whole>\d+ (?=\d+/\d))?(?P<top>{DIGITS})"
+    rf"(?:/(?P<bottom>{DIGITS}))?"
+)
 MARK = re.compile(r"####(?P<hashes>[^\n]*)|<answer>(?P<tag>.*?)(?:</answer>|\Z)|\\boxed\s*\{(?P<boxed>)", re.DOTALL)
 ENDING = re.compile(r"####\s*-?\$?(?:" + DIGITS + r")(?:/\d+)?%?\.?\s*\Z")
 
@@ -34,8 +36,10 @@ def numbers(text: str) -> list[Fraction]:
     found = []
     for match in NUMBER.finditer(text):
         try:
-            whole, top, bottom = (Fraction((match[name] or default).replace(",", "").strip())
-                                  for name, default in (("whole", "0"), ("top", ""), ("bottom", "1")))
+            whole, top, bottom = (
+                Fraction((match[name] or default).replace(",", "").strip())
+                for name, default in (("whole", "0"), ("top", ""), ("bottom", "1"))
+            )
             found.append((whole + top / bottom) * (-1 if match["sign"] else 1))
         except (ZeroDivisionError, ValueError):  # 1/0, or thousands of digits, which Python does not convert
             pass
@@ -74,8 +78,10 @@ def correctness(prompts, completions, completion_ids, answer, **columns) -> list
 def format(prompts, completions, completion_ids, **columns) -> list[float]:
     """1 where the completion is as SYSTEM asks: some steps, then one `####`, then a number and nothing else."""
     texts = [text.rpartition("</think>")[2].strip() for text in completions]
-    return [float(text.count("####") == 1 and not text.startswith("####") and ENDING.search(text) is not None)
-            for text in texts]
+    return [
+        float(text.count("####") == 1 and not text.startswith("####") and ENDING.search(text) is not None)
+        for text in texts
+    ]
 
 
 def chat(question: str) -> list[dict]:

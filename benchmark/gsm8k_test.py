@@ -16,6 +16,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import gsm8k_reward
 import mini_gsm8k
+
 import rloo
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 in all.\n#### 72"
@@ -104,7 +105,8 @@ def test_gsm8k_is_prepared_once_and_seeds_that_are_done_are_skipped(tmp_path):
     (tmp_path / "datasets.py").write_text(
         "def load_dataset(name, config, split):\n"
         "    assert (name, config) == ('openai/gsm8k', 'main')\n"
-        "    return [{'question': split + '?', 'answer': '2 é. #### 2'}]\n")
+        "    return [{'question': split + '?', 'answer': '2 é. #### 2'}]\n"
+    )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n[ "$1" = - ] || exit 0\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -139,7 +141,10 @@ def test_the_shipped_miniature_is_what_the_builder_writes(quick):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     shipped = HERE / "mini_gsm8k"
-    names = lambda folder: sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    def names(folder):
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
     assert names(shipped) == names(quick) and "sft/model.safetensors" in names(shipped)
     assert sum(path.stat().st_size for path in shipped.rglob("*") if path.is_file()) < 4e6
     ours, theirs = (json.loads((folder / "figures.json").read_text()) for folder in (quick, shipped))
@@ -167,8 +172,10 @@ def test_the_chat_template_renders(quick):
         tokenizer = AutoTokenizer.from_pretrained(folder / "sft")
         prompt = gsm8k_reward.chat("Tom has 12 pens.")
         row = rloo.prepare_row({"prompt": prompt, "answer": "#### 12"}, tokenizer)
-        assert row["prompt_text"] == (f"<|im_start|>system\n{gsm8k_reward.SYSTEM}<|im_end|>\n"
-                                      "<|im_start|>user\nTom has 12 pens.<|im_end|>\n<|im_start|>assistant\n")
+        assert row["prompt_text"] == (
+            f"<|im_start|>system\n{gsm8k_reward.SYSTEM}<|im_end|>\n"
+            "<|im_start|>user\nTom has 12 pens.<|im_end|>\n<|im_start|>assistant\n"
+        )
         assert tokenizer.decode(row["prompt_ids"]) == row["prompt_text"]
         start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
         assert [row["prompt_ids"].count(token) for token in (start, end)] == [3, 2]

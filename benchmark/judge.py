@@ -35,13 +35,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Callable, Literal, NamedTuple, Optional
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import tyro
@@ -79,20 +80,21 @@ LONGEST_WAIT = 600  # seconds; a server that asks for more is not waited for
 @dataclass
 class Args:
     """Win rates of completions against references or against other completions, by one judge."""
+
     completions: tuple[str, ...]  # files of complete.py, a row of the table each
     judge: str  # function:FILE.py:FUNCTION, model:PATH or openai:MODEL
     output: str  # .json for all numbers; not overwritten
-    against: Optional[str] = None  # completions of the same posts to compare with; if not given, the references
-    posts: Optional[int] = None  # judge the first so many; if not given, all
+    against: str | None = None  # completions of the same posts to compare with; if not given, the references
+    posts: int | None = None  # judge the first so many; if not given, all
     seed: int = 1  # of the order in which openai sees a pair
-    cache: Optional[str] = None  # .jsonl for openai's answers; if not given, the output's name with .cache.jsonl
+    cache: str | None = None  # .jsonl for openai's answers; if not given, the output's name with .cache.jsonl
     concurrency: int = 8  # requests to openai at a time
     timeout: float = 60.0  # seconds that openai may be silent
     max_attempts: int = 6  # of one request, then the judging stops; the same command goes on
     first_wait: float = 1.0  # seconds before the second attempt; doubles with each, or what Retry-After says if longer
     options: str = '{"temperature": 0, "max_tokens": 200}'  # JSON object that goes along with each request
     dtype: Literal["float32", "bfloat16"] = "float32"  # of a model
-    device: Optional[str] = None  # of a model; if not given, cuda if there is one
+    device: str | None = None  # of a model; if not given, cuda if there is one
     batch_size: int = 32  # texts per forward of a model
 
 
@@ -135,7 +137,7 @@ def read_rows(path: str) -> list[dict]:
     return rows
 
 
-def read_pairs(path: str, against: Optional[str], posts: Optional[int]) -> list[tuple[Text, Text]]:
+def read_pairs(path: str, against: str | None, posts: int | None) -> list[tuple[Text, Text]]:
     """(ours, theirs) of each post."""
     rows = read_rows(path)[:posts]
     others = {row["post"]: row for row in read_rows(against)} if against else {}
@@ -173,7 +175,7 @@ def write_whole(path: str, text: str):
 # ---- Judges that score: list of Text -> list of numbers, None where there is none ------------------------------------
 
 
-def function_scores(spec: str, texts: list[Text]) -> list[Optional[float]]:
+def function_scores(spec: str, texts: list[Text]) -> list[float | None]:
     """Scores by FILE.py:FUNCTION or MODULE:FUNCTION, called like a reward function of rloo.py, without token ids;
     `completion` is the reference, if there is one."""
     (source, _, name), path = spec.rpartition(":"), Path(spec.rpartition(":")[0]).resolve()
@@ -187,8 +189,12 @@ def function_scores(spec: str, texts: list[Text]) -> list[Optional[float]]:
     names = sorted({name for text in texts for name in text.columns})
     columns = {name: [text.columns.get(name) for text in texts] for name in names}
     try:
-        scores = function(prompts=[text.prompt for text in texts], completions=[text.text for text in texts],
-                          completion_ids=[None] * len(texts), **columns)
+        scores = function(
+            prompts=[text.prompt for text in texts],
+            completions=[text.text for text in texts],
+            completion_ids=[None] * len(texts),
+            **columns,
+        )
         scores = [None if score is None else float(score) for score in scores]
     except Exception as error:
         raise Mistake(f"--judge function:{spec} raised {type(error).__name__}: {error}") from error
@@ -196,7 +202,7 @@ def function_scores(spec: str, texts: list[Text]) -> list[Optional[float]]:
     return [None if score is None or math.isnan(score) else score for score in scores]
 
 
-def model_scores(path: str, texts: list[Text], dtype: str, device: Optional[str], batch_size: int) -> list[float]:
+def model_scores(path: str, texts: list[Text], dtype: str, device: str | None, batch_size: int) -> list[float]:
     """Scores by a sequence classifier and its tokenizer: at the eos token of a text that ended, else at its last."""
     import torch
     import transformers
@@ -210,7 +216,8 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: Optional[str]
     with rloo.explained(f"model:{path}: cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=getattr(torch, dtype), output_loading_info=True)
+            path, num_labels=1, dtype=getattr(torch, dtype), output_loading_info=True
+        )
         model.to(device).eval()
     missing = [*info["missing_keys"]]
     require(not missing, f"model:{path}: is no trained reward model, it has no {missing[:1]}")
@@ -226,8 +233,10 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: Optional[str]
         prompt_ids, prompt_mask = rloo.pad([rows[i]["prompt_ids"] for i in part], left=True)
         responses, mask = rloo.pad([ids[i] for i in part])
         ended = torch.tensor([texts[i].ended for i in part])
-        batch = rloo.Batch([rows[i] for i in part], *(x.to(device) for x in (
-            prompt_ids, prompt_mask, responses[None], mask[None], ended[None])))
+        batch = rloo.Batch(
+            [rows[i] for i in part],
+            *(x.to(device) for x in (prompt_ids, prompt_mask, responses[None], mask[None], ended[None])),
+        )
         found = rloo.model_reward(model, "plain", batch_size, batch)["reward_model"]  # (1, len(part))
         for i, score in zip(part, found[0].tolist()):
             scores[i] = score
@@ -275,11 +284,18 @@ def endpoint_of(args: Args) -> Endpoint:
         options = dict(**json.loads(args.options))
     except (ValueError, TypeError) as error:
         raise Mistake(f"--options {args.options!r}: must be a JSON object") from error
-    return Endpoint(f"{base.rstrip('/')}/chat/completions", key, args.judge.partition(":")[2], options, args.timeout,
-                    args.max_attempts, args.first_wait)
+    return Endpoint(
+        f"{base.rstrip('/')}/chat/completions",
+        key,
+        args.judge.partition(":")[2],
+        options,
+        args.timeout,
+        args.max_attempts,
+        args.first_wait,
+    )
 
 
-def retry_after(value: Optional[str]) -> float:
+def retry_after(value: str | None) -> float:
     """Seconds that a Retry-After header asks for: a number, or a date; 0 where there is none."""
     try:
         return max(0.0, float(value))
@@ -325,15 +341,23 @@ def ask(endpoint: Endpoint, prompt: str, stop: threading.Event) -> dict:
             asked = retry_after(error.headers.get("Retry-After"))
             require(asked <= LONGEST_WAIT, f"{endpoint.name()}: wants to be asked again in {asked:.0f} s ({problem})")
             wait = max(wait, asked)
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-                RecursionError) as error:
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             problem = endpoint.without_key(f"{type(error).__name__}: {error}")[:300]
         if attempt + 1 < endpoint.max_attempts:
             stop.wait(wait)
     raise Mistake(f"{endpoint.name()}: no answer after {endpoint.max_attempts} attempts; the last: {problem}")
 
 
-def verdict(answer: str) -> Optional[str]:
+def verdict(answer: str) -> str | None:
     """A, B or TIE, after "verdict" or, if that is not there, alone in a line; None for none or for more than one."""
     answer = answer.lower()
     found = re.findall(r"verdict\W*(a tie|tie|a|b)\b", answer) or re.findall(r"(?m)^\W*(tie|a|b)\W*$", answer)
@@ -359,8 +383,11 @@ def open_cache(path: Path) -> tuple[io.TextIOBase, dict[str, dict]]:
     for line in text.splitlines():
         try:
             entry = json.loads(line)
-            answers[entry["key"]] = {"answer": str(entry["answer"]), "prompt_tokens": int(entry["prompt_tokens"]),
-                                     "completion_tokens": int(entry["completion_tokens"])}
+            answers[entry["key"]] = {
+                "answer": str(entry["answer"]),
+                "prompt_tokens": int(entry["prompt_tokens"]),
+                "completion_tokens": int(entry["completion_tokens"]),
+            }
         except (ValueError, TypeError, LookupError):
             continue
     if text and not text.endswith("\n"):
@@ -382,15 +409,21 @@ def ask_all(endpoint: Endpoint, prompts: dict[str, str], cache: Path, concurrenc
 
     with file, ThreadPoolExecutor(concurrency) as pool:
         try:
-            for future in tqdm(as_completed([pool.submit(work, *item) for item in todo.items()]), total=len(prompts),
-                               initial=len(prompts) - len(todo), desc=endpoint.name(), unit="pair"):
+            for future in tqdm(
+                as_completed([pool.submit(work, *item) for item in todo.items()]),
+                total=len(prompts),
+                initial=len(prompts) - len(todo),
+                desc=endpoint.name(),
+                unit="pair",
+            ):
                 future.result()
         except Mistake as mistake:
             stop.set()
             pool.shutdown(cancel_futures=True)
             done = sum(key in answers for key in prompts)
-            raise Mistake(f"{mistake}. {done} of {len(prompts)} answers are in {cache}; the same command "
-                          "goes on") from None
+            raise Mistake(
+                f"{mistake}. {done} of {len(prompts)} answers are in {cache}; the same command goes on"
+            ) from None
         except KeyboardInterrupt:  # without waiting for what is on its way
             os._exit(130)
         except BaseException:
@@ -412,17 +445,24 @@ def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def count(outcomes: list[Optional[float]]) -> dict:
+def count(outcomes: list[float | None]) -> dict:
     """Outcomes (1 won, 0.5 tie, 0 lost, None unparsable) as numbers and win rate with its interval."""
     judged = [outcome for outcome in outcomes if outcome is not None]
     low, high = wilson(sum(judged), len(judged))
-    return {"posts": len(outcomes), "wins": judged.count(1.0), "ties": judged.count(0.5), "losses": judged.count(0.0),
-            "unparsable": outcomes.count(None), "win_rate": sum(judged) / len(judged) if judged else None,
-            "interval": [low, high]}
+    return {
+        "posts": len(outcomes),
+        "wins": judged.count(1.0),
+        "ties": judged.count(0.5),
+        "losses": judged.count(0.0),
+        "unparsable": outcomes.count(None),
+        "win_rate": sum(judged) / len(judged) if judged else None,
+        "interval": [low, high],
+    }
 
 
 def judge_by_scores(scorer: Callable, files: dict[str, list[tuple[Text, Text]]]) -> dict[str, dict]:
     """The higher score wins. All texts go to the judge at once, equal ones once."""
+
     def identity(text: Text) -> str:
         return json.dumps([text.prompt, text.text, text.ended, text.columns], sort_keys=True)
 
@@ -441,7 +481,7 @@ def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tu
     """The verdicts of an endpoint on pairs in an order drawn by the seed; and what it cost."""
     endpoint = endpoint_of(args)
     prompts: dict[str, str] = {}
-    orders: dict[str, list[tuple[bool, Optional[str]]]] = {}  # ours comes first; key, None where the texts are equal
+    orders: dict[str, list[tuple[bool, str | None]]] = {}  # ours comes first; key, None where the texts are equal
     for name, pairs in files.items():
         rng, orders[name] = random.Random(args.seed), []
         for ours, theirs in pairs:
@@ -461,11 +501,19 @@ def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tu
         as_asked = [score[said[key]] for _, key in order]  # of the text that came first
         outcomes = [x if first or x is None else 1 - x for x, (first, _) in zip(as_asked, order)]
         decided = [x for x in as_asked if x in (0.0, 1.0)]
-        found[name] = count(outcomes) | {"came_first": sum(first for first, _ in order),
-                                         "first_preferred": sum(decided) / len(decided) if decided else None}
+        found[name] = count(outcomes) | {
+            "came_first": sum(first for first, _ in order),
+            "first_preferred": sum(decided) / len(decided) if decided else None,
+        }
     cost = {name: sum(reply[name] for reply in answers.values()) for name in ("prompt_tokens", "completion_tokens")}
-    return found, {"judge": endpoint.name(), "order_seed": args.seed, "answers": len(answers), "asked_now": asked_now,
-                   **cost, "prompt_sha256": hashlib.sha256(JUDGE_PROMPT.encode()).hexdigest()}
+    return found, {
+        "judge": endpoint.name(),
+        "order_seed": args.seed,
+        "answers": len(answers),
+        "asked_now": asked_now,
+        **cost,
+        "prompt_sha256": hashlib.sha256(JUDGE_PROMPT.encode()).hexdigest(),
+    }
 
 
 # ---- The program -----------------------------------------------------------------------------------------------------
@@ -485,8 +533,10 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def report(result: dict) -> str:
     """The table on screen."""
-    lines = [f"judge: {result['judge']}; {order_of(result)}; against {result['against']}; 95% intervals by Wilson, "
-             "ties count half"]
+    lines = [
+        f"judge: {result['judge']}; {order_of(result)}; against {result['against']}; 95% intervals by Wilson, "
+        "ties count half"
+    ]
     head = ("", "posts", "wins", "ties", "losses", "unparsable", "win rate, %", "interval, %")
     extra = {"first_preferred": "first preferred, %", "mean_score": "mean score", "mean_score_of_the_others": "others'"}
     rows = [head + tuple(text for name, text in extra.items() if name in next(iter(result["results"].values())))]
@@ -494,20 +544,30 @@ def report(result: dict) -> str:
         rate = "-" if found["win_rate"] is None else f"{100 * found['win_rate']:.1f}"
         more = [found[key] for key in extra if key in found]
         scale = 100 if "first_preferred" in found else 1
-        rows.append((name, *(str(found[key]) for key in ("posts", "wins", "ties", "losses", "unparsable")), rate,
-                     "{:.1f} to {:.1f}".format(*(100 * x for x in found["interval"])),
-                     *("-" if x is None else f"{scale * x:.2f}" for x in more)))
+        rows.append(
+            (
+                name,
+                *(str(found[key]) for key in ("posts", "wins", "ties", "losses", "unparsable")),
+                rate,
+                "{:.1f} to {:.1f}".format(*(100 * x for x in found["interval"])),
+                *("-" if x is None else f"{scale * x:.2f}" for x in more),
+            )
+        )
     lines += aligned(rows)
     if "prompt_tokens" in result:
-        lines.append(f"{result['asked_now']} of {result['answers']} answers asked now, the others cached; tokens of "
-                     f"all answers: {result['prompt_tokens']:,} read, {result['completion_tokens']:,} written")
+        lines.append(
+            f"{result['asked_now']} of {result['answers']} answers asked now, the others cached; tokens of "
+            f"all answers: {result['prompt_tokens']:,} read, {result['completion_tokens']:,} written"
+        )
     return "\n".join(lines)
 
 
 def main(args: Args):
     kind, _, name = args.judge.partition(":")
-    require(kind in ("function", "model", "openai") and name,
-            f"--judge {args.judge}: must be function:FILE.py:FUNCTION, model:PATH or openai:MODEL")
+    require(
+        kind in ("function", "model", "openai") and name,
+        f"--judge {args.judge}: must be function:FILE.py:FUNCTION, model:PATH or openai:MODEL",
+    )
     require_new(args.output, ".json")
     for flag in ("concurrency", "max_attempts", "timeout", "batch_size"):
         require(getattr(args, flag) > 0, f"--{flag} {getattr(args, flag)}: must be above 0")
@@ -523,14 +583,17 @@ def main(args: Args):
         results = judge_by_scores(scorer, files)
     else:
         results = judge_by_scores(partial(function_scores, name), files)
-    result = details | {"against": Path(args.against).stem if args.against else "the references",
-                        "interval": "Wilson, 95%; ties count half, unparsable answers are left out",
-                        "results": results, "args": dataclasses.asdict(args)}
+    result = details | {
+        "against": Path(args.against).stem if args.against else "the references",
+        "interval": "Wilson, 95%; ties count half, unparsable answers are left out",
+        "results": results,
+        "args": dataclasses.asdict(args),
+    }
     write_whole(args.output, json.dumps(result, indent=1) + "\n")
     print(report(result))
 
 
-def parse(kind, argv: Optional[list[str]] = None):
+def parse(kind, argv: list[str] | None = None):
     """The command line (default: sys.argv) as `kind`, a dataclass or several. A flag that is wrong is a Mistake."""
     said = io.StringIO()
     try:

@@ -1,6 +1,6 @@
 """Tests of judge.py against a small server on this machine that answers, delays, breaks and refuses.
 
-    python -m pytest -q benchmark/judge_test.py
+python -m pytest -q benchmark/judge_test.py
 """
 
 import json
@@ -99,8 +99,18 @@ def environment(monkeypatch):
 
 def write_completions(folder: Path, name: str, completions, references=None) -> str:
     references = references or [f" reference {i}" for i in range(len(completions))]
-    rows = [{"post": i, "sample": 0, "prompt": f"POST number {i}\n\nTL;DR:", "completion": ours, "reference": theirs,
-             "ended": True, "columns": {"number": i}} for i, (ours, theirs) in enumerate(zip(completions, references))]
+    rows = [
+        {
+            "post": i,
+            "sample": 0,
+            "prompt": f"POST number {i}\n\nTL;DR:",
+            "completion": ours,
+            "reference": theirs,
+            "ended": True,
+            "columns": {"number": i},
+        }
+        for i, (ours, theirs) in enumerate(zip(completions, references))
+    ]
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -135,10 +145,23 @@ def test_totals():
     assert judge.count([None])["win_rate"] is None
 
 
-@pytest.mark.parametrize("answer, expected", [
-    ("A says more.\nVerdict: A", "A"), ("Verdict: B", "B"), ("verdict: **b**", "B"), ("Verdict: tie", "TIE"),
-    ("Verdict: a tie.", "TIE"), ("B", "B"), (" tie\n", "TIE"), ("B is shorter.\n\nA", "A"),
-    ("A is better.", None), ("", None), ("Verdict: A\nVerdict: B\nVerdict: tie", None), ("Verdict: both", None)])
+@pytest.mark.parametrize(
+    "answer, expected",
+    [
+        ("A says more.\nVerdict: A", "A"),
+        ("Verdict: B", "B"),
+        ("verdict: **b**", "B"),
+        ("Verdict: tie", "TIE"),
+        ("Verdict: a tie.", "TIE"),
+        ("B", "B"),
+        (" tie\n", "TIE"),
+        ("B is shorter.\n\nA", "A"),
+        ("A is better.", None),
+        ("", None),
+        ("Verdict: A\nVerdict: B\nVerdict: tie", None),
+        ("Verdict: both", None),
+    ],
+)
 def test_verdict(answer, expected):
     assert judge.verdict(answer) == expected
 
@@ -204,10 +227,20 @@ def test_against_other_completions(tmp_path, monkeypatch):
 
 def test_every_trouble_is_asked_again(tmp_path, monkeypatch):
     """Each post meets a trouble, once or twice, and is answered at last; the totals are as if nothing had been."""
-    troubles = [(429, {"Retry-After": "0"}, b"slow down"), (500, {}, b"{}"), (503, {}, b""), (200, {}, b"no json"),
-                (200, {}, b"{}"), (200, {}, b'{"choices": []}'), (200, {}, b'{"choices": [{"message": null}]}'),
-                (200, {}, json.dumps(reply("Verdict: A", prompt_tokens=math.inf)).encode()),
-                (200, {"Content-Length": "1000"}, b'{"choices'), (200, {}, b"[" * 5000), (200, {}, b"\xff\xfe"), None]
+    troubles = [
+        (429, {"Retry-After": "0"}, b"slow down"),
+        (500, {}, b"{}"),
+        (503, {}, b""),
+        (200, {}, b"no json"),
+        (200, {}, b"{}"),
+        (200, {}, b'{"choices": []}'),
+        (200, {}, b'{"choices": [{"message": null}]}'),
+        (200, {}, json.dumps(reply("Verdict: A", prompt_tokens=math.inf)).encode()),
+        (200, {"Content-Length": "1000"}, b'{"choices'),
+        (200, {}, b"[" * 5000),
+        (200, {}, b"\xff\xfe"),
+        None,
+    ]
     path = write_completions(tmp_path, "ours", [f" good {i}" for i in range(2 * len(troubles))])
 
     def answer(prompt, times):
@@ -236,6 +269,7 @@ def test_silence_is_asked_again(tmp_path, monkeypatch):
 
 def test_waits_double_and_follow_retry_after():
     """What is waited, seen by an event that does not wait; nothing is waited after the last attempt."""
+
     class Waits(list):
         wait = list.append
 
@@ -269,8 +303,18 @@ def test_killed_and_repeated_it_asks_nothing_twice(tmp_path, monkeypatch):
 
     with server(answer) as (url, came, _):
         monkeypatch.setenv("OPENAI_BASE_URL", url)
-        command = [sys.executable, HERE / "judge.py", "--judge", "openai:test-model", "--completions", path,
-                   "--output", output, "--concurrency", str(workers)]
+        command = [
+            sys.executable,
+            HERE / "judge.py",
+            "--judge",
+            "openai:test-model",
+            "--completions",
+            path,
+            "--output",
+            output,
+            "--concurrency",
+            str(workers),
+        ]
         first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while came.total() < 40 and first.poll() is None:
             time.sleep(0.002)
@@ -346,6 +390,7 @@ def test_the_key_is_nowhere(tmp_path, monkeypatch, capsys, status):
     """Not even where the server says it, in an answer, an error or a redirection."""
     path, said = write_completions(tmp_path, "ours", [" good"]), ""
     with server(lambda prompt, times: reply("Verdict: A")) as (elsewhere, came_elsewhere, _):
+
         def answer(prompt, times):
             if status == 200:
                 return reply(f"Your key is {KEY}. Verdict: A")
@@ -372,8 +417,16 @@ def test_a_key_that_no_header_takes_is_not_shown(tmp_path, monkeypatch, key):
     assert "OPENAI_API_KEY: holds characters" in str(error.value) and "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("url", ["http://user:hidden@127.0.0.1:9/v1", "http://127.0.0.1:9/v1?token=hidden", "hidden",
-                                 "file:///hidden", "http://127.0.0.1:9/ hidden"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:hidden@127.0.0.1:9/v1",
+        "http://127.0.0.1:9/v1?token=hidden",
+        "hidden",
+        "file:///hidden",
+        "http://127.0.0.1:9/ hidden",
+    ],
+)
 def test_a_secret_in_the_address_is_refused_and_not_shown(tmp_path, monkeypatch, url):
     with pytest.raises(judge.Mistake, match="OPENAI_BASE_URL: must be an address like") as error:
         run(monkeypatch, url, write_completions(tmp_path, "ours", [" good"]), tmp_path / "o.json")
@@ -397,7 +450,8 @@ def test_the_higher_score_wins(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def grade(prompts, completions, completion_ids, number, completion, **columns):\n"
         "    assert len(prompts) == len(completions) == len(completion_ids) == len(number) == len(completion)\n"
-        "    return [None if 'odd' in text else float(text.split()[-1]) for text in completions]\n")
+        "    return [None if 'odd' in text else float(text.split()[-1]) for text in completions]\n"
+    )
     path = write_completions(tmp_path, "ours", [" 2", " 1", " 0", " odd", " 3"], [" 1", " 1.0", " 1", " 1", " 1"])
     flags = {"completions": (path,), "judge": f"function:{tmp_path}/mine.py:grade"}
     judge.main(judge.Args(output=str(tmp_path / "o.json"), **flags))
@@ -412,9 +466,11 @@ def test_the_higher_score_wins(tmp_path, capsys):
 
 def test_functions_compare_files_without_references(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def grade(prompts, completions, completion_ids):\n"
-        "    return [float(text) for text in completions]\n")
-    ours, theirs = (write_completions(tmp_path, name, texts) for name, texts in (("ours", ["2", "1"]), ("theirs", "11")))
+        "def grade(prompts, completions, completion_ids):\n    return [float(text) for text in completions]\n"
+    )
+    ours, theirs = (
+        write_completions(tmp_path, name, texts) for name, texts in (("ours", ["2", "1"]), ("theirs", "11"))
+    )
     for path in map(Path, (ours, theirs)):
         rows = [json.loads(line) | {"reference": None, "columns": None} for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -431,10 +487,12 @@ def test_scores_of_a_model_are_those_of_its_own_forward(tmp_path):
     path = str(HERE / "mini_tldr" / "reward")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
-    texts = [judge.Text("POST: my boss is rude.\n\nTL;DR:", " my boss is rude", True, {}),
-             judge.Text("a b c", " d", False, {}),
-             judge.Text("It was a very long day for my sister.\n\nTL;DR:", "", True, {}),
-             judge.Text("POST: my boss is rude.\n\nTL;DR:", " my boss", False, {})]
+    texts = [
+        judge.Text("POST: my boss is rude.\n\nTL;DR:", " my boss is rude", True, {}),
+        judge.Text("a b c", " d", False, {}),
+        judge.Text("It was a very long day for my sister.\n\nTL;DR:", "", True, {}),
+        judge.Text("POST: my boss is rude.\n\nTL;DR:", " my boss", False, {}),
+    ]
     ours = judge.model_scores(path, texts, "float32", "cpu", batch_size=3)
     for text, score in zip(texts, ours):
         ids = tokenizer(text.prompt + text.text)["input_ids"] + [tokenizer.eos_token_id] * text.ended
@@ -444,13 +502,21 @@ def test_scores_of_a_model_are_those_of_its_own_forward(tmp_path):
     assert len({round(score, 3) for score in ours}) == 4 and all(map(math.isfinite, ours))
 
 
-@pytest.mark.parametrize("flags, message", [
-    ({"judge": "gpt"}, "--judge gpt: must be function:"), ({"output": "x"}, "must end in .json"),
-    ({"posts": 0}, "--posts 0: must be above 0"), ({"concurrency": 0}, "--concurrency 0"),
-    ({"completions": ("missing.jsonl",)}, "missing.jsonl: No such file"), ({"options": "[]"}, "must be a JSON object"),
-    ({"judge": "function:none.py:f"}, "--judge function:none.py:f: cannot be loaded (FileNotFound"),
-    ({"judge": "function:math:none"}, "there is no function none"), ({"judge": "function:math"}, "cannot be loaded"),
-    ({"judge": "model:nowhere"}, "model:nowhere: cannot be loaded")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"judge": "gpt"}, "--judge gpt: must be function:"),
+        ({"output": "x"}, "must end in .json"),
+        ({"posts": 0}, "--posts 0: must be above 0"),
+        ({"concurrency": 0}, "--concurrency 0"),
+        ({"completions": ("missing.jsonl",)}, "missing.jsonl: No such file"),
+        ({"options": "[]"}, "must be a JSON object"),
+        ({"judge": "function:none.py:f"}, "--judge function:none.py:f: cannot be loaded (FileNotFound"),
+        ({"judge": "function:math:none"}, "there is no function none"),
+        ({"judge": "function:math"}, "cannot be loaded"),
+        ({"judge": "model:nowhere"}, "model:nowhere: cannot be loaded"),
+    ],
+)
 def test_mistakes(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")

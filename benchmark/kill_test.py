@@ -45,15 +45,26 @@ def train(folder: Path, models: Path, output: Path):
     import rloo
 
     torch.set_num_threads(1)
-    flags = {"sft_model_path": models / "sft", "reward_model_path": models / "reward", "output_dir": output,
-             "dataset_name": folder / "data", "response_length": 12, "per_device_train_batch_size": 8, "rloo_k": 2,
-             "gradient_accumulation_steps": 1, "total_episodes": 80, "save_steps": 1, "num_sample_generations": 2,
-             "device": "cpu"}
+    flags = {
+        "sft_model_path": models / "sft",
+        "reward_model_path": models / "reward",
+        "output_dir": output,
+        "dataset_name": folder / "data",
+        "response_length": 12,
+        "per_device_train_batch_size": 8,
+        "rloo_k": 2,
+        "gradient_accumulation_steps": 1,
+        "total_episodes": 80,
+        "save_steps": 1,
+        "num_sample_generations": 2,
+        "device": "cpu",
+    }
     rloo.command_line([*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), "--resume"])
 
 
 def result(output: Path) -> dict[str, object]:
     """What a finished run left, without times, memory and what follows from them."""
+
     def lasting(metrics: dict) -> dict:
         changing = ("time/", "eps", "tokens_per_second", "memory/")
         return {name: value for name, value in metrics.items() if not name.startswith(changing)}
@@ -62,10 +73,17 @@ def result(output: Path) -> dict[str, object]:
     state = json.loads((newest / "state.json").read_text())
     state |= {"metrics": lasting(state["metrics"]), "files": state["files"]["completions.jsonl"]}
     state = {name: value for name, value in state.items() if name not in ("flags", "run_id")}  # with its folder in them
-    files = [output / "model.safetensors", output / "completions.jsonl", newest / "model.safetensors",
-             newest / "optimizer.pt"]
-    return {"metrics": [lasting(json.loads(line)) for line in (output / "metrics.jsonl").read_text().splitlines()],
-            "counters": state, **{str(path.relative_to(output)): path.read_bytes() for path in files}}
+    files = [
+        output / "model.safetensors",
+        output / "completions.jsonl",
+        newest / "model.safetensors",
+        newest / "optimizer.pt",
+    ]
+    return {
+        "metrics": [lasting(json.loads(line)) for line in (output / "metrics.jsonl").read_text().splitlines()],
+        "counters": state,
+        **{str(path.relative_to(output)): path.read_bytes() for path in files},
+    }
 
 
 def is_younger(path: Path, time_ns: int) -> bool:

@@ -15,8 +15,22 @@ from functools import partial
 
 import torch
 import tyro
-from throughput import Dtype, Machine, Shape, Workload, fail, in_a_process, random_batch, save, seconds, set_up
-from throughput import shape_config, speedups, timed, train
+from throughput import (
+    Dtype,
+    Machine,
+    Shape,
+    Workload,
+    fail,
+    in_a_process,
+    random_batch,
+    save,
+    seconds,
+    set_up,
+    shape_config,
+    speedups,
+    timed,
+    train,
+)
 from transformers import AutoModelForCausalLM
 
 LAYOUTS = ("group", "plain")
@@ -63,20 +77,25 @@ def report(result: dict) -> str:
     """The table: for each part seconds and peak memory of group and plain rows by R."""
     lines = [result["title"]]
     for part, found in result["found"].items():
-        lines.append(f"\n{part}\n{'R':>8}{'group, s':>12}{'plain, s':>12}{'group faster':>15}{'group, GiB':>13}"
-                     f"{'plain, GiB':>13}{'of plain':>11}")
+        lines.append(
+            f"\n{part}\n{'R':>8}{'group, s':>12}{'plain, s':>12}{'group faster':>15}{'group, GiB':>13}"
+            f"{'plain, GiB':>13}{'of plain':>11}"
+        )
         for R, lanes in found.items():
             times, (group, plain) = ([f(lanes[layout]) for layout in LAYOUTS] for f in (seconds, peak))
-            lines.append(f"{R:8}{times[0]:12.3f}{times[1]:12.3f}{result['speedups'][part][R]['plain']:14.2f}x"
-                         f"{group:13.3f}{plain:13.3f}{group / max(plain, 1e-9):11.2f}")
+            lines.append(
+                f"{R:8}{times[0]:12.3f}{times[1]:12.3f}{result['speedups'][part][R]['plain']:14.2f}x"
+                f"{group:13.3f}{plain:13.3f}{group / max(plain, 1e-9):11.2f}"
+            )
     return "\n".join(lines)
 
 
 def draw(result: dict, pyplot):
     """For each part, over R: seconds above, peak memory below."""
     parts = result["found"]
-    figure, axes = pyplot.subplots(2, len(parts), figsize=(4 * len(parts), 7), sharex=True, squeeze=False,
-                                   layout="constrained")
+    figure, axes = pyplot.subplots(
+        2, len(parts), figsize=(4 * len(parts), 7), sharex=True, squeeze=False, layout="constrained"
+    )
     for (part, found), column in zip(parts.items(), axes.T):
         lengths = list(found)
         for layout, color in zip(LAYOUTS, ("C0", "C1")):
@@ -84,8 +103,15 @@ def draw(result: dict, pyplot):
                 values = [number(found[R][layout]) for R in lengths]
                 panel.plot(lengths, values, "o-", color=color, label=f"{layout} rows")
         for R in lengths:
-            column[0].annotate(f"{result['speedups'][part][R]['plain']:.2f}×", (R, seconds(found[R]["group"])),
-                               textcoords="offset points", xytext=(0, -15), ha="center", fontsize=8, color="C0")
+            column[0].annotate(
+                f"{result['speedups'][part][R]['plain']:.2f}×",
+                (R, seconds(found[R]["group"])),
+                textcoords="offset points",
+                xytext=(0, -15),
+                ha="center",
+                fontsize=8,
+                color="C0",
+            )
         column[0].set_title(part, fontsize=9)
         column[1].set_xlabel("R: tokens per completion")
         for panel in column:
@@ -108,12 +134,20 @@ def main(args: Args):
         for prompt, k in GROUPS:
             part = f"{shape}: prompt of {prompt} tokens, {k} completions"
             print(part, flush=True)
-            found[part] = in_a_process(measure, args, Workload(
-                shape=shape, vocab_size=args.vocab_size, prompts=1, min_prompt=prompt, max_prompt=prompt, rloo_k=k))
+            found[part] = in_a_process(
+                measure,
+                args,
+                Workload(
+                    shape=shape, vocab_size=args.vocab_size, prompts=1, min_prompt=prompt, max_prompt=prompt, rloo_k=k
+                ),
+            )
     vocabulary = f"vocabulary of {args.vocab_size:,}, " if args.vocab_size else ""
-    result = {"title": f"forward + backward of one group, {vocabulary}{args.dtype}\n{args.describe_machine()}",
-              "args": dataclasses.asdict(args), "found": found,
-              "speedups": {part: speedups(lengths) for part, lengths in found.items()}}
+    result = {
+        "title": f"forward + backward of one group, {vocabulary}{args.dtype}\n{args.describe_machine()}",
+        "args": dataclasses.asdict(args),
+        "found": found,
+        "speedups": {part: speedups(lengths) for part, lengths in found.items()},
+    }
     print(f"\n{report(result)}\n\n{save(result, args.output, draw)}")
 
 

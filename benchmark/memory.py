@@ -63,13 +63,37 @@ def worker(flags: dict, result: str):
 def run(folder: Path, args: Args, processes: int, options: dict) -> dict:
     """Trains on the inputs in `folder`; what `worker` found."""
     total, out = args.prompts * args.rloo_k, Path(tempfile.mkdtemp(dir=folder))
-    flags = {"sft_model_path": f"{folder}/policy", "reward_model_path": f"{folder}/reward", "output_dir": f"{out}/run",
-             "dataset_name": f"{folder}/data", "max_prompt_length": args.max_prompt, "rloo_k": args.rloo_k,
-             "response_length": args.response_length, "per_device_train_batch_size": total, "dtype": args.dtype,
-             "local_rollout_forward_batch_size": total, "gradient_accumulation_steps": 1, "num_eval_prompts": 0,
-             "total_episodes": 2 * processes * total, "num_sample_generations": 0, **options}
-    call([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes, __file__,
-          "--worker", json.dumps(flags), out / "result.json"])
+    flags = {
+        "sft_model_path": f"{folder}/policy",
+        "reward_model_path": f"{folder}/reward",
+        "output_dir": f"{out}/run",
+        "dataset_name": f"{folder}/data",
+        "max_prompt_length": args.max_prompt,
+        "rloo_k": args.rloo_k,
+        "response_length": args.response_length,
+        "per_device_train_batch_size": total,
+        "dtype": args.dtype,
+        "local_rollout_forward_batch_size": total,
+        "gradient_accumulation_steps": 1,
+        "num_eval_prompts": 0,
+        "total_episodes": 2 * processes * total,
+        "num_sample_generations": 0,
+        **options,
+    }
+    call(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            processes,
+            __file__,
+            "--worker",
+            json.dumps(flags),
+            out / "result.json",
+        ]
+    )
     return json.loads((out / "result.json").read_text())
 
 
@@ -82,8 +106,10 @@ def main(args: Args):
                 print(f"{shape}, {processes} process{'es' * (processes > 1)}: {options}", flush=True)
                 result = run(Path(temporary), args, processes, options)
                 found.append({"shape": shape, "processes": processes, "options": options, **result})
-    print(f"\n{args.describe()} per process; GiB per process\n\n{'shape':14}{'processes':11}{'options':44}"
-          f"{'parameters':>11}{'gradients':>11}{'optimizer':>11}{'peak':>8}")
+    print(
+        f"\n{args.describe()} per process; GiB per process\n\n{'shape':14}{'processes':11}{'options':44}"
+        f"{'parameters':>11}{'gradients':>11}{'optimizer':>11}{'peak':>8}"
+    )
     for result in found:
         options = " ".join(f"--{name}" + f" {value}" * (value is not True) for name, value in result["options"].items())
         numbers = "".join(f"{result['held'][name] / 2**30:11.3f}" for name in ("parameters", "gradients", "optimizer"))

@@ -30,8 +30,11 @@ ITEMS = ["apples", "pens", "books", "cards", "eggs", "shells", "stamps", "coins"
 PLACES = ["boxes", "bags", "jars", "drawers"]
 BEGIN = {
     "has": ["{n} has {a} {i}.", "There are {a} {i} in {n}'s room.", "{n} starts the day with {a} {i}."],
-    "*": ["{n} has {a} {p} with {b} {i} in each.", "{n} fills {a} {p}. There are {b} {i} in each of them.",
-          "{n} owns {b} {i} in each of {a} {p}."],
+    "*": [
+        "{n} has {a} {p} with {b} {i} in each.",
+        "{n} fills {a} {p}. There are {b} {i} in each of them.",
+        "{n} owns {b} {i} in each of {a} {p}.",
+    ],
 }
 CHANGE = {
     "+": ["{n} buys {b} more.", "{m} gives {n} {b} {i}.", "Then {n} finds {b} {i}.", "{n} gets {b} from {m}."],
@@ -39,10 +42,14 @@ CHANGE = {
 }
 ASK = {
     "now": ["How many {i} does {n} have now?", "How many {i} has {n} got left?", "With how many {i} does {n} end?"],
-    "+": ["{m} has {b} {i} more than {n}. How many {i} does {m} have?",
-          "{n} has {b} {i} less than {m}. How many {i} has {m} got?"],
-    "-": ["{m} has {b} {i} less than {n}. How many {i} does {m} have?",
-          "{n} has {b} {i} more than {m}. How many {i} has {m} got?"],
+    "+": [
+        "{m} has {b} {i} more than {n}. How many {i} does {m} have?",
+        "{n} has {b} {i} less than {m}. How many {i} has {m} got?",
+    ],
+    "-": [
+        "{m} has {b} {i} less than {n}. How many {i} does {m} have?",
+        "{n} has {b} {i} more than {m}. How many {i} has {m} got?",
+    ],
     "*": ["{m} has {b} times as many {i}. How many {i} does {m} have?"],
 }
 IDLE = ["{m} is {c} years old.", "It is {c} degrees outside.", "{m} waits for {c} minutes.", "{n} has {c} cousins."]
@@ -93,7 +100,10 @@ WRONG_SIGN, WRONG_NUMBER, SLIP, STOP, NO_MARK = 0.12, 0.08, 0.12, 0.05, 0.3
 
 def solve(problem: dict, rng: random.Random | None = None) -> str:
     """The right solution, or with `rng` the hurried pupil's: "3 + 4 = 7. 7 - 2 = 5. #### 5"."""
-    chance = lambda p: rng is not None and rng.random() < p
+
+    def chance(p):
+        return rng is not None and rng.random() < p
+
     number, lines = problem["first"], []
     for sign, b in problem["steps"]:
         if chance(WRONG_SIGN):
@@ -107,10 +117,7 @@ def solve(problem: dict, rng: random.Random | None = None) -> str:
         number = result
         if chance(STOP):
             break
-    if chance(NO_MARK):
-        end = rng.choice(["", " That is {}.", " Answer: {}.", " #### {} I think."])
-    else:
-        end = " #### {}"
+    end = rng.choice(["", " That is {}.", " Answer: {}.", " #### {} I think."]) if chance(NO_MARK) else " #### {}"
     return " ".join(lines) + end.format(number)
 
 
@@ -164,11 +171,22 @@ def train_tokenizer(texts: list[str]):
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                   additional_special_tokens=["<|im_start|>"], chat_template=TEMPLATE)
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE,
+    )
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -179,16 +197,29 @@ def train_policy(tokenizer, total: int, sample, rng: random.Random):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, intermediate_size=384, max_position_embeddings=512, initializer_range=0.06,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=384,
+            max_position_embeddings=512,
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
 
     def make_chunk(n):
         rows = [sample() for _ in range(n)]
-        prompts = tokenizer.apply_chat_template([row["prompt"] for row in rows], tokenize=False,
-                                                add_generation_prompt=True)
+        prompts = tokenizer.apply_chat_template(
+            [row["prompt"] for row in rows], tokenize=False, add_generation_prompt=True
+        )
         solutions = [solve(row["problem"], rng) + tokenizer.eos_token for row in rows]
         return list(zip(tokenizer(prompts)["input_ids"], tokenizer(solutions)["input_ids"]))
 
@@ -215,7 +246,10 @@ def build(config: Config):
     import torch
 
     sizes, start = (QUICK if config.quick else Sizes()), time.time()
-    log = lambda message: print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
+
+    def log(message):
+        return print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
+
     rng = random.Random(config.seed)
     torch.manual_seed(config.seed)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
@@ -224,7 +258,10 @@ def build(config: Config):
     folder.mkdir(parents=True)
 
     held_out, test = set(), []
-    sample = lambda: sample_row(rng, held_out)
+
+    def sample():
+        return sample_row(rng, held_out)
+
     while len(test) < sizes.test:  # one problem of each key
         test.append(sample())
         held_out.add(key(test[-1]["problem"]))
@@ -239,9 +276,13 @@ def build(config: Config):
     policy.save_pretrained(folder / "sft")
     tokenizer.save_pretrained(folder / "sft")
 
-    figures = {"seed": config.seed, "parameters": policy.num_parameters(), "problems": len(test),
-               "pupil correctness": mean(correctness(None, pupil, None, [row["answer"] for row in test])),
-               "pupil format": mean(format(None, pupil, None))}
+    figures = {
+        "seed": config.seed,
+        "parameters": policy.num_parameters(),
+        "problems": len(test),
+        "pupil correctness": mean(correctness(None, pupil, None, [row["answer"] for row in test])),
+        "pupil format": mean(format(None, pupil, None)),
+    }
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         found = accuracy(policy, tokenizer, test, temperature)
         figures |= {f"sft {name} correctness": found[0], f"sft {name} format": found[1]}
@@ -259,12 +300,14 @@ def read_run(folder: Path) -> dict:
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     accuracy = "eval/sampled/judge_score"
-    found = {"episodes": [m["episode"] for m in metrics],
-             "correctness": [m["rewards/correctness/mean"] for m in metrics],
-             "format": [m["rewards/format/mean"] for m in metrics],
-             "kl": [m.get("objective/kl", 0.0) for m in metrics],  # without a reference there is none
-             "held_out": {m["episode"]: m[accuracy] for m in metrics if accuracy in m},
-             "seconds": sum(value for m in metrics for name, value in m.items() if name.startswith("time/"))}
+    found = {
+        "episodes": [m["episode"] for m in metrics],
+        "correctness": [m["rewards/correctness/mean"] for m in metrics],
+        "format": [m["rewards/format/mean"] for m in metrics],
+        "kl": [m.get("objective/kl", 0.0) for m in metrics],  # without a reference there is none
+        "held_out": {m["episode"]: m[accuracy] for m in metrics if accuracy in m},
+        "seconds": sum(value for m in metrics for name, value in m.items() if name.startswith("time/")),
+    }
     found["held_out"][0] = metrics[0]["eval_before/sampled/judge_score"]
     for when, update in (("before", 0), ("after", metrics[-1]["update"])):
         for mode in ("sampled", "greedy"):
@@ -299,10 +342,23 @@ def report(folder: Path):
         table[what] = dict(zip(("before", "after", "gained"), map(mean_and_error, (before, after, gained))))
         cells = (f"{mu:.1f}" + ("" if error is None else f" ± {error:.1f}") for mu, error in table[what].values())
         print(f"{what:20}", *(f"{cell:>12}" for cell in cells), "  " + ", ".join(f"{x:+.1f}" for x in gained))
-    kept = ("sft_model_path", "total_episodes", "rloo_k", "learning_rate", "kl_coef", "temperature", "reward_fns",
-            "reward_weights", "response_length")
-    text = {"command": "bash benchmark/gsm8k.sh " + folder.name, "flags": {name: args[name] for name in kept},
-            "percent: mean, standard error over seeds": table, "runs": runs}
+    kept = (
+        "sft_model_path",
+        "total_episodes",
+        "rloo_k",
+        "learning_rate",
+        "kl_coef",
+        "temperature",
+        "reward_fns",
+        "reward_weights",
+        "response_length",
+    )
+    text = {
+        "command": "bash benchmark/gsm8k.sh " + folder.name,
+        "flags": {name: args[name] for name in kept},
+        "percent: mean, standard error over seeds": table,
+        "runs": runs,
+    }
     (folder / "gsm8k.json").write_text(json.dumps(text, indent=1) + "\n")
     try:
         plot(list(runs.values()), folder)
@@ -318,18 +374,32 @@ def plot(runs: list[dict], folder: Path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, label, color in (("correctness", "correctness, training problems", "tab:blue"),
-                               ("format", "format, training problems", "tab:gray")):
+    for name, label, color in (
+        ("correctness", "correctness, training problems", "tab:blue"),
+        ("format", "format, training problems", "tab:gray"),
+    ):
         middle, error = zip(*(mean_and_error(list(xs)) for xs in zip(*(run[name] for run in runs))))
         low, high = ([m + side * (e or 0) for m, e in zip(middle, error)] for side in (-1, 1))
         axes.plot(runs[0]["episodes"], middle, color=color, lw=1, label=label)
         axes.fill_between(runs[0]["episodes"], low, high, color=color, alpha=0.2, lw=0)
     points = sorted(runs[0]["held_out"])
     middle, error = zip(*(mean_and_error([run["held_out"][x] for run in runs]) for x in points))
-    axes.errorbar(points, middle, [e or 0 for e in error], color="tab:red", marker="o", ms=4, capsize=2,
-                  label="accuracy, held-out problems")
-    axes.set(xlabel="episodes (completions)", ylabel="share of completions, sampled at T = 1", ylim=(0, 1),
-             title=f"RLOO with verifiable rewards, {folder.name}, {len(runs)} seed{'s' * (len(runs) > 1)}")
+    axes.errorbar(
+        points,
+        middle,
+        [e or 0 for e in error],
+        color="tab:red",
+        marker="o",
+        ms=4,
+        capsize=2,
+        label="accuracy, held-out problems",
+    )
+    axes.set(
+        xlabel="episodes (completions)",
+        ylabel="share of completions, sampled at T = 1",
+        ylim=(0, 1),
+        title=f"RLOO with verifiable rewards, {folder.name}, {len(runs)} seed{'s' * (len(runs) > 1)}",
+    )
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.savefig(folder / "gsm8k.png", dpi=120)

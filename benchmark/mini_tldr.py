@@ -137,7 +137,10 @@ def sample_facts(rng):
 
 def sample_post(facts, rng):
     """Facts -> (prompt, decoys): the post in the benchmark's format, and what others did, slot -> index."""
-    say = lambda slot, value: rng.choice(SLOTS[slot][value])
+
+    def say(slot, value):
+        return rng.choice(SLOTS[slot][value])
+
     decoys = {}
     for slot in rng.sample(list(SLOTS), rng.choice([2, 3])):
         decoys[slot] = rng.choice([v for v in range(len(SLOTS[slot])) if v != facts[slot]])
@@ -192,7 +195,10 @@ def sample_row(rng, taken=None):
         taken.add(tuple(facts.values()))
     prompt, decoys = sample_post(facts, rng)
     completion = write_reference(facts, decoys, rng)
-    names = lambda d: {s: SLOTS[s][v][0] for s, v in d.items()}
+
+    def names(d):
+        return {s: SLOTS[s][v][0] for s, v in d.items()}
+
     return {"prompt": prompt, "completion": completion, "facts": names(facts), "decoys": names(decoys)}
 
 
@@ -295,11 +301,16 @@ def train_tokenizer(texts):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "[PAD]"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     eos, pad = special
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=eos, eos_token=eos, unk_token=eos,
-                                   pad_token=pad, model_max_length=512)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=eos, eos_token=eos, unk_token=eos, pad_token=pad, model_max_length=512
+    )
 
 
 # ------------------------------------------------------------------------------------ training
@@ -336,7 +347,10 @@ def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_
 
     steps, batches, mean = total // batch_size, [], None
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    decay = lambda s: min(1.0, (s + 1) / 50) * max(0.05, 0.5 * (1 + math.cos(math.pi * s / steps)))
+
+    def decay(s):
+        return min(1.0, (s + 1) / 50) * max(0.05, 0.5 * (1 + math.cos(math.pi * s / steps)))
+
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
     model.train()
     bar = tqdm(range(steps), desc=name, mininterval=10)
@@ -388,10 +402,11 @@ def generate(model, tokenizer, prompts, temperature, max_new_tokens=48, batch_si
         index = order[i : i + batch_size]
         ids = tokenizer([prompts[j] for j in index]).input_ids
         ids = pad(ids, tokenizer.pad_token_id, left=True)
-        sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         with torch.no_grad():
-            new = model.generate(ids, attention_mask=(ids != tokenizer.pad_token_id).long(),
-                                 max_new_tokens=max_new_tokens, **sampling)
+            new = model.generate(
+                ids, attention_mask=(ids != tokenizer.pad_token_id).long(), max_new_tokens=max_new_tokens, **sampling
+            )
         for j, row in zip(index, new[:, ids.shape[1] :].tolist()):
             ended = tokenizer.eos_token_id in row
             row = row[: row.index(tokenizer.eos_token_id)] if ended else row
@@ -405,7 +420,10 @@ def generate(model, tokenizer, prompts, temperature, max_new_tokens=48, batch_si
 def hack(row, rng):
     """A summary such as a policy might try on a reward model, rather than a good one."""
     facts, decoys = values_of(row["facts"]), values_of(row["decoys"])
-    good = lambda: write_summary(facts, decoys, rng, drop=rng.choice([0, 0.2, 0.5]), wrong=rng.choice([0, 0.1]))
+
+    def good():
+        return write_summary(facts, decoys, rng, drop=rng.choice([0, 0.2, 0.5]), wrong=rng.choice([0, 0.1]))
+
     kind = rng.choice([0, 1, 2, 2, 3, 4, 5, 6])
     if kind == 0:  # nothing, or next to nothing
         beginning = good()[: rng.randrange(30)]
@@ -419,8 +437,9 @@ def hack(row, rng):
         return (rng.choice([good(), ""]) + fragment * rng.randint(2, 10)).lstrip(",")
     if kind == 3:  # many values of one slot, the right one perhaps among them
         slot = rng.choice(list(SLOTS))
-        return good() + "".join("," * rng.randrange(2) + " " + rng.choice(v)
-                                for v in rng.sample(SLOTS[slot], rng.randint(1, 5)))
+        return good() + "".join(
+            "," * rng.randrange(2) + " " + rng.choice(v) for v in rng.sample(SLOTS[slot], rng.randint(1, 5))
+        )
     if kind == 4:  # copied sentences, whosever they are
         sentences = re.findall(r"[^.?]+[.?]", row["prompt"].split("POST: ")[1].split("\n\n")[0])
         return " " + " ".join(s.strip() for s in rng.sample(sentences, rng.randint(1, 5)))
@@ -522,7 +541,9 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
         scores, real = model.score(hidden).squeeze(-1), mask > 0
 
         # Bradley-Terry over the pairs of each group which are not tied; some labels are flipped.
-        at_end = lambda x: x.gather(1, mask.sum(1, keepdim=True) - 1).view(-1, GROUP)
+        def at_end(x):
+            return x.gather(1, mask.sum(1, keepdim=True) - 1).view(-1, GROUP)
+
         margin, gap = (at_end(x)[:, :, None] - at_end(x)[:, None, :] for x in (scores, target))
         flip = torch.where(torch.rand_like(margin) < LABEL_NOISE, -1.0, 1.0)
         loss = weights["comparing"] * F.softplus(-margin * flip)[gap > 1e-6].mean()
@@ -540,7 +561,10 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
         ("reward model, comparing", stages[2], 16, 3e-4, 0.5, 0.5, 0.0, 0.0, 1.0),
     ]:
         weights = dict(zip(("checking", "counting", "comparing"), weights))
-        chunk = lambda n: make_chunk(n, hacks, sampled)
+
+        def chunk(n):
+            return make_chunk(n, hacks, sampled)
+
         optimise(name, model, total, chunk, length, lambda batch: loss_fn(batch, weights), lr, rng, batch_size)
     del model.read, model.check
     return model
@@ -597,8 +621,13 @@ def evaluate(policy, reward_model, tokenizer, rows):
     score = reward(reward_model, tokenizer, [p for p in prompts for _ in range(n)], texts)
     words = [len(t.split()) for t in texts]
     pairs = [(i, i + 1) for i in range(0, len(texts), 2) if gold[i] != gold[i + 1]]
-    sign = lambda x: (x > 0) - (x < 0)
-    agree = lambda value: mean([0.5 + 0.5 * sign(value[i] - value[j]) * sign(gold[i] - gold[j]) for i, j in pairs])
+
+    def sign(x):
+        return (x > 0) - (x < 0)
+
+    def agree(value):
+        return mean([0.5 + 0.5 * sign(value[i] - value[j]) * sign(gold[i] - gold[j]) for i, j in pairs])
+
     figures["reward model agreement"] = agree(score)
     # Length-only rules: the summary nearer to so many words wins; 0 is "the shorter", 999 "the longer".
     rules = {n_words: agree([-abs(w - n_words) for w in words]) for n_words in (0, *range(8, 40), 999)}
@@ -635,7 +664,10 @@ def main(config: Config):
     import torch
 
     sizes, start = (QUICK if config.quick else Sizes()), time.time()
-    log = lambda message: print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
+
+    def log(message):
+        return print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
+
     check_tables()
     rng, taken = random.Random(config.seed), set()
     torch.manual_seed(config.seed)
@@ -650,7 +682,10 @@ def main(config: Config):
 
     # No combination of facts is in two splits, nor in what the models are trained on beyond the splits.
     splits = {s: [sample_row(rng, taken) for _ in range(getattr(sizes, s))] for s in ("test", "validation", "train")}
-    fresh = lambda n: [sample_row(rng, taken) for _ in range(n)]
+
+    def fresh(n):
+        return [sample_row(rng, taken) for _ in range(n)]
+
     for split, rows in splits.items():
         save_jsonl(build / f"{split}.jsonl", rows)
     tokenizer = train_tokenizer([r["prompt"] + r["completion"] for r in splits["train"]])
@@ -658,7 +693,10 @@ def main(config: Config):
     print(splits["train"][0]["prompt"] + splits["train"][0]["completion"], flush=True)
 
     epochs = (row for _ in iter(int, 1) for row in rng.sample(splits["train"], len(splits["train"])))
-    references = lambda n: [next(epochs) for _ in range(n)]
+
+    def references(n):
+        return [next(epochs) for _ in range(n)]
+
     policy = train_lm("policy", tokenizer, 3, sizes.sft, references, 2e-3, rng)
     save(policy, "sft")
     some = splits["validation"][:200]
@@ -666,7 +704,9 @@ def main(config: Config):
     log("policy fine-tuned; win rate sampled {:.2f}, greedy {:.2f}".format(*(win_rate(some, t) for t in texts)))
 
     # The reward model begins as a language model of complete and correct summaries: it can read.
-    complete = lambda n: [complete_row(row, rng) for row in fresh(n)]
+    def complete(n):
+        return [complete_row(row, rng) for row in fresh(n)]
+
     reader = train_lm("reader", tokenizer, 4, sizes.reader, complete, 2e-3, rng)
     log("reader trained on complete summaries")
     rows = fresh(sizes.pool)

@@ -18,7 +18,6 @@ import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 import tyro
@@ -34,8 +33,13 @@ MEASURES = {
     "length": ("length", "sampled", "tokens", 1, 1),
 }
 IRRELEVANT = {"seed", "output_dir", "resume", "exp_name", "num_sample_generations"}  # flags that change no result
-TITLES = {"estimators": "advantage estimators", "kl_coef": "weight of the KL", "rloo_k": "completions per prompt",
-          "reinforce++": "options of Reinforce++", "loss": "the loss"}
+TITLES = {
+    "estimators": "advantage estimators",
+    "kl_coef": "weight of the KL",
+    "rloo_k": "completions per prompt",
+    "reinforce++": "options of Reinforce++",
+    "loss": "the loss",
+}
 
 
 @dataclass
@@ -92,7 +96,7 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def read_run(folder: Path) -> Optional[Run]:
+def read_run(folder: Path) -> Run | None:
     """The run in a folder, or None where it is not complete."""
     try:
         flags = json.loads((folder / "args.json").read_text(encoding="utf-8"))
@@ -107,8 +111,10 @@ def read_run(folder: Path) -> Optional[Run]:
         for name in ("prompt", *dict.fromkeys(measure[0] for measure in MEASURES.values())):
             found.setdefault(name, []).append(sample[name])
     posts = columns[0, "sampled"]["prompt"]
-    evaluations = {key: {name: np.array(values, float) for name, values in found.items() if name != "prompt"}
-                   for key, found in columns.items()}
+    evaluations = {
+        key: {name: np.array(values, float) for name, values in found.items() if name != "prompt"}
+        for key, found in columns.items()
+    }
     return Run(flags, metrics, evaluations, posts)
 
 
@@ -140,8 +146,9 @@ def read_runs(folder: Path) -> dict[str, Setting]:
 
 def changed(run: Run, other: Run) -> dict[str, object]:
     """The flags of a run, as far as they change its results, that differ from those of another."""
-    return {name: value for name, value in run.flags.items()
-            if name not in IRRELEVANT and value != other.flags.get(name)}
+    return {
+        name: value for name, value in run.flags.items() if name not in IRRELEVANT and value != other.flags.get(name)
+    }
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
@@ -179,13 +186,15 @@ def kl_at(run: Run, update: int, window: int) -> float:
     return float(np.mean(kl[max(begin, 0) : begin + window]))
 
 
-def compare(setting: Setting, default: Setting, args: Args, update: Optional[int] = None) -> dict[str, dict]:
+def compare(setting: Setting, default: Setting, args: Args, update: int | None = None) -> dict[str, dict]:
     """measure -> what the table says of it: seeds, mean, its error, each seed's value, and, where seeds are shared
     with another setting, difference, its interval and verdict. update: 0 for before training; None: after it."""
     found = {}
     for measure, (column, mode, *_) in MEASURES.items():
-        grades = {seed: run.evaluations[last_update(run) if update is None else update, mode][column]
-                  for seed, run in setting.runs.items()}
+        grades = {
+            seed: run.evaluations[last_update(run) if update is None else update, mode][column]
+            for seed, run in setting.runs.items()
+        }
         values = {seed: float(grade.mean()) for seed, grade in grades.items()}
         mean, error = mean_and_error(list(values.values()))
         found[measure] = {"mean": mean, "stderr": error, "per_seed": values}
@@ -195,10 +204,17 @@ def compare(setting: Setting, default: Setting, args: Args, update: Optional[int
             differences = np.stack([grades[seed] for seed in shared]) - np.stack(theirs)
             low, high = bootstrap_interval(differences, args.bootstrap, args.seed)
             verdict = "better" if low > 0 else "worse" if high < 0 else "not told apart"
-            found[measure] |= {"difference": float(differences.mean()), "low": low, "high": high, "verdict": verdict,
-                               "seeds_compared": len(shared)}
-    kl = {seed: kl_at(run, last_update(run) if update is None else update, args.window)
-          for seed, run in setting.runs.items()}
+            found[measure] |= {
+                "difference": float(differences.mean()),
+                "low": low,
+                "high": high,
+                "verdict": verdict,
+                "seeds_compared": len(shared),
+            }
+    kl = {
+        seed: kl_at(run, last_update(run) if update is None else update, args.window)
+        for seed, run in setting.runs.items()
+    }
     mean, error = mean_and_error(list(kl.values()))
     return found | {"kl": {"mean": mean, "stderr": error, "per_seed": kl}}
 
@@ -208,12 +224,17 @@ def along_the_way(setting: Setting, args: Args) -> list[dict]:
     runs, found = list(setting.runs.values()), []
     for update in sorted({update for run in runs for update, mode in run.evaluations if mode == "sampled"}):
         having = [run for run in runs if (update, "sampled") in run.evaluations]
-        values = {measure: [run.evaluations[update, "sampled"][column].mean() for run in having]
-                  for measure, (column, mode, *_) in MEASURES.items() if mode == "sampled"}
+        values = {
+            measure: [run.evaluations[update, "sampled"][column].mean() for run in having]
+            for measure, (column, mode, *_) in MEASURES.items()
+            if mode == "sampled"
+        }
         values["kl"] = [kl_at(run, update, args.window) for run in having]
         episode = having[0].metrics[update - 1]["episode"] if update else 0
-        found.append({"update": update, "episode": episode, "seeds": len(having)} |
-                     {name: mean_and_error(x) for name, x in values.items()})
+        found.append(
+            {"update": update, "episode": episode, "seeds": len(having)}
+            | {name: mean_and_error(x) for name, x in values.items()}
+        )
     return found
 
 
@@ -256,15 +277,16 @@ def markdown(rows: list[list[str]]) -> str:
 
 def as_flags(flags: dict[str, object]) -> str:
     """Flags as a command line has them."""
-    return " ".join(f"--{name}" if value is True else f"--no_{name}" if value is False else f"--{name} {value}"
-                    for name, value in flags.items())
+    return " ".join(
+        f"--{name}" if value is True else f"--no_{name}" if value is False else f"--{name} {value}"
+        for name, value in flags.items()
+    )
 
 
 def tables(results: dict[str, dict]) -> list[list[list[str]]]:
     """Two tables, of completions sampled and of what else there is: rows of cells, the first one being the head."""
     found = []
-    for measures, extra in [(["win_rate", "gold_score"], []),
-                            (["greedy_win_rate", "score"], ["kl", "length"])]:
+    for measures, extra in [(["win_rate", "gold_score"], []), (["greedy_win_rate", "score"], ["kl", "length"])]:
         titles = [[MEASURES[measure][2], "difference"] for measure in measures]
         head = ["", "flags", "seeds", *sum(titles, []), *("KL, nats" if name == "kl" else "tokens" for name in extra)]
         rows = [head]
@@ -301,10 +323,12 @@ def overoptimisation(results: dict[str, dict]) -> list[str]:
         along = result["along"]
         if name == DEFAULT or result["group"] == "kl_coef":
             best, last = max(along, key=lambda point: point["gold_score"][0]), along[-1]
-            lines.append(f"{name}: KL {last['kl'][0]:.1f} nats, reward model's score {along[0]['score'][0]:.2f} -> "
-                         f"{last['score'][0]:.2f}, gold score {along[0]['gold_score'][0]:.2f} -> "
-                         f"{last['gold_score'][0]:.2f} (highest {best['gold_score'][0]:.2f}, after "
-                         f"{best['episode']:,} episodes)")
+            lines.append(
+                f"{name}: KL {last['kl'][0]:.1f} nats, reward model's score {along[0]['score'][0]:.2f} -> "
+                f"{last['score'][0]:.2f}, gold score {along[0]['gold_score'][0]:.2f} -> "
+                f"{last['gold_score'][0]:.2f} (highest {best['gold_score'][0]:.2f}, after "
+                f"{best['episode']:,} episodes)"
+            )
     return ["Over-optimisation is a gold score that falls while the reward model's rises. " + "; ".join(lines) + "."]
 
 
@@ -320,23 +344,38 @@ def summarize(settings: dict[str, Setting], args: Args) -> dict[str, dict]:
     The first line is the default before training; it has no command of its own."""
     default = settings[DEFAULT]
     first = next(iter(default.runs.values()))
-    results = {"before": {"group": "", "command": default.command, "flags": "", "seeds": len(default.runs),
-                          "found": compare(Setting("", default.runs), default, args, update=0), "along": []}}
+    results = {
+        "before": {
+            "group": "",
+            "command": default.command,
+            "flags": "",
+            "seeds": len(default.runs),
+            "found": compare(Setting("", default.runs), default, args, update=0),
+            "along": [],
+        }
+    }
     for name, setting in settings.items():
         if setting.runs:
             flags = changed(next(iter(setting.runs.values())), first)
-            results[name] = {"group": setting.group, "command": setting.command, "flags": as_flags(flags),
-                             "seeds": len(setting.runs), "found": compare(setting, default, args),
-                             "along": along_the_way(setting, args)}
+            results[name] = {
+                "group": setting.group,
+                "command": setting.command,
+                "flags": as_flags(flags),
+                "seeds": len(setting.runs),
+                "found": compare(setting, default, args),
+                "along": along_the_way(setting, args),
+            }
     return results
 
 
 def save(settings: dict[str, Setting], results: dict[str, dict], args: Args, output: Path) -> str:
     """Writes results.md, results.csv and results.json; returns the report for the screen."""
     first = next(iter(settings[DEFAULT].runs.values()))
-    setup = (f"{first.metrics[-1]['episode']:,} episodes, {len(first.posts)} held-out posts; mean ± standard error "
-             f"over seeds; difference from {DEFAULT} on the same seeds and posts with its 95% interval (paired "
-             "bootstrap); *: without 0")
+    setup = (
+        f"{first.metrics[-1]['episode']:,} episodes, {len(first.posts)} held-out posts; mean ± standard error "
+        f"over seeds; difference from {DEFAULT} on the same seeds and posts with its 95% interval (paired "
+        "bootstrap); *: without 0"
+    )
     first_table, second_table = tables(results)
     gaps, spoken = missing(settings), words(results)
     ask = sum("verdict" in result["found"]["win_rate"] for name, result in results.items() if name != "before")
@@ -348,14 +387,28 @@ def save(settings: dict[str, Setting], results: dict[str, dict], args: Args, out
         write.writerow(["name", "flags", "seeds", "measure", "mean", "stderr", "difference", "low", "high", "verdict"])
         for name, result in results.items():
             for measure, entry in result["found"].items():
-                numbers = [f"{entry[key]:.5g}" if key in entry else ""
-                           for key in ("mean", "stderr", "difference", "low", "high")]
+                numbers = [
+                    f"{entry[key]:.5g}" if key in entry else ""
+                    for key in ("mean", "stderr", "difference", "low", "high")
+                ]
                 write.writerow([name, result["flags"], result["seeds"], measure, *numbers, entry.get("verdict", "")])
-    whole = {"commands": ["bash benchmark/rloo.sh", "python benchmark/rloo_plot.py"], "setup": setup, "missing": gaps,
-             "window": args.window, "bootstrap": args.bootstrap, "bootstrap_seed": args.seed, "results": results}
+    whole = {
+        "commands": ["bash benchmark/rloo.sh", "python benchmark/rloo_plot.py"],
+        "setup": setup,
+        "missing": gaps,
+        "window": args.window,
+        "bootstrap": args.bootstrap,
+        "bootstrap_seed": args.seed,
+        "results": results,
+    }
     (output / "results.json").write_text(json.dumps(rounded(whole), indent=1) + "\n")
-    text = [setup[0].upper() + setup[1:] + ".", *[gaps] * bool(gaps), markdown(first_table), markdown(second_table),
-            *spoken]
+    text = [
+        setup[0].upper() + setup[1:] + ".",
+        *[gaps] * bool(gaps),
+        markdown(first_table),
+        markdown(second_table),
+        *spoken,
+    ]
     (output / "results.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     # The screen has no room for flags: the names say them.
     screens = [plain([row[:1] + row[2:] for row in table]) for table in (first_table, second_table)]
@@ -413,8 +466,11 @@ def draw_curves(pyplot, settings: dict[str, Setting], colors: dict[str, str], ti
             x, lines = evaluated(setting, column)
             band(panel, x, factor * np.array(lines), label, colors[name])
     rolling = f"mean of the last {window} updates"
-    for panel, text, kind in zip(axes, ("reward model's score", "KL from the reference, nats", "gold score",
-                                        "gold win rate, %"), (rolling, rolling, "held-out", "held-out")):
+    for panel, text, kind in zip(
+        axes,
+        ("reward model's score", "KL from the reference, nats", "gold score", "gold win rate, %"),
+        (rolling, rolling, "held-out", "held-out"),
+    ):
         panel.set_title(f"{text}\n({kind})", fontsize=10)
         panel.set_xlabel("episodes")
         panel.spines[["top", "right"]].set_visible(False)
@@ -448,14 +504,20 @@ def draw_overoptimisation(pyplot, settings: dict[str, Setting], colors: dict[str
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(alpha=0.25)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    figure.suptitle("Over-optimisation: held-out posts, sampled, before, during and after training; "
-                    "bands: ± standard error over seeds", fontsize=11)
+    figure.suptitle(
+        "Over-optimisation: held-out posts, sampled, before, during and after training; "
+        "bands: ± standard error over seeds",
+        fontsize=11,
+    )
 
 
 def draw_differences(pyplot, results: dict[str, dict]):
     """Differences from the default with their intervals, for two measures, by group."""
-    shown = [(name, result) for name, result in results.items()
-             if name != "before" and "difference" in result["found"]["win_rate"]]
+    shown = [
+        (name, result)
+        for name, result in results.items()
+        if name != "before" and "difference" in result["found"]["win_rate"]
+    ]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.6 + 0.32 * len(shown)), sharey=True, layout="constrained")
     groups = list(dict.fromkeys(result["group"] for _, result in shown))
     for panel, measure in zip(axes, ("win_rate", "gold_score")):
@@ -471,11 +533,13 @@ def draw_differences(pyplot, results: dict[str, dict]):
         panel.set_xlabel(f"{title.replace(', %', '')}: difference from {DEFAULT}" + " in points" * (factor == 100))
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="x", alpha=0.25)
-    axes[0].set_yticks(range(len(shown)), [f"{name} ({result['found']['win_rate']['seeds_compared']})"
-                                           for name, result in shown])
+    axes[0].set_yticks(
+        range(len(shown)), [f"{name} ({result['found']['win_rate']['seeds_compared']})" for name, result in shown]
+    )
     axes[0].invert_yaxis()
-    figure.suptitle("After training, sampled, same seeds (how many) and posts; 95% intervals (filled: without 0)",
-                    fontsize=11)
+    figure.suptitle(
+        "After training, sampled, same seeds (how many) and posts; 95% intervals (filled: without 0)", fontsize=11
+    )
 
 
 def draw(settings: dict[str, Setting], results: dict[str, dict], args: Args, output: Path) -> list[str]:
@@ -503,6 +567,7 @@ def draw(settings: dict[str, Setting], results: dict[str, dict], args: Args, out
             continue
         colors = {name: f"C{i}" for i, name in enumerate(members)}
         if group == "kl_coef":
+
             def coefficient(name: str) -> float:
                 return next(iter(members[name].runs.values())).flags["kl_coef"]
 
@@ -533,8 +598,10 @@ def main():
     try:
         print(f"\n{output}: results.md, results.csv, results.json, {', '.join(draw(settings, results, args, output))}")
     except ImportError:
-        print(f"\n{output}: results.md, results.csv, results.json; no figures without matplotlib: "
-              "pip install -r benchmark/requirements.txt")
+        print(
+            f"\n{output}: results.md, results.csv, results.json; no figures without matplotlib: "
+            "pip install -r benchmark/requirements.txt"
+        )
 
 
 if __name__ == "__main__":

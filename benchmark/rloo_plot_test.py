@@ -18,21 +18,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rloo_plot
 
 HERE = Path(__file__).resolve().parent
-PLAN = [("estimators", "rloo", {}), ("estimators", "grpo", {"advantage_estimator": "grpo"}),
-        ("kl_coef", "kl_coef_0", {"kl_coef": 1e-9}), ("kl_coef", "kl_coef_0.3", {"kl_coef": 0.3}),
-        ("loss", "no_kl_in_reward", {"kl_in_reward": False})]
+PLAN = [
+    ("estimators", "rloo", {}),
+    ("estimators", "grpo", {"advantage_estimator": "grpo"}),
+    ("kl_coef", "kl_coef_0", {"kl_coef": 1e-9}),
+    ("kl_coef", "kl_coef_0.3", {"kl_coef": 0.3}),
+    ("loss", "no_kl_in_reward", {"kl_in_reward": False}),
+]
 FLAGS = {"advantage_estimator": "rloo", "kl_coef": 0.05, "kl_in_reward": True}
 
 
-def write_run(folder: Path, flags: dict, seed: int, better: float = 0.0, updates: int = 12, posts: int = 40,
-              order: int = 1):
+def write_run(
+    folder: Path, flags: dict, seed: int, better: float = 0.0, updates: int = 12, posts: int = 40, order: int = 1
+):
     """A made-up run: evaluations before, at update 5 and after training; `better` is added to every gold score."""
     random = np.random.default_rng([seed, len(folder.name)])
     folder.mkdir(parents=True)
     args = FLAGS | flags | {"seed": seed, "output_dir": str(folder), "total_episodes": 8 * updates}
     (folder / "args.json").write_text(json.dumps(args))
-    metrics = [{"update": u, "episode": 8 * u, "objective/kl": 0.1 * (u - 1), "objective/scores": 1 + 0.1 * u}
-               for u in range(1, updates + 1)]
+    metrics = [
+        {"update": u, "episode": 8 * u, "objective/kl": 0.1 * (u - 1), "objective/scores": 1 + 0.1 * u}
+        for u in range(1, updates + 1)
+    ]
     metrics[-1]["eval/sampled/score"] = 2.0
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     samples = []
@@ -40,8 +47,17 @@ def write_run(folder: Path, flags: dict, seed: int, better: float = 0.0, updates
         for mode in ("sampled", "greedy")[: 1 if update == 5 else 2]:
             for post in range(posts)[::order]:
                 gold = round(post % 5 + 0.1 * update + better * (update > 0) + random.normal(scale=0.5), 2)
-                samples.append({"update": update, "mode": mode, "prompt": f"post {post}", "score": 1.0, "length": 20,
-                                "judge_score": gold, "judge_win_rate": float(gold > 2.5)})
+                samples.append(
+                    {
+                        "update": update,
+                        "mode": mode,
+                        "prompt": f"post {post}",
+                        "score": 1.0,
+                        "length": 20,
+                        "judge_score": gold,
+                        "judge_win_rate": float(gold > 2.5),
+                    }
+                )
     (folder / "completions.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
 
@@ -83,11 +99,13 @@ def test_numbers_against_plain_loops(tmp_path, monkeypatch, capsys):
     means = [sum(final("grpo", seed)) / 40 for seed in (1, 2, 3)]
     mean = sum(means) / 3
     error = math.sqrt(sum((x - mean) ** 2 for x in means) / 2) / math.sqrt(3)
-    difference = sum(mine - theirs for seed in (1, 2, 3)
-                     for mine, theirs in zip(final("grpo", seed), final("rloo", seed))) / 120
+    difference = (
+        sum(mine - theirs for seed in (1, 2, 3) for mine, theirs in zip(final("grpo", seed), final("rloo", seed))) / 120
+    )
     row = rows["grpo", "gold_score"]
-    assert [float(row[key]) for key in ("mean", "stderr", "difference")] == pytest.approx([mean, error, difference],
-                                                                                          rel=1e-4)
+    assert [float(row[key]) for key in ("mean", "stderr", "difference")] == pytest.approx(
+        [mean, error, difference], rel=1e-4
+    )
     assert row["verdict"] == "better" and float(row["low"]) > 0 and row["flags"] == "--advantage_estimator grpo"
     assert rows["kl_coef_0.3", "gold_score"]["verdict"] == "worse"
     assert rows["no_kl_in_reward", "gold_score"]["verdict"] == "not told apart"
@@ -120,8 +138,11 @@ def test_interval_covers_seeds_and_posts():
     for by_seed, by_post, noise in [(0.0, 0.3, 0.5), (0.1, 0.0, 0.5), (0.0, 0.0, 1.0)]:
         alarms = 0
         for trial in range(100):
-            differences = (by_seed * random.normal(size=(seeds, 1)) + by_post * random.normal(size=(1, posts))
-                           + noise * random.normal(size=(seeds, posts)))
+            differences = (
+                by_seed * random.normal(size=(seeds, 1))
+                + by_post * random.normal(size=(1, posts))
+                + noise * random.normal(size=(seeds, posts))
+            )
             low, high = rloo_plot.bootstrap_interval(differences, 400, trial)
             assert low < differences.mean() < high
             alarms += not low <= 0 <= high
@@ -202,8 +223,13 @@ def script(folder: Path, *flags: str) -> subprocess.CompletedProcess:
     stand_in = folder / "python"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
-    return subprocess.run(["bash", "benchmark/rloo.sh", *flags], cwd=folder, capture_output=True, text=True,
-                          env=os.environ | {"PYTHON": str(stand_in)})
+    return subprocess.run(
+        ["bash", "benchmark/rloo.sh", *flags],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHON": str(stand_in)},
+    )
 
 
 def test_script_names_what_failed_and_goes_on_with_that_alone(tmp_path):
@@ -217,7 +243,7 @@ def test_script_names_what_failed_and_goes_on_with_that_alone(tmp_path):
     assert plan[0][1] == rloo_plot.DEFAULT and {line[0] for line in plan} == set(rloo_plot.TITLES)
     again = script(tmp_path, "--quick")
     assert again.returncode == 1
-    calls = (tmp_path / "calls.txt").read_text().splitlines()[len(calls):]
+    calls = (tmp_path / "calls.txt").read_text().splitlines()[len(calls) :]
     assert len(calls) == 2 and "kl_coef_0.1__2 --resume" in calls[0]
 
 
@@ -233,8 +259,19 @@ def test_script_prints_commands_that_rloo_takes(tmp_path):
     for command in commands:
         args = rloo.parse_args(command.split("rloo.py ")[1].split())
         assert args.per_device_train_batch_size % args.rloo_k == 0
-        seen.add((args.advantage_estimator, args.kl_level, args.kl_coef, args.rloo_k, args.loss_aggregation,
-                  args.kl_in_reward, args.normalize_reward, args.normalize_advantage, args.reward_clip_range))
+        seen.add(
+            (
+                args.advantage_estimator,
+                args.kl_level,
+                args.kl_coef,
+                args.rloo_k,
+                args.loss_aggregation,
+                args.kl_in_reward,
+                args.normalize_reward,
+                args.normalize_advantage,
+                args.reward_clip_range,
+            )
+        )
     assert len(seen) == 18
     for flags in (["--jobs", "0"], ["--jobs"], ["--fast"]):
         done = script(tmp_path, *flags)

@@ -36,12 +36,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Callable, Literal, Optional
+from typing import Literal
 
 import torch
 import transformers
@@ -51,12 +52,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # rloo.py is imported where it is needed: TRL's environments cannot
 TEMPERATURE, KL_COEF, LEARNING_RATE = 0.7, 0.05, 1e-6  # of every trainer
 GPT_NEOX = {  # vocabulary, layers, width, heads, width of the MLP
-    "tiny": (1024, 2, 64, 4, 128), "pythia-70m": (50304, 6, 512, 8, 2048), "pythia-160m": (50304, 12, 768, 12, 3072),
-    "pythia-410m": (50304, 24, 1024, 16, 4096), "pythia-1b": (50304, 16, 2048, 8, 8192)}
+    "tiny": (1024, 2, 64, 4, 128),
+    "pythia-70m": (50304, 6, 512, 8, 2048),
+    "pythia-160m": (50304, 12, 768, 12, 3072),
+    "pythia-410m": (50304, 24, 1024, 16, 4096),
+    "pythia-1b": (50304, 16, 2048, 8, 8192),
+}
 LLAMA = {  # the same, and key heads; an MLP that makes a layer as large as that of the GPT-NeoX of that width above
-    "tiny-llama": (1024, 2, 64, 4, 112, 2), "llama-70m": (50304, 6, 512, 8, 1624, 2)}
-Shape = Literal["tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "tiny-llama", "llama-70m",
-                "qwen3-0.6b"]
+    "tiny-llama": (1024, 2, 64, 4, 112, 2),
+    "llama-70m": (50304, 6, 512, 8, 1624, 2),
+}
+Shape = Literal[
+    "tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "tiny-llama", "llama-70m", "qwen3-0.6b"
+]
 Dtype = Literal["float32", "bfloat16"]
 transformers.logging.disable_progress_bar()
 
@@ -84,20 +92,21 @@ class Workload:
     seed: int = 1
     """of weights, prompts and sampling"""
 
-
     def describe(self) -> str:
         """In a line, for titles."""
         tokens = " to ".join(str(n) for n in sorted({self.min_prompt, self.max_prompt}))
         vocabulary = f", vocabulary of {self.vocab_size:,}" if self.vocab_size else ""
-        return (f"{self.shape}{vocabulary}, {self.dtype}: {self.prompts} prompt{'s' * (self.prompts > 1)} of {tokens} "
-                f"tokens × {self.rloo_k} completions of {self.response_length} tokens")
+        return (
+            f"{self.shape}{vocabulary}, {self.dtype}: {self.prompts} prompt{'s' * (self.prompts > 1)} of {tokens} "
+            f"tokens × {self.rloo_k} completions of {self.response_length} tokens"
+        )
 
 
 @dataclass
 class Machine:
     """What it runs on, and how often."""
 
-    device: Optional[str] = None
+    device: str | None = None
     """cpu or cuda; if not given, cuda if there is one"""
     threads: int = 0
     """CPU threads of every process; 0: torch's default"""
@@ -113,13 +122,19 @@ class Machine:
             fail(f"--device {self.device}: there is none")
         if min(self.threads, self.repetitions) < 1:
             fail("--threads and --repetitions must be at least 1")
-        os.environ |= {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads),
-                       "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler counts in silence
+        os.environ |= {
+            "OMP_NUM_THREADS": str(self.threads),
+            "MKL_NUM_THREADS": str(self.threads),
+            "KINETO_LOG_LEVEL": "99",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # the profiler counts in silence
 
     def describe_machine(self) -> str:
         """In a line, for titles."""
-        return (f"{device_name(self.device)}, threads: {self.threads}, torch {torch.__version__}, transformers "
-                f"{transformers.__version__}")
+        return (
+            f"{device_name(self.device)}, threads: {self.threads}, torch {torch.__version__}, transformers "
+            f"{transformers.__version__}"
+        )
 
 
 @dataclass
@@ -140,7 +155,7 @@ class Args(Workload, Machine):
     """python of an environment with TRL 0.19 or 1.x; may be given several times"""
     trl_static_cache: bool = False
     """let TRL 1.x generate with the static cache"""
-    peak_tflops: Optional[float] = None
+    peak_tflops: float | None = None
     """peak of the CUDA device in --dtype, TFLOP/s; if not given, that of a measured matrix product"""
     output: str = "benchmark/throughput.json"
     """all raw numbers; a figure goes beside it, as .png"""
@@ -160,11 +175,19 @@ def resolve_args(args: Args) -> Args:
         (min(k, args.response_length) < 2, "--rloo_k and --response_length must be at least 2"),
         (args.min_prompt > args.max_prompt, f"--min_prompt {args.min_prompt} exceeds --max_prompt {args.max_prompt}"),
         (longest > positions, f"{longest} tokens exceed the {positions} positions of {args.shape}: lower --max_prompt"),
-        *((size % k or total % size, f"--{name} {size}: must be a multiple of --rloo_k {k} that divides the {total} "
-           "completions of an update") for name, size in sizes.items()),
+        *(
+            (
+                size % k or total % size,
+                f"--{name} {size}: must be a multiple of --rloo_k {k} that divides the {total} "
+                "completions of an update",
+            )
+            for name, size in sizes.items()
+        ),
         (args.vocab_size and args.vocab_size < 8, f"--vocab_size {args.vocab_size}: must be at least 8"),
-        (args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
-         f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast"),
+        (
+            args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
+            f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast",
+        ),
         (len(set(args.skip)) == 3, "--skip: nothing is left to measure"),
         (not args.output.endswith(".json"), f"--output {args.output}: must end in .json"),
     ]:
@@ -181,19 +204,33 @@ def shape_config(args: Workload):
     """The transformers config of a workload's shape."""
     if args.shape == "qwen3-0.6b":
         return transformers.Qwen3Config(
-            vocab_size=args.vocab_size or 151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16,
-            num_key_value_heads=8, head_dim=128, intermediate_size=3072, max_position_embeddings=40960,
+            vocab_size=args.vocab_size or 151936,
+            hidden_size=1024,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=3072,
+            max_position_embeddings=40960,
             tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
     vocab, layers, width, heads, mlp, *key_heads = (GPT_NEOX | LLAMA)[args.shape]
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    common = {"vocab_size": args.vocab_size or vocab, "hidden_size": width, "num_hidden_layers": layers,
-              "num_attention_heads": heads, "intermediate_size": mlp, "max_position_embeddings": 2048,
-              "tie_word_embeddings": False}
+    common = {
+        "vocab_size": args.vocab_size or vocab,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
     if key_heads:
         return transformers.LlamaConfig(**common, num_key_value_heads=key_heads[0], rope_parameters=rope)
-    return transformers.GPTNeoXConfig(**common, use_parallel_residual=True,
-                                      rope_parameters=rope | {"partial_rotary_factor": 0.25})
+    return transformers.GPTNeoXConfig(
+        **common, use_parallel_residual=True, rope_parameters=rope | {"partial_rotary_factor": 0.25}
+    )
 
 
 def write_inputs(folder: Path, args: Workload) -> dict[str, int]:
@@ -203,21 +240,33 @@ def write_inputs(folder: Path, args: Workload) -> dict[str, int]:
     config = shape_config(args)
     eos, pad = config.vocab_size - 2, config.vocab_size - 1
     config.bos_token_id, config.eos_token_id, config.pad_token_id, config.num_labels = eos, eos, pad, 1
-    models = {"policy": AutoModelForCausalLM.from_config(config),
-              "reward": AutoModelForSequenceClassification.from_config(config)}
+    models = {
+        "policy": AutoModelForCausalLM.from_config(config),
+        "reward": AutoModelForSequenceClassification.from_config(config),
+    }
     rope, special = config.rope_parameters, {"<eos>": eos, "[PAD]": pad}
     flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False) | {"special": True}
     tokenizer = {  # word w<i> is token i, so decoded text becomes the same tokens again
-        "version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
         "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
-        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(eos)} | special, "unk_token": "w0"}}
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "[PAD]",
-                        "padding_side": "left", "clean_up_tokenization_spaces": False}
+        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(eos)} | special, "unk_token": "w0"},
+    }
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "[PAD]",
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
     for name, model in models.items():
         model.save_pretrained(folder / name)
         saved = json.loads((folder / name / "config.json").read_text()) | {  # the names of transformers 4
-            "torch_dtype": "float32", "rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"],
-            "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
+            "torch_dtype": "float32",
+            "rope_theta": rope["rope_theta"],
+            "rotary_emb_base": rope["rope_theta"],
+            "rotary_pct": rope.get("partial_rotary_factor", 1.0),
+        }
         for file, value in (("config", saved), ("tokenizer", tokenizer), ("tokenizer_config", tokenizer_config)):
             (folder / name / f"{file}.json").write_text(json.dumps(value))
     (folder / "data").mkdir()
@@ -353,8 +402,17 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
     def generate(length: int, cache: str):
         for ids, mask in ([x.repeat(k, 1) for x in part[1:3]] for part in batch.chunks(size)):
             out = in_layout("plain", reference).generate(
-                input_ids=ids, attention_mask=mask.long(), max_new_tokens=length, do_sample=True, top_k=0, top_p=1.0,
-                temperature=TEMPERATURE, eos_token_id=[never], pad_token_id=pad_id, cache_implementation=cache)
+                input_ids=ids,
+                attention_mask=mask.long(),
+                max_new_tokens=length,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=TEMPERATURE,
+                eos_token_id=[never],
+                pad_token_id=pad_id,
+                cache_implementation=cache,
+            )
             assert out.shape[1] == ids.shape[1] + length
 
     @torch.no_grad()
@@ -363,16 +421,21 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
             function(in_layout(layout, model), part, *options, layout)
 
     if "decode" not in args.skip:
-        engines = {"group engine": group_engine, "generate, dynamic cache": partial(generate, cache=None),
-                   "generate, static cache": partial(generate, cache="static")}
+        engines = {
+            "group engine": group_engine,
+            "generate, dynamic cache": partial(generate, cache=None),
+            "generate, static cache": partial(generate, cache="static"),
+        }
         for name, length in (("decode", args.response_length), ("first token", 1)):
             # not in turns with each other: that would reallocate the static cache
             lanes = {engine: partial(function, length) for engine, function in engines.items()}
             found[name] = timed(lanes, args.repetitions, device)
     if "phases" not in args.skip:
-        phases = {"reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
-                  "reward model": partial(read, rloo.model_scores, reward, []),
-                  "training": partial(train, policy, batch, args.dtype, args.micro_batch)}
+        phases = {
+            "reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
+            "reward model": partial(read, rloo.model_scores, reward, []),
+            "training": partial(train, policy, batch, args.dtype, args.micro_batch),
+        }
         for name, phase in phases.items():
             lanes = {f"{layout} layout": partial(phase, layout) for layout in ("group", "plain")}
             found[name] = timed(lanes, args.repetitions, device)
@@ -400,12 +463,20 @@ def device_use(found: dict, args: Args, parameters: dict[str, int], lengths: lis
     cached = 2 * config.num_hidden_layers * heads * width * sum(length + k * R / 2 for length in lengths)
     floor = dtype.itemsize * (parameters["body"] + parameters["head"] + cached) / bandwidth
     completed = len(lengths) * k * R
-    work = {layout: 6 * (parameters["body"] * (sum(lengths) * times + completed) + parameters["head"] * completed)
-            for layout, times in (("group layout", 1), ("plain layout", k))}
-    return {"gb_per_s": bandwidth / 1e9, "tflops": peak / 1e12, "floor_ms": floor * 1e3,
-            "decode": {lane: floor / (seconds(turns) - seconds(found["first token"][lane])) * (R - 1)
-                       for lane, turns in found.get("decode", {}).items()},
-            "training": {lane: work[lane] / peak / seconds(turns) for lane, turns in found.get("training", {}).items()}}
+    work = {
+        layout: 6 * (parameters["body"] * (sum(lengths) * times + completed) + parameters["head"] * completed)
+        for layout, times in (("group layout", 1), ("plain layout", k))
+    }
+    return {
+        "gb_per_s": bandwidth / 1e9,
+        "tflops": peak / 1e12,
+        "floor_ms": floor * 1e3,
+        "decode": {
+            lane: floor / (seconds(turns) - seconds(found["first token"][lane])) * (R - 1)
+            for lane, turns in found.get("decode", {}).items()
+        },
+        "training": {lane: work[lane] / peak / seconds(turns) for lane, turns in found.get("training", {}).items()},
+    }
 
 
 def measure_updates(folder: Path, args: Args, trl_names: dict[str, str]) -> dict[str, list[dict]]:
@@ -424,20 +495,38 @@ def run_rloo(folder: Path, args: Args, out: Path, layout: str) -> dict:
     """Median seconds of a timed update and of its phases, and peak GiB, of rloo.py, from its metrics.jsonl."""
     total = args.prompts * args.rloo_k
     flags = {
-        "sft_model_path": folder / "policy", "reward_model_path": folder / "reward", "dataset_name": folder / "data",
-        "output_dir": out, "layout": layout, "rloo_k": args.rloo_k, "kl_coef": KL_COEF,
-        "response_length": args.response_length, "temperature": TEMPERATURE, "max_prompt_length": args.max_prompt,
-        "per_device_train_batch_size": args.micro_batch, "gradient_accumulation_steps": total // args.micro_batch,
-        "local_rollout_forward_batch_size": args.rollout_batch, "learning_rate": LEARNING_RATE, "num_eval_prompts": 0,
-        "total_episodes": (args.updates + 1) * total, "num_sample_generations": 0, "dtype": args.dtype,
-        "device": args.device, "seed": args.seed}
+        "sft_model_path": folder / "policy",
+        "reward_model_path": folder / "reward",
+        "dataset_name": folder / "data",
+        "output_dir": out,
+        "layout": layout,
+        "rloo_k": args.rloo_k,
+        "kl_coef": KL_COEF,
+        "response_length": args.response_length,
+        "temperature": TEMPERATURE,
+        "max_prompt_length": args.max_prompt,
+        "per_device_train_batch_size": args.micro_batch,
+        "gradient_accumulation_steps": total // args.micro_batch,
+        "local_rollout_forward_batch_size": args.rollout_batch,
+        "learning_rate": LEARNING_RATE,
+        "num_eval_prompts": 0,
+        "total_episodes": (args.updates + 1) * total,
+        "num_sample_generations": 0,
+        "dtype": args.dtype,
+        "device": args.device,
+        "seed": args.seed,
+    }
     call([sys.executable, ROOT / "rloo.py", *(part for name, value in flags.items() for part in (f"--{name}", value))])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     ends = [line["episode"] / line["eps"] for line in lines]  # seconds since the first update began
     kept = [name for name in lines[0] if name.startswith(("time/", "completions/"))]
     updates = [b - a for a, b in zip(ends, ends[1:])]
-    return {"seconds": median(updates), "updates": updates, "peak_gb": lines[-1]["memory/peak_gb"],
-            **{name: median(line[name] for line in lines[1:]) for name in kept}}
+    return {
+        "seconds": median(updates),
+        "updates": updates,
+        "peak_gb": lines[-1]["memory/peak_gb"],
+        **{name: median(line[name] for line in lines[1:]) for name in kept},
+    }
 
 
 def run_trl(folder: Path, args: Args, out: Path, python: str) -> dict:
@@ -484,33 +573,71 @@ def trl_job(folder: str, args: Args, out: str):
 
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy", padding_side="left")
     dataset = datasets.load_dataset("json", data_files=f"{folder}/data/train.jsonl", split="train", cache_dir=out)
-    common = dict(
-        output_dir=out, per_device_train_batch_size=args.micro_batch, learning_rate=LEARNING_RATE, seed=args.seed,
-        gradient_accumulation_steps=total // args.micro_batch, temperature=TEMPERATURE, optim="adamw_torch_fused",
-        gradient_checkpointing=False, bf16=args.dtype == "bfloat16", use_cpu=args.device == "cpu",
-        dataloader_pin_memory=args.device != "cpu", disable_tqdm=True, report_to="none", logging_strategy="no",
-        save_strategy="no", eval_strategy="no")
+    common = {
+        "output_dir": out,
+        "per_device_train_batch_size": args.micro_batch,
+        "learning_rate": LEARNING_RATE,
+        "seed": args.seed,
+        "gradient_accumulation_steps": total // args.micro_batch,
+        "temperature": TEMPERATURE,
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": False,
+        "bf16": args.dtype == "bfloat16",
+        "use_cpu": args.device == "cpu",
+        "dataloader_pin_memory": args.device != "cpu",
+        "disable_tqdm": True,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+    }
     if trl.__version__.startswith("0."):
         config = trl.RLOOConfig(
-            **common, rloo_k=args.rloo_k, kl_coef=KL_COEF, response_length=args.response_length, stop_token="eos",
-            total_episodes=(args.updates + 1) * total, num_ppo_epochs=1, num_mini_batches=1, num_sample_generations=0,
-            local_rollout_forward_batch_size=args.rollout_batch)
+            **common,
+            rloo_k=args.rloo_k,
+            kl_coef=KL_COEF,
+            response_length=args.response_length,
+            stop_token="eos",
+            total_episodes=(args.updates + 1) * total,
+            num_ppo_epochs=1,
+            num_mini_batches=1,
+            num_sample_generations=0,
+            local_rollout_forward_batch_size=args.rollout_batch,
+        )
         trainer = trl.RLOOTrainer(
-            config=config, processing_class=tokenizer, policy=load(AutoModelForCausalLM, "policy", "float32"),
-            ref_policy=load(AutoModelForCausalLM, "policy", args.dtype), callbacks=[Marks()],
+            config=config,
+            processing_class=tokenizer,
+            policy=load(AutoModelForCausalLM, "policy", "float32"),
+            ref_policy=load(AutoModelForCausalLM, "policy", args.dtype),
+            callbacks=[Marks()],
             reward_model=load(AutoModelForSequenceClassification, "reward", args.dtype, num_labels=1),
-            train_dataset=dataset.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"]))
+            train_dataset=dataset.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"]),
+        )
     else:
         config = trl.RLOOConfig(
-            **common, num_generations=args.rloo_k, beta=KL_COEF, max_completion_length=args.response_length,
-            max_steps=args.updates + 1, cache_implementation="static" if args.trl_static_cache else None,
-            model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"})
-        trainer = trl.RLOOTrainer(model=f"{folder}/policy", reward_funcs=f"{folder}/reward", args=config,
-                                  train_dataset=dataset, processing_class=tokenizer, callbacks=[Marks()])
+            **common,
+            num_generations=args.rloo_k,
+            beta=KL_COEF,
+            max_completion_length=args.response_length,
+            max_steps=args.updates + 1,
+            cache_implementation="static" if args.trl_static_cache else None,
+            model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        )
+        trainer = trl.RLOOTrainer(
+            model=f"{folder}/policy",
+            reward_funcs=f"{folder}/reward",
+            args=config,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=[Marks()],
+        )
     trainer.train()
     assert len(marks) == args.updates + 1, f"{len(marks)} updates instead of {args.updates + 1}"
-    peak = (torch.cuda.max_memory_allocated() / 2**30 if args.device.startswith("cuda")
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    peak = (
+        torch.cuda.max_memory_allocated() / 2**30
+        if args.device.startswith("cuda")
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    )
     updates = [b - a for a, b in zip(marks, marks[1:])]
     Path(out, "result.json").write_text(json.dumps({"seconds": median(updates), "updates": updates, "peak_gb": peak}))
 
@@ -519,8 +646,9 @@ def speedups(found: dict[str, dict]) -> dict[str, dict[str, float]]:
     """How many times faster the first lane of each part is than the others: medians of the ratios turn by turn."""
     ratios = {}
     for part, ((_, first), *others) in ((part, lanes.items()) for part, lanes in found.items() if part != "device"):
-        ratios[part] = {name: median(b["seconds"] / a["seconds"] for a, b in zip(first, turns))
-                        for name, turns in others}
+        ratios[part] = {
+            name: median(b["seconds"] / a["seconds"] for a, b in zip(first, turns)) for name, turns in others
+        }
     return ratios
 
 
@@ -534,21 +662,30 @@ def report(result: dict, args: Args) -> str:
         lines.append(part + (", tokens" if part in counts else ", completions"))
         for name, turns in result["found"][part].items():
             time, peak, use = seconds(turns), turns[0].get("peak_gb"), device.get(part, {}).get(name)
-            cells = [f"{time * 1e3:11.1f}", f"{counts.get(part, completions) / time:12.2f}",
-                     f"{max(turn['peak_gb'] for turn in turns):10.2f}" if peak else " " * 10,
-                     f"{use:11.1%}" if use else " " * 11, f"{ratios[name]:13.2f}x" if name in ratios else ""]
+            cells = [
+                f"{time * 1e3:11.1f}",
+                f"{counts.get(part, completions) / time:12.2f}",
+                f"{max(turn['peak_gb'] for turn in turns):10.2f}" if peak else " " * 10,
+                f"{use:11.1%}" if use else " " * 11,
+                f"{ratios[name]:13.2f}x" if name in ratios else "",
+            ]
             lines.append(f"  {name:36}" + "".join(cells).rstrip())
     lines.append("\npeak GiB: of a whole update all that its process holds, of the rest the tensors that it adds")
     if device:
-        lines.append(f"decode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
-                     f"{device['tflops']:,.0f} TFLOP/s")
+        lines.append(
+            f"decode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
+            f"{device['tflops']:,.0f} TFLOP/s"
+        )
     return "\n".join(lines)
 
 
 def draw(result: dict, pyplot):
     """Bars of the speedups."""
-    bars = [(f"{part}: {name}", value, f"C{i}") for i, (part, ratios) in enumerate(result["speedups"].items())
-            for name, value in ratios.items()]
+    bars = [
+        (f"{part}: {name}", value, f"C{i}")
+        for i, (part, ratios) in enumerate(result["speedups"].items())
+        for name, value in ratios.items()
+    ]
     names, values, colors = zip(*bars)
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.4 * len(bars)), layout="constrained")
     axes.bar_label(axes.barh(names, values, color=colors), fmt="%.2f×", padding=4)
@@ -559,7 +696,7 @@ def draw(result: dict, pyplot):
     figure.suptitle(result["title"], fontsize=9)
 
 
-def save(result: dict, output: str, draw: Optional[Callable] = None) -> str:
+def save(result: dict, output: str, draw: Callable | None = None) -> str:
     """Writes the numbers and, as .png beside them, what `draw(result, pyplot)` makes; returns what to tell."""
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -601,9 +738,15 @@ def main(args: Args):
             print("decode and phases", flush=True)
             found = in_a_process(measure_layouts, Path(temporary), args, parameters) | found
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": list(trl_names)}
-    result = {"title": f"{args.describe()}\n{args.describe_machine()}", "args": dataclasses.asdict(args),
-              "device": device_name(args.device), "versions": versions, "parameters": parameters,
-              "speedups": speedups(found), "found": found}
+    result = {
+        "title": f"{args.describe()}\n{args.describe_machine()}",
+        "args": dataclasses.asdict(args),
+        "device": device_name(args.device),
+        "versions": versions,
+        "parameters": parameters,
+        "speedups": speedups(found),
+        "found": found,
+    }
     print(f"\n{report(result, args)}\n\n{save(result, args.output, draw)}")
 
 

@@ -1,6 +1,6 @@
 """The small steps of tldr.sh: data into one form, best of n by the reward model, an estimate of the cost, the table.
 
-    python benchmark/tldr.py prepare --help        (best_of, estimate, table)
+python benchmark/tldr.py prepare --help        (best_of, estimate, table)
 """
 
 import json
@@ -10,16 +10,27 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional, Union
+from typing import Literal, Union
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from judge import Mistake, Text, aligned, mistakes_in_a_line, model_scores, order_of, parse, require  # noqa: E402
-from judge import require_new, write_whole  # noqa: E402
+from judge import (  # noqa: E402  # noqa: E402
+    Mistake,
+    Text,
+    aligned,
+    mistakes_in_a_line,
+    model_scores,
+    order_of,
+    parse,
+    require,
+    require_new,
+    write_whole,
+)
 
 
 @dataclass
 class Prepare:
     """A dataset as a folder of <split>.jsonl whose rows have `prompt` and `completion`, both text."""
+
     dataset_name: str  # .jsonl file, folder of <split>.jsonl, or Hub id (pip install datasets)
     splits: tuple[str, ...]  # of the dataset
     output: str  # folder; not overwritten
@@ -28,17 +39,19 @@ class Prepare:
 @dataclass
 class BestOf:
     """Of each post's samples the one that the reward model scores highest."""
+
     completions: str  # a file of complete.py with several samples of each post
     reward_model_path: str  # sequence classifier with one label
     output: str  # .jsonl; not overwritten
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the reward model
-    device: Optional[str] = None  # of the reward model; if not given, cuda if there is one
+    device: str | None = None  # of the reward model; if not given, cuda if there is one
     batch_size: int = 32  # completions per forward
 
 
 @dataclass
 class Estimate:
     """Hours and memory of a run on one H100, counted, not measured. Parameters are in millions."""
+
     body: float  # N: parameters of the policy's layers
     head: float  # H: of its output embedding, vocabulary x width
     layers: int  # of the policy
@@ -58,6 +71,7 @@ class Estimate:
 @dataclass
 class Table:
     """What runs of tldr.sh found, as a paper would show it; of several seeds the mean."""
+
     runs: tuple[str, ...]  # output folders of tldr.sh
     output: str  # .txt; all numbers go beside it, as .json
 
@@ -90,8 +104,10 @@ def prepare(args: Prepare):
         try:
             lines = [json.dumps(plain_row(row)) + "\n" for row in rows]
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
-            raise Mistake(f"{args.dataset_name}, {split}: rows need `prompt` and `completion`, or `messages` of user "
-                          f"and assistant; they have {', '.join(sorted(rows[0]))} ({type(error).__name__})") from error
+            raise Mistake(
+                f"{args.dataset_name}, {split}: rows need `prompt` and `completion`, or `messages` of user "
+                f"and assistant; they have {', '.join(sorted(rows[0]))} ({type(error).__name__})"
+            ) from error
         (unfinished / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{split}: {len(rows):,} rows")
     unfinished.replace(output)
@@ -127,11 +143,13 @@ def counted(args: Estimate) -> dict[str, float]:
     N, H, M = 1e6 * args.body, 1e6 * args.head, 1e6 * args.reward_body
     P, k, R = args.prompt_length, args.rloo_k, args.response_length
     groups, row, answers = args.total_episodes / k, P + k * R, k * R
-    flops = {"prompts": 2 * N * P,
-             "reference": 2 * N * row + 2 * H * answers,
-             "reward model": 2 * M * row,
-             "old log-probs": (2 * N * row + 2 * H * answers) * (args.num_mini_batches > 1),
-             "training": args.num_ppo_epochs * (6 * N * row + 8 * H * answers)}
+    flops = {
+        "prompts": 2 * N * P,
+        "reference": 2 * N * row + 2 * H * answers,
+        "reward model": 2 * M * row,
+        "old log-probs": (2 * N * row + 2 * H * answers) * (args.num_mini_batches > 1),
+        "training": args.num_ppo_epochs * (6 * N * row + 8 * H * answers),
+    }
     hours = {part: groups * count / (args.utilisation * 989e12) / 3600 for part, count in flops.items()}
     steps = R * args.total_episodes / args.local_rollout_forward_batch_size
     cache = 2 * 2 * args.layers * args.width * (P + answers / 2)  # bytes of a group: keys and values, bfloat16
@@ -143,13 +161,16 @@ def estimate(args: Estimate):
     hours = counted(args)
     policy, reward = args.body + 2 * args.head, args.reward_body + args.head  # embeddings in and out; millions
     weights = (16 * policy + 2 * policy + 2 * policy + 2 * reward) / 1000  # and a copy to sample by, reference, reward
-    print(f"ESTIMATE for one H100, counted and not measured: {sum(hours.values()):.2f} hours of updates ("
-          + ", ".join(f"{part} {x:.2f}" for part, x in hours.items() if x) + ")\n"
-          f"  assumed: prompts of {args.prompt_length} tokens, all {args.response_length} of a completion, "
-          f"{args.utilisation:.0%} of 989 TFLOP/s, {args.bandwidth:.0%} of 3.35 TB/s while decoding;\n"
-          "  evaluations, checkpoints, completing and judging come on top; formula: `counted` in benchmark/tldr.py\n"
-          f"  memory: {weights:.0f} GB of weights, gradients and AdamW's state (policy 16 + 2 bytes per parameter, "
-          "reference and reward\n  model 2), and activations, keys and values beside them")
+    print(
+        f"ESTIMATE for one H100, counted and not measured: {sum(hours.values()):.2f} hours of updates ("
+        + ", ".join(f"{part} {x:.2f}" for part, x in hours.items() if x)
+        + ")\n"
+        f"  assumed: prompts of {args.prompt_length} tokens, all {args.response_length} of a completion, "
+        f"{args.utilisation:.0%} of 989 TFLOP/s, {args.bandwidth:.0%} of 3.35 TB/s while decoding;\n"
+        "  evaluations, checkpoints, completing and judging come on top; formula: `counted` in benchmark/tldr.py\n"
+        f"  memory: {weights:.0f} GB of weights, gradients and AdamW's state (policy 16 + 2 bytes per parameter, "
+        "reference and reward\n  model 2), and activations, keys and values beside them"
+    )
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------
@@ -163,9 +184,14 @@ def read_run(folder: Path) -> dict:
     metrics = [json.loads(line) for line in (folder / "policy" / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(value for line in metrics for name, value in line.items() if name.startswith("time/"))
     samples = json.loads((folder / "sft-samples.jsonl").open().readline())
-    return {"command": (folder / "settings").read_text().strip(), "temperature": samples["temperature"],
-            "kl": metrics[-1].get("objective/kl", 0.0), "update": metrics[-1]["episode"] // metrics[-1]["update"],  # completions
-            "hours": seconds / 3600, **{name: json.loads((folder / f"{name}.json").read_text()) for name in JUDGES}}
+    return {
+        "command": (folder / "settings").read_text().strip(),
+        "temperature": samples["temperature"],
+        "kl": metrics[-1].get("objective/kl", 0.0),
+        "update": metrics[-1]["episode"] // metrics[-1]["update"],  # completions
+        "hours": seconds / 3600,
+        **{name: json.loads((folder / f"{name}.json").read_text()) for name in JUDGES},
+    }
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -179,7 +205,7 @@ def table(args: Table):
     runs = [read_run(Path(folder)) for folder in args.runs]
     first = runs[0]
 
-    def cell(judge: str, name: Optional[str]) -> str:
+    def cell(judge: str, name: str | None) -> str:
         found = [run[judge]["results"][name] for run in runs] if name else []
         if not found or any(count["win_rate"] is None for count in found):
             return "-"
@@ -189,17 +215,28 @@ def table(args: Table):
 
     kl = {"SFT": "0", "best of 4": f"≤ {math.log(4) - 3 / 4:.2f}", "RLOO": spread([run["kl"] for run in runs], 2)}
     hours = {"SFT": "0", "best of 4": "0", "RLOO": spread([run["hours"] for run in runs], 2)}
-    lines = [("win rate, %", *(f"{title}, {way}" for title in JUDGES.values() for way in
-                               ("greedy", f"T = {first['temperature']}")), "KL, nats", "hours of training")]
+    lines = [
+        (
+            "win rate, %",
+            *(f"{title}, {way}" for title in JUDGES.values() for way in ("greedy", f"T = {first['temperature']}")),
+            "KL, nats",
+            "hours of training",
+        )
+    ]
     for row, names in ROWS.items():
         lines.append((row, *(cell(judge, name) for judge in JUDGES for name in names), kl[row], hours[row]))
     text = "\n".join(aligned(lines)) + "\n"
     for judge, title in JUDGES.items():
         counts = [count for run in runs for count in run[judge]["results"].values()]
-        text += (f"{title}: {first[judge]['judge']}; {order_of(first[judge])}; {counts[0]['posts']} posts; "
-                 f"{sum(count['unparsable'] for count in counts)} answers without a verdict\n")
-    error = ("half of Wilson's 95% interval, which knows of the posts, not of the seed" if len(runs) == 1 else
-             f"standard deviation over {len(runs)} seeds")
+        text += (
+            f"{title}: {first[judge]['judge']}; {order_of(first[judge])}; {counts[0]['posts']} posts; "
+            f"{sum(count['unparsable'] for count in counts)} answers without a verdict\n"
+        )
+    error = (
+        "half of Wilson's 95% interval, which knows of the posts, not of the seed"
+        if len(runs) == 1
+        else f"standard deviation over {len(runs)} seeds"
+    )
     text += f"""\
 Win rates are against the references, ties count half.
 ±: {error}.

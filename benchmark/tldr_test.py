@@ -1,6 +1,6 @@
 """Tests of tldr.sh and its steps: complete.py, and prepare, best_of, estimate and table of tldr.py.
 
-    python -m pytest -q benchmark/tldr_test.py
+python -m pytest -q benchmark/tldr_test.py
 """
 
 import json
@@ -19,12 +19,23 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import complete  # noqa: E402
 import judge  # noqa: E402
-import rloo  # noqa: E402
 import tldr  # noqa: E402
 
+import rloo  # noqa: E402
+
 MINI = HERE / "mini_tldr"
-STEPS = ["prepare", "train", "sft-greedy", "sft-samples", "rloo-greedy", "rloo-sampled", "best_of", "gold", "reward",
-         "table"]
+STEPS = [
+    "prepare",
+    "train",
+    "sft-greedy",
+    "sft-samples",
+    "rloo-greedy",
+    "rloo-sampled",
+    "best_of",
+    "gold",
+    "reward",
+    "table",
+]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -35,8 +46,13 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def shell(*flags, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", "tldr.sh", *map(str, flags)], capture_output=True, text=True, cwd=HERE,
-                          env=os.environ | {"PYTHON": sys.executable} | environment)
+    return subprocess.run(
+        ["bash", "tldr.sh", *map(str, flags)],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+    )
 
 
 @pytest.mark.parametrize("preset", ["mini", "410m", "1b", "1b-k4"])
@@ -66,8 +82,12 @@ def test_every_command_parses(tmp_path, preset):
     assert args.dtype == "bfloat16" and args.learning_rate == 3e-6 and args.missing_eos_penalty == 1.0
     assert args.stop_token == "eos" and "pip install datasets" in result.stdout and "ESTIMATE" in result.stdout
     found = (args.rloo_k, args.num_ppo_epochs, args.num_mini_batches, args.total_episodes, args.kl_coef)
-    assert found == {"410m": (4, 1, 1, 131_072, 0.05), "1b": (2, 2, 2, 1_000_000, 0.03),
-                     "1b-k4": (4, 1, 1, 1_000_000, 0.03)}[preset]
+    assert (
+        found
+        == {"410m": (4, 1, 1, 131_072, 0.05), "1b": (2, 2, 2, 1_000_000, 0.03), "1b-k4": (4, 1, 1, 1_000_000, 0.03)}[
+            preset
+        ]
+    )
     update = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
     assert update == 512 and args.per_device_train_batch_size % args.rloo_k == 0
     gold_6b = "model:cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
@@ -111,11 +131,18 @@ def test_killed_at_any_step_it_goes_on(tmp_path):
         assert other.returncode == 1 and "holds a run of other settings" in other.stderr
 
 
-@pytest.mark.parametrize("flags, message", [
-    ([], "name a preset"), (["7b"], "name a preset"), (["mini", "--sed", "1"], "--sed: there is no such option"),
-    (["mini", "--seed"], "--seed: needs a value"), (["mini", "--seed", "one"], "--seed one: must be a number"),
-    (["mini", "--posts", "0"], "--posts 0: must be"),
-    (["1b", "--output_dir", "/dev/null/x"], "the judge openai:gpt-4o-mini needs OPENAI_API_KEY")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "name a preset"),
+        (["7b"], "name a preset"),
+        (["mini", "--sed", "1"], "--sed: there is no such option"),
+        (["mini", "--seed"], "--seed: needs a value"),
+        (["mini", "--seed", "one"], "--seed one: must be a number"),
+        (["mini", "--posts", "0"], "--posts 0: must be"),
+        (["1b", "--output_dir", "/dev/null/x"], "the judge openai:gpt-4o-mini needs OPENAI_API_KEY"),
+    ],
+)
 def test_mistakes_of_tldr_sh(flags, message):
     result = shell(*flags, OPENAI_API_KEY="", OPENAI_BASE_URL="")
     assert result.returncode == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
@@ -125,8 +152,20 @@ def test_mistakes_of_tldr_sh(flags, message):
 
 
 def run_complete(path: Path, **flags) -> list[dict]:
-    complete.main(complete.Args(**({"sft_model_path": str(MINI / "sft"), "output": str(path), "posts": 3,
-                                    "device": "cpu", "response_length": 12} | flags)))
+    complete.main(
+        complete.Args(
+            **(
+                {
+                    "sft_model_path": str(MINI / "sft"),
+                    "output": str(path),
+                    "posts": 3,
+                    "device": "cpu",
+                    "response_length": 12,
+                }
+                | flags
+            )
+        )
+    )
     return read_lines(path)
 
 
@@ -157,11 +196,15 @@ def test_samples_follow_the_seed(tmp_path):
 
 def test_mistakes_of_complete(tmp_path):
     (tmp_path / "there.jsonl").write_text("mine")
-    for flags, message in [({"output": str(tmp_path / "there.jsonl")}, "nothing is overwritten"),
-                           ({"n": 2}, "greedy completions are all equal"), ({"n": 0}, "--n 0: must be above 0"),
-                           ({"temperature": -1.0}, "--temperature -1.0"), ({"output": "x.txt"}, "must end in .jsonl"),
-                           ({"dataset_test_split": "dev"}, "has no such split"),
-                           ({"sft_model_path": str(tmp_path)}, "cannot be loaded")]:
+    for flags, message in [
+        ({"output": str(tmp_path / "there.jsonl")}, "nothing is overwritten"),
+        ({"n": 2}, "greedy completions are all equal"),
+        ({"n": 0}, "--n 0: must be above 0"),
+        ({"temperature": -1.0}, "--temperature -1.0"),
+        ({"output": "x.txt"}, "must end in .jsonl"),
+        ({"dataset_test_split": "dev"}, "has no such split"),
+        ({"sft_model_path": str(tmp_path)}, "cannot be loaded"),
+    ]:
         with pytest.raises(ValueError, match=message):
             run_complete(tmp_path / "new.jsonl", **flags)
     assert (tmp_path / "there.jsonl").read_text() == "mine" and not (tmp_path / "new.jsonl").exists()
@@ -173,13 +216,19 @@ def test_mistakes_of_complete(tmp_path):
 def test_prepare_takes_either_form(tmp_path):
     """Rows of the Hub's dataset have the reference in `messages` alone, and it gets one space before it."""
     turns = [{"role": "user", "content": "POST\n\nTL;DR:"}, {"role": "assistant", "content": "short"}]
-    rows = [{"prompt": "a", "completion": "  b ", "facts": 1}, {"prompt": "POST\n\nTL;DR:", "messages": turns},
-            {"messages": turns, "info": "x"}]
+    rows = [
+        {"prompt": "a", "completion": "  b ", "facts": 1},
+        {"prompt": "POST\n\nTL;DR:", "messages": turns},
+        {"messages": turns, "info": "x"},
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tldr.prepare(tldr.Prepare(str(tmp_path), ("train",), str(tmp_path / "data")))
     post = {"prompt": "POST\n\nTL;DR:", "completion": " short"}
     assert read_lines(tmp_path / "data" / "train.jsonl") == [
-        {"prompt": "a", "completion": " b", "facts": 1}, post, post | {"info": "x"}]
+        {"prompt": "a", "completion": " b", "facts": 1},
+        post,
+        post | {"info": "x"},
+    ]
     for split, output, message in [("train", "data", "nothing is overwritten"), ("dev", "new", "has no split dev")]:
         with pytest.raises(judge.Mistake, match=message):
             tldr.prepare(tldr.Prepare(str(tmp_path), (split,), str(tmp_path / output)))
@@ -206,13 +255,32 @@ def test_best_of_takes_the_highest_score(tmp_path):
 def test_the_estimate_by_hand():
     """Layers of 1,000 M parameters and a head of 100 M, P = 100, k = 2, R = 10, 7.2 M completions, 1 PFLOP/s, 1 TB/s:
     3.6 M rows of 120 tokens, 20 of them with logits; keys and values of 500 groups at half their length, 2.2 GB."""
-    args = tldr.Estimate(body=1000, head=100, layers=10, width=1000, reward_body=500, rloo_k=2, total_episodes=7200000,
-                         num_ppo_epochs=2, num_mini_batches=2, local_rollout_forward_batch_size=1000, prompt_length=100,
-                         response_length=10, utilisation=1000 / 989, bandwidth=1 / 3.35)
-    assert tldr.counted(args) == pytest.approx({
-        "prompts": 2e9 * 100 / 1e12, "reference": (2e9 * 120 + 2e8 * 20) / 1e12, "reward model": 1e9 * 120 / 1e12,
-        "old log-probs": (2e9 * 120 + 2e8 * 20) / 1e12, "training": 2 * (6e9 * 120 + 8e8 * 20) / 1e12,
-        "decoding": 7200 * 10 * (2.2e9 + 2.2e9) / 1e12 / 3600})
+    args = tldr.Estimate(
+        body=1000,
+        head=100,
+        layers=10,
+        width=1000,
+        reward_body=500,
+        rloo_k=2,
+        total_episodes=7200000,
+        num_ppo_epochs=2,
+        num_mini_batches=2,
+        local_rollout_forward_batch_size=1000,
+        prompt_length=100,
+        response_length=10,
+        utilisation=1000 / 989,
+        bandwidth=1 / 3.35,
+    )
+    assert tldr.counted(args) == pytest.approx(
+        {
+            "prompts": 2e9 * 100 / 1e12,
+            "reference": (2e9 * 120 + 2e8 * 20) / 1e12,
+            "reward model": 1e9 * 120 / 1e12,
+            "old log-probs": (2e9 * 120 + 2e8 * 20) / 1e12,
+            "training": 2 * (6e9 * 120 + 8e8 * 20) / 1e12,
+            "decoding": 7200 * 10 * (2.2e9 + 2.2e9) / 1e12 / 3600,
+        }
+    )
 
 
 def write_run(folder: Path, wins: int, hours: int):
@@ -224,8 +292,10 @@ def write_run(folder: Path, wins: int, hours: int):
     for name, seed in [("gold", 5), ("reward", None)]:
         found = {"judge": f"the {name}", "order_seed": seed, "results": results}
         (folder / f"{name}.json").write_text(json.dumps(found))
-    lines = [{"update": i, "episode": 64 * i, "objective/kl": 1.5 * i, "time/train": 1800 * hours, "time/rollout": 0.0}
-             for i in (1, 2)]
+    lines = [
+        {"update": i, "episode": 64 * i, "objective/kl": 1.5 * i, "time/train": 1800 * hours, "time/rollout": 0.0}
+        for i in (1, 2)
+    ]
     (folder / "policy" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "sft-samples.jsonl").write_text('{"temperature": 0.7}\n')
 

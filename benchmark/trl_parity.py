@@ -31,9 +31,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Iterator, Literal, Optional
+from typing import Literal
 
 import torch
 import transformers
@@ -46,9 +47,17 @@ sys.path.insert(0, str(HERE.parent))  # rloo.py is imported where it is needed: 
 MINI_TLDR, GOLDEN = HERE / "mini_tldr", HERE / "trl_parity_golden.json"
 UPDATES, PROMPTS, K, LENGTH = 3, 4, 4, 20  # of `same`: updates, prompts per update, completions each, tokens each
 BASE = {  # rloo.py's flags for `same`, which a Row may change
-    "rloo_k": K, "response_length": LENGTH, "temperature": 0.7, "kl_coef": 0.2, "learning_rate": 1.5e-4,
-    "adam_eps": 1e-3, "max_grad_norm": 0.0, "per_device_train_batch_size": PROMPTS * K,
-    "gradient_accumulation_steps": 1, "total_episodes": UPDATES * PROMPTS * K}
+    "rloo_k": K,
+    "response_length": LENGTH,
+    "temperature": 0.7,
+    "kl_coef": 0.2,
+    "learning_rate": 1.5e-4,
+    "adam_eps": 1e-3,
+    "max_grad_norm": 0.0,
+    "per_device_train_batch_size": PROMPTS * K,
+    "gradient_accumulation_steps": 1,
+    "total_episodes": UPDATES * PROMPTS * K,
+}
 AGREE = 1e-6  # largest difference of a weight between trainers that do the same
 
 
@@ -81,15 +90,31 @@ ROWS = [
     Row("0", "reward normalisation", NORMAL, golden=False),
     Row("0", "penalty 5, normalisation, clip ±1", NORMAL | {"missing_eos_penalty": 5.0, "reward_clip_range": 1.0}),
     Row("0", "advantage normalisation", {"normalize_advantage": True}, golden=False),
-    Row("0", "all of these", TWO_BY_TWO | {"per_device_train_batch_size": K, "gradient_accumulation_steps": 2} | NORMAL
-        | {"missing_eos_penalty": 1.0, "normalize_advantage": True}),
+    Row(
+        "0",
+        "all of these",
+        TWO_BY_TWO
+        | {"per_device_train_batch_size": K, "gradient_accumulation_steps": 2}
+        | NORMAL
+        | {"missing_eos_penalty": 1.0, "normalize_advantage": True},
+    ),
     Row("0", "its token-level KL, our sequence KL", {"kl_coef": 1.0}, {"token_level_kl": True}, golden=False),
     Row("0", "score clip ±1", {"reward_clip_range": 1.0}, why="0.19 clips only where it normalises"),
     Row("0", "gradient norm ≤ 0.5", {"max_grad_norm": 0.5}, why="0.19 never reads max_grad_norm"),
-    Row("0", "token-level KL", {"kl_level": "token", "kl_coef": 1.0}, {"token_level_kl": True},
-        "0.19 sums it back to the sequence's: a no-op"),
-    Row("0", "4 micro-batches, data end", MICRO, short_data=True,
-        why="0.19 steps at each micro-batch of the data's last batch"),
+    Row(
+        "0",
+        "token-level KL",
+        {"kl_level": "token", "kl_coef": 1.0},
+        {"token_level_kl": True},
+        "0.19 sums it back to the sequence's: a no-op",
+    ),
+    Row(
+        "0",
+        "4 micro-batches, data end",
+        MICRO,
+        short_data=True,
+        why="0.19 steps at each micro-batch of the data's last batch",
+    ),
     Row("1", "1 epoch"),
     Row("1", "2 epochs", CONSTANT | {"num_ppo_epochs": 2}, golden=False),
     Row("1", "2 epochs of 2 mini-batches", CONSTANT | TWO_BY_TWO),
@@ -102,13 +127,17 @@ ROWS = [
     Row("1", "gradient norm ≤ 0.5", {"max_grad_norm": 0.5}),
     Row("1", "unscorable completions", {"reward_fns": f"{HERE / 'trl_parity.py'}:length_score"}, reward="length"),
     Row("1", "reward model's folder given", reward="text", why="1.x scores text: no stop token, tokenized again"),
-    Row("1", "truncated completions masked", {"mask_truncated_completions": True},
-        why="1.x drops their KL, but not their reward, from their siblings' baselines"),
+    Row(
+        "1",
+        "truncated completions masked",
+        {"mask_truncated_completions": True},
+        why="1.x drops their KL, but not their reward, from their siblings' baselines",
+    ),
     Row("1", "2 epochs, linear schedule", {"num_ppo_epochs": 2}, why="1.x lowers the rate at each optimizer step"),
 ]
 
 
-def length_score(prompts, completions, completion_ids, **columns) -> list[Optional[float]]:
+def length_score(prompts, completions, completion_ids, **columns) -> list[float | None]:
     """A reward function: short completions score well, and every third has no score."""
     return [None if sum(ids) % 3 == 0 else -len(ids) / 4 for ids in completion_ids]
 
@@ -116,7 +145,7 @@ def length_score(prompts, completions, completion_ids, **columns) -> list[Option
 # ---- What both sides need --------------------------------------------------------------------------------------------
 
 
-def training_prompts(number: Optional[int] = None) -> list[str]:
+def training_prompts(number: int | None = None) -> list[str]:
     """The first prompts of the training split, or all."""
     lines = (MINI_TLDR / "train.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines[:number]]
@@ -179,8 +208,14 @@ def train_rloo(flags: dict, output: Path) -> list[dict]:
     import rloo
 
     shutil.rmtree(output, ignore_errors=True)  # of a run that was ended
-    flags = {"sft_model_path": MINI_TLDR / "sft", "dataset_name": MINI_TLDR, "device": "cpu", "num_eval_prompts": 0,
-             "save_steps": 0, "output_dir": output} | flags
+    flags = {
+        "sft_model_path": MINI_TLDR / "sft",
+        "dataset_name": MINI_TLDR,
+        "device": "cpu",
+        "num_eval_prompts": 0,
+        "save_steps": 0,
+        "output_dir": output,
+    } | flags
     if "reward_fns" not in flags:
         flags["reward_model_path"] = MINI_TLDR / "reward"
     switches = [f"--{name}" for name, value in flags.items() if value is True]
@@ -246,16 +281,29 @@ def sample_completions() -> list:
 def comparable(version: str, lines: list[dict], ours: bool) -> list[dict[str, float]]:
     """Metrics of each update that both sides log, by our names, from our lines or theirs."""
     if version == "0":
-        names = ["objective/kl", "objective/non_score_reward", "objective/rlhf_reward", "loss/policy_avg",
-                 "policy/approxkl_avg", "policy/clipfrac_avg"]
+        names = [
+            "objective/kl",
+            "objective/non_score_reward",
+            "objective/rlhf_reward",
+            "loss/policy_avg",
+            "policy/approxkl_avg",
+            "policy/clipfrac_avg",
+        ]
         return [{name: line[name] for name in names} for line in lines]
-    per_token = lambda line: line["objective/kl"] / line["completions/mean_length"]
-    names = {"reward": "objective/scores", "completions/mean_length": "completions/mean_length",
-             "completions/clipped_ratio": "completions/clipped_ratio"}
+
+    def per_token(line):
+        return line["objective/kl"] / line["completions/mean_length"]
+
+    names = {
+        "reward": "objective/scores",
+        "completions/mean_length": "completions/mean_length",
+        "completions/clipped_ratio": "completions/clipped_ratio",
+    }
     if ours:
         return [{name: line[name] for name in names.values()} | {"kl per token": per_token(line)} for line in lines]
-    return [{name: line[theirs] for theirs, name in names.items()} | {"kl per token": line.get("kl", 0.0)}
-            for line in lines]
+    return [
+        {name: line[theirs] for theirs, name in names.items()} | {"kl per token": line.get("kl", 0.0)} for line in lines
+    ]
 
 
 # ---- TRL, in its own environment -------------------------------------------------------------------------------------
@@ -265,8 +313,10 @@ def write_models(folder: Path):
     """Policy and reward model for any transformers: config and tokenizer by the names of version 4 as well."""
     for name in ("sft", "reward"):
         shutil.copytree(MINI_TLDR / name, folder / name, dirs_exist_ok=True)
-        for file, more in (("config", {"torch_dtype": "float32", "rotary_pct": 0.25, "rotary_emb_base": 10000}),
-                           ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"})):
+        for file, more in (
+            ("config", {"torch_dtype": "float32", "rotary_pct": 0.25, "rotary_emb_base": 10000}),
+            ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ):
             path = folder / name / f"{file}.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | more | {"padding_side": "left"}))
 
@@ -294,26 +344,63 @@ def trl_config(flags: dict, out: str) -> dict:
     """rloo.py's flags as arguments of the RLOOConfig of the TRL that is installed."""
     import trl
 
-    alike = ("max_grad_norm", "temperature", "learning_rate", "lr_scheduler_type", "weight_decay", "seed",
-             "per_device_train_batch_size", "gradient_accumulation_steps")
+    alike = (
+        "max_grad_norm",
+        "temperature",
+        "learning_rate",
+        "lr_scheduler_type",
+        "weight_decay",
+        "seed",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    )
     common = {name: flags[name] for name in alike} | {
-        "output_dir": out, "adam_epsilon": flags["adam_eps"], "bf16": flags["dtype"] == "bfloat16", "use_cpu": True,
-        "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
-        "logging_strategy": "steps", "logging_steps": 1, "disable_tqdm": True, "dataloader_pin_memory": False}
+        "output_dir": out,
+        "adam_epsilon": flags["adam_eps"],
+        "bf16": flags["dtype"] == "bfloat16",
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
     clip, epochs, mini_batches = flags["reward_clip_range"], flags["num_ppo_epochs"], flags["num_mini_batches"]
     if trl.__version__.startswith("0."):
-        alike = ("rloo_k", "kl_coef", "response_length", "total_episodes", "num_ppo_epochs", "num_mini_batches",
-                 "normalize_reward", "normalize_advantage", "missing_eos_penalty", "local_rollout_forward_batch_size")
-        return common | {name: flags[name] for name in alike} | {
-            "reward_clip_range": clip or 10.0, "stop_token": "eos", "num_sample_generations": 0}
+        alike = (
+            "rloo_k",
+            "kl_coef",
+            "response_length",
+            "total_episodes",
+            "num_ppo_epochs",
+            "num_mini_batches",
+            "normalize_reward",
+            "normalize_advantage",
+            "missing_eos_penalty",
+            "local_rollout_forward_batch_size",
+        )
+        return (
+            common
+            | {name: flags[name] for name in alike}
+            | {"reward_clip_range": clip or 10.0, "stop_token": "eos", "num_sample_generations": 0}
+        )
     steps = flags["gradient_accumulation_steps"] * mini_batches
     updates = math.ceil(flags["total_episodes"] / (flags["per_device_train_batch_size"] * steps))
     return common | {
-        "num_generations": flags["rloo_k"], "beta": flags["kl_coef"], "num_iterations": epochs,
-        "max_completion_length": flags["response_length"], "steps_per_generation": steps,
-        "max_steps": updates * epochs * mini_batches, "normalize_advantages": flags["normalize_advantage"],
-        "reward_clip_range": clip and (-clip, clip), "mask_truncated_completions": flags["mask_truncated_completions"],
-        "model_init_kwargs": {"dtype": flags.get("weights", "float32"), "attn_implementation": "sdpa"}}
+        "num_generations": flags["rloo_k"],
+        "beta": flags["kl_coef"],
+        "num_iterations": epochs,
+        "max_completion_length": flags["response_length"],
+        "steps_per_generation": steps,
+        "max_steps": updates * epochs * mini_batches,
+        "normalize_advantages": flags["normalize_advantage"],
+        "reward_clip_range": clip and (-clip, clip),
+        "mask_truncated_completions": flags["mask_truncated_completions"],
+        "model_init_kwargs": {"dtype": flags.get("weights", "float32"), "attn_implementation": "sdpa"},
+    }
 
 
 def trl_trainer(job: dict, flags: dict, theirs: dict, prompts: list[str], reward: str, callback):
@@ -326,18 +413,32 @@ def trl_trainer(job: dict, flags: dict, theirs: dict, prompts: list[str], reward
     config = trl.RLOOConfig(**trl_config(flags, job["out"]) | theirs)
     dataset = datasets.Dataset.from_list([{"prompt": text} for text in prompts])
     if not trl.__version__.startswith("0."):
-        return trl.RLOOTrainer(model=f"{job['models']}/sft", reward_funcs=trl1_reward(job, flags, reward, tokenizer),
-                               args=config, train_dataset=dataset, processing_class=tokenizer, callbacks=[callback])
+        return trl.RLOOTrainer(
+            model=f"{job['models']}/sft",
+            reward_funcs=trl1_reward(job, flags, reward, tokenizer),
+            args=config,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=[callback],
+        )
 
     def load(auto_class, name: str, **options):
-        return auto_class.from_pretrained(f"{job['models']}/{name}", attn_implementation="sdpa",
-                                          torch_dtype=getattr(torch, flags.get("weights", "float32")), **options)
+        return auto_class.from_pretrained(
+            f"{job['models']}/{name}",
+            attn_implementation="sdpa",
+            torch_dtype=getattr(torch, flags.get("weights", "float32")),
+            **options,
+        )
 
     return trl.RLOOTrainer(
-        config=config, processing_class=tokenizer, policy=load(AutoModelForCausalLM, "sft"),
-        ref_policy=load(AutoModelForCausalLM, "sft"), callbacks=[callback],
+        config=config,
+        processing_class=tokenizer,
+        policy=load(AutoModelForCausalLM, "sft"),
+        ref_policy=load(AutoModelForCausalLM, "sft"),
+        callbacks=[callback],
         reward_model=load(AutoModelForSequenceClassification, "reward", num_labels=1),
-        train_dataset=dataset.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"]))
+        train_dataset=dataset.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"]),
+    )
 
 
 def trl1_reward(job: dict, flags: dict, kind: str, tokenizer):
@@ -386,8 +487,9 @@ def same_trl(job: dict) -> list[dict]:
 
     def generate_single_turn(prompt_ids, images, multimodal_fields):  # 1.x
         responses = next_given(prompt_ids[::K]).transpose(0, 1).flatten(0, 1).tolist()
-        ends = [row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
-                for row in responses]
+        ends = [
+            row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row) for row in responses
+        ]
         return [row[:end] for row, end in zip(responses, ends)]
 
     if version == "0":
@@ -492,26 +594,56 @@ def same(args: "Args", trl: dict[str, str]):
         rows = [row for row in ROWS if row.trl == title.split()[1][0]]
         out = work / title.split(",")[0].replace(" ", "-")
         print(f"{title}: {len(rows)} settings", flush=True)
-        job = {"part": "same", "models": str(work), "out": str(out), "prompts": prompts, "completions": completions,
-               "rows": [dataclasses.asdict(row) for row in rows]}
+        job = {
+            "part": "same",
+            "models": str(work),
+            "out": str(out),
+            "prompts": prompts,
+            "completions": completions,
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
         for number, (row, theirs) in enumerate(zip(rows, run_trl(python, job))):
             ours = same_rloo(row.flags, prompts, completions, work / "rloo")
             weights = [load_file(out / f"{number}-{i}.safetensors") for i in range(1, UPDATES + 1)]
             assert len(ours["weights"]) == UPDATES + 1 and weights[0].keys() == start.keys()
             difference = largest(ours["weights"][-1], weights[-1])
-            table.append({"trl": title, "setting": row.name, "difference": difference, "rloo.py moved":
-                          largest(ours["weights"][-1], start), "TRL moved": largest(weights[-1], start),
-                          "relative": distance(ours["weights"][-1], weights[-1]) / distance(start, weights[-1]),
-                          "agree": difference <= AGREE, "why": row.why})
+            table.append(
+                {
+                    "trl": title,
+                    "setting": row.name,
+                    "difference": difference,
+                    "rloo.py moved": largest(ours["weights"][-1], start),
+                    "TRL moved": largest(weights[-1], start),
+                    "relative": distance(ours["weights"][-1], weights[-1]) / distance(start, weights[-1]),
+                    "agree": difference <= AGREE,
+                    "why": row.why,
+                }
+            )
             if not row.why and row.golden:
                 flags = {name: value for name, value in row.flags.items() if name != "reward_fns"}
-                golden.append({"trl": title, "setting": row.name, "flags": flags, "reward": row.reward,
-                               "metrics": comparable(row.trl, theirs["metrics"], ours=False),
-                               "movement": [movement(start, after) for after in weights]})
+                golden.append(
+                    {
+                        "trl": title,
+                        "setting": row.name,
+                        "flags": flags,
+                        "reward": row.reward,
+                        "metrics": comparable(row.trl, theirs["metrics"], ours=False),
+                        "movement": [movement(start, after) for after in weights],
+                    }
+                )
     print(same_table(table))
-    result = {"command": command(), "machine": device_name("cpu"), "torch": torch.__version__, "updates": UPDATES,
-              "table": table, "models": {name: hash_of(name) for name in ("sft", "reward")}, "base": BASE,
-              "prompts": prompts, "completions": completions, "golden": golden}
+    result = {
+        "command": command(),
+        "machine": device_name("cpu"),
+        "torch": torch.__version__,
+        "updates": UPDATES,
+        "table": table,
+        "models": {name: hash_of(name) for name in ("sft", "reward")},
+        "base": BASE,
+        "prompts": prompts,
+        "completions": completions,
+        "golden": golden,
+    }
     GOLDEN.write_text(json.dumps(rounded(result), separators=(",", ":"), ensure_ascii=False) + "\n")
     print(f"\nnumbers: {GOLDEN}")
     wrong = [f"{line['trl']}, {line['setting']}" for line in table if not line["agree"] and not line["why"]]
@@ -530,14 +662,18 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def same_table(table: list[dict]) -> str:
-    lines = [f"max |Δw| after {UPDATES} updates on the same completions; moved: max |w − w before|; "
-             "relative: ‖Δw‖ / ‖w − w before‖"]
+    lines = [
+        f"max |Δw| after {UPDATES} updates on the same completions; moved: max |w − w before|; "
+        "relative: ‖Δw‖ / ‖w − w before‖"
+    ]
     for title, rows in itertools.groupby(table, lambda row: row["trl"]):
         lines.append(f"\n{title:42}{'max |Δw|':>10}{'relative':>10}{'rloo moved':>12}{'TRL moved':>11}  why it differs")
         for row in rows:
             verdict = row["why"] or ("" if row["agree"] else "NO REASON KNOWN")
-            lines.append(f"  {row['setting']:40}{row['difference']:10.1e}{row['relative']:10.1e}"
-                         f"{row['rloo.py moved']:12.1e}{row['TRL moved']:11.1e}  {verdict}".rstrip())
+            lines.append(
+                f"  {row['setting']:40}{row['difference']:10.1e}{row['relative']:10.1e}"
+                f"{row['rloo.py moved']:12.1e}{row['TRL moved']:11.1e}  {verdict}".rstrip()
+            )
     return "\n".join(lines)
 
 
@@ -571,10 +707,14 @@ def clip_figures(calls: list, steps: int, accumulation: int) -> dict[str, float]
     ratios = [ratio for call in first for ratio in call[0]]
     logs = [abs(math.log(ratio)) for ratio in ratios]
     removed, all_removed = ([x for call in part for x in call[1]] for part in (first, calls))
-    return {"first step, |log ρ|": statistics.mean(logs), "largest |log ρ|": max(logs),
-            "first step, ρ outside": statistics.mean(abs(ratio - 1) > 0.2 for ratio in ratios),
-            "first step, removed": statistics.mean(removed), "all steps, removed": statistics.mean(all_removed),
-            "completions": len(ratios)}
+    return {
+        "first step, |log ρ|": statistics.mean(logs),
+        "largest |log ρ|": max(logs),
+        "first step, ρ outside": statistics.mean(abs(ratio - 1) > 0.2 for ratio in ratios),
+        "first step, removed": statistics.mean(removed),
+        "all steps, removed": statistics.mean(all_removed),
+        "completions": len(ratios),
+    }
 
 
 def clip(args: "Args", trl: dict[str, str]):
@@ -588,13 +728,22 @@ def clip(args: "Args", trl: dict[str, str]):
             trainers[f"{title.split(',')[0]}, {precision}"] = (python, weights)
     runs, found = {}, []
     for (trainer, (python, weights)), n, seed in itertools.product(trainers.items(), (1, 2), range(1, args.seeds + 1)):
-        flags = {"dtype": "bfloat16", "num_ppo_epochs": n, "num_mini_batches": n, "gradient_accumulation_steps": 2 // n,
-                 "total_episodes": args.clip_updates * 128, "seed": seed}
+        flags = {
+            "dtype": "bfloat16",
+            "num_ppo_epochs": n,
+            "num_mini_batches": n,
+            "gradient_accumulation_steps": 2 // n,
+            "total_episodes": args.clip_updates * 128,
+            "seed": seed,
+        }
         name = f"{trainer}-{n}-{args.clip_updates}-{seed}".replace(" ", "").replace(",", "-")
         runs[trainer, n, seed] = python, name, flags | ({"weights": weights} if weights else {})
     for python in ("", *trl.values()):
-        missing = {name: flags for owner, name, flags in runs.values()
-                   if owner == python and not (work / f"{name}.json").is_file()}
+        missing = {
+            name: flags
+            for owner, name, flags in runs.values()
+            if owner == python and not (work / f"{name}.json").is_file()
+        }
         print(f"{python or 'rloo.py'}: {len(missing)} runs", flush=True)
         if python and missing:
             run_trl(python, {"part": "clip", "models": str(work), "out": str(work), "prompts": texts, "runs": missing})
@@ -603,25 +752,42 @@ def clip(args: "Args", trl: dict[str, str]):
     for trainer, n in itertools.product(trainers, (1, 2)):
         names = [runs[trainer, n, seed][1] for seed in range(1, args.seeds + 1)]
         calls = [json.loads((work / f"{name}.json").read_text()) for name in names]
-        found.append({"trainer": trainer, "epochs": n, "mini-batches": n,
-                      "runs": [clip_figures(x, n * n, 2 // n) for x in calls]})
-    result = {"command": command(), "machine": device_name("cpu"), "torch": torch.__version__,
-              "versions": list(trl), "updates": args.clip_updates, "found": rounded(found)}
+        found.append(
+            {
+                "trainer": trainer,
+                "epochs": n,
+                "mini-batches": n,
+                "runs": [clip_figures(x, n * n, 2 // n) for x in calls],
+            }
+        )
+    result = {
+        "command": command(),
+        "machine": device_name("cpu"),
+        "torch": torch.__version__,
+        "versions": list(trl),
+        "updates": args.clip_updates,
+        "found": rounded(found),
+    }
     print(f"\n{clip_table(found)}\n\n{save(result, args.output or str(HERE / 'trl_parity_clip.json'))}")
 
 
 def clip_table(found: list[dict]) -> str:
     names = [name for name in found[0]["runs"][0] if name != "completions"]
-    lines = ["bfloat16, embedded task: % of completions; |log ρ|: mean, maximum; ± standard error over the seeds", "",
-             f"{'epochs × mini-batches':34}" + "".join(f"{name:>24}" for name in names)]
+    lines = [
+        "bfloat16, embedded task: % of completions; |log ρ|: mean, maximum; ± standard error over the seeds",
+        "",
+        f"{'epochs × mini-batches':34}" + "".join(f"{name:>24}" for name in names),
+    ]
     for line in found:
         cells = []
         for name in names:
             values = [run[name] * (1 if "log" in name else 100) for run in line["runs"]]
             digits = 5 if "log" in name else 2
             cells.append(f"{statistics.mean(values):.{digits}f} ± {standard_error(values):.{digits}f}")
-        lines.append(f"{line['trainer']} {line['epochs']} × {line['mini-batches']}".ljust(34)
-                     + "".join(f"{cell:>24}" for cell in cells))
+        lines.append(
+            f"{line['trainer']} {line['epochs']} × {line['mini-batches']}".ljust(34)
+            + "".join(f"{cell:>24}" for cell in cells)
+        )
     return "\n".join(lines)
 
 
@@ -663,8 +829,14 @@ def win_rates(model: Path, seed: int) -> dict[str, float]:
 
     for path in (MINI_TLDR / "sft").glob("*.json"):  # TRL writes other names, and a generation config without eos
         shutil.copy(path, model)
-    flags = [f"--sft_model_path={model}", f"--output_dir={output}", "--total_episodes=0", f"--seed={seed}",
-             "--kl_coef=0", "--device=cpu"]
+    flags = [
+        f"--sft_model_path={model}",
+        f"--output_dir={output}",
+        "--total_episodes=0",
+        f"--seed={seed}",
+        "--kl_coef=0",
+        "--device=cpu",
+    ]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return rloo.main(rloo.parse_args(flags))["before"]
 
@@ -685,35 +857,58 @@ def train(args: "Args", trl: dict[str, str]):
         out = work / f"{trainer}-{args.dtype}-{args.episodes}-{seed}".replace(" ", "")
         if not (out / "result.json").is_file():
             shutil.rmtree(out, ignore_errors=True)
-            job = {"part": "train", "models": str(work / "models"), "out": str(out), "prompts": texts,
-                   "flags": flags, "reward": reward, "every": args.every}
+            job = {
+                "part": "train",
+                "models": str(work / "models"),
+                "out": str(out),
+                "prompts": texts,
+                "flags": flags,
+                "reward": reward,
+                "every": args.every,
+            }
             run_trl(python, job) if python else learn_rloo(flags, out, args.every)
         if not (out / "learned.json").is_file():
             shutil.copytree(MINI_TLDR / "sft", out / "0", dirs_exist_ok=True)
             times = [{"seconds": 0.0, "cpu_seconds": 0.0}, *json.loads((out / "result.json").read_text())["times"]]
-            points = [{"update": update} | times[update] | win_rates(out / str(update), seed)
-                      for update in range(0, len(times), args.every)]
+            points = [
+                {"update": update} | times[update] | win_rates(out / str(update), seed)
+                for update in range(0, len(times), args.every)
+            ]
             (out / "learned.json").write_text(json.dumps(points))
         found[trainer].append(json.loads((out / "learned.json").read_text()))
         last = found[trainer][-1][-1]
-        print(f"{trainer}, seed {seed}: {last['seconds']:.0f} s, {last['cpu_seconds']:.0f} of the processor; gold win "
-              f"rate sampled {last['sampled/judge_win_rate']:.3f}, greedy {last['greedy/judge_win_rate']:.3f}",
-              flush=True)
-    result = {"command": command(), "machine": f"{device_name('cpu')}, threads: {torch.get_num_threads()}",
-              "torch": torch.__version__, "versions": list(trl), "found": rounded(found)}
+        print(
+            f"{trainer}, seed {seed}: {last['seconds']:.0f} s, {last['cpu_seconds']:.0f} of the processor; gold win "
+            f"rate sampled {last['sampled/judge_win_rate']:.3f}, greedy {last['greedy/judge_win_rate']:.3f}",
+            flush=True,
+        )
+    result = {
+        "command": command(),
+        "machine": f"{device_name('cpu')}, threads: {torch.get_num_threads()}",
+        "torch": torch.__version__,
+        "versions": list(trl),
+        "found": rounded(found),
+    }
     name = "trl_parity_train.json" if args.dtype == "float32" else f"trl_parity_train_{args.dtype}.json"
     print(f"\n{train_table(found, args)}\n\n{save(result, args.output or str(HERE / name), draw)}")
 
 
 TABLE = {  # figure: its title, scale and digits
-    "sampled/judge_win_rate": ("gold wins, sampled, %", 100, 1), "greedy/judge_win_rate": ("greedy, %", 100, 1),
-    "sampled/judge_score": ("gold score, sampled", 1, 2), "sampled/score": ("proxy score, sampled", 1, 2),
-    "sampled/length": ("tokens, sampled", 1, 1), "cpu_seconds": ("CPU seconds", 1, 0), "seconds": ("seconds", 1, 0)}
+    "sampled/judge_win_rate": ("gold wins, sampled, %", 100, 1),
+    "greedy/judge_win_rate": ("greedy, %", 100, 1),
+    "sampled/judge_score": ("gold score, sampled", 1, 2),
+    "sampled/score": ("proxy score, sampled", 1, 2),
+    "sampled/length": ("tokens, sampled", 1, 1),
+    "cpu_seconds": ("CPU seconds", 1, 0),
+    "seconds": ("seconds", 1, 0),
+}
 
 
 def train_table(found: dict[str, list], args: "Args") -> str:
-    title = (f"{args.episodes:,} episodes in {args.dtype}, {args.seeds} seeds, 500 test posts: mean ± standard error "
-             "over the seeds; seconds of training alone, one thread")
+    title = (
+        f"{args.episodes:,} episodes in {args.dtype}, {args.seeds} seeds, 500 test posts: mean ± standard error "
+        "over the seeds; seconds of training alone, one thread"
+    )
     lines = [title, "", f"{'':30}" + "".join(f"{name:>28}" for name, _, _ in TABLE.values())]
     before = [runs[0] for runs in found["rloo.py"]]
     for trainer, last in [("before", before), *((name, [run[-1] for run in runs]) for name, runs in found.items())]:
@@ -732,8 +927,15 @@ def draw(result: dict, pyplot):
         points = list(zip(*runs))
         seconds = [statistics.mean(point["cpu_seconds"] for point in group) for group in points]
         rates = [[100 * point["sampled/judge_win_rate"] for point in group] for group in points]
-        axes.errorbar(seconds, [statistics.mean(x) for x in rates], [standard_error(x) for x in rates], label=trainer,
-                      marker="o", markersize=3, capsize=3)
+        axes.errorbar(
+            seconds,
+            [statistics.mean(x) for x in rates],
+            [standard_error(x) for x in rates],
+            label=trainer,
+            marker="o",
+            markersize=3,
+            capsize=3,
+        )
     axes.set(xlabel="CPU seconds of training, one thread", ylabel="gold win rate on 500 test posts, sampled, %")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -765,7 +967,7 @@ class Args:
     """train: what the forwards compute in"""
     work: str = "runs/trl_parity"
     """folder for the runs; those of clip and train that are there already are not made again"""
-    output: Optional[str] = None
+    output: str | None = None
     """clip, train: the numbers; if not given, beside this file"""
 
 

@@ -11,8 +11,20 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from trl_parity import GOLDEN, HERE, MINI_TLDR, ROWS, Args, Ratios, clip_figures, comparable, hash_of, main, movement
-from trl_parity import same_rloo
+from trl_parity import (
+    GOLDEN,
+    HERE,
+    MINI_TLDR,
+    ROWS,
+    Args,
+    Ratios,
+    clip_figures,
+    comparable,
+    hash_of,
+    main,
+    movement,
+    same_rloo,
+)
 
 golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
 RUNS: dict[str, dict] = {}  # flags -> what rloo.py did; rows of both versions share it
@@ -80,15 +92,29 @@ def test_what_the_clip_removes_is_seen_in_either_trainer_s_loss(monkeypatch):
 def test_shares_of_the_first_step_and_of_all():
     first, second = ([1.0, math.exp(0.5)], [False, True]), ([math.exp(-1.0), 1.0], [False, False])
     found = clip_figures([first, second] * 3, steps=2, accumulation=1)  # three updates of two steps
-    assert found == pytest.approx({"first step, |log ρ|": 0.25, "largest |log ρ|": 0.5, "first step, ρ outside": 0.5,
-                                   "first step, removed": 0.5, "all steps, removed": 0.25, "completions": 6})
+    assert found == pytest.approx(
+        {
+            "first step, |log ρ|": 0.25,
+            "largest |log ρ|": 0.5,
+            "first step, ρ outside": 0.5,
+            "first step, removed": 0.5,
+            "all steps, removed": 0.25,
+            "completions": 6,
+        }
+    )
     assert clip_figures([first, second], steps=1, accumulation=2)["first step, |log ρ|"] == pytest.approx(0.375)
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ({}, "--trl is needed"), ({"trl": ("python",), "seeds": 0}, "at least 1"),
-    ({"trl": ("python",), "episodes": 100}, "at least 128"), ({"trl": ("python",), "output": "x.txt"}, ".json"),
-    ({"trl": ("/no/such/python",)}, "cannot be run")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({}, "--trl is needed"),
+        ({"trl": ("python",), "seeds": 0}, "at least 1"),
+        ({"trl": ("python",), "episodes": 100}, "at least 128"),
+        ({"trl": ("python",), "output": "x.txt"}, ".json"),
+        ({"trl": ("/no/such/python",)}, "cannot be run"),
+    ],
+)
 def test_a_mistake_is_one_line(wrong, message):
     with pytest.raises(SystemExit) as end:
         main(Args(part="same", **wrong))
