@@ -1,0 +1,130 @@
+"""What training with verifiable rewards gained: table, numbers and picture of the runs of gsm8k.sh.
+
+    python benchmark/gsm8k/gsm8k_report.py runs/gsm8k/mini    # gsm8k.sh does this at its end
+
+It reads every finished run seed-<number> in the folder and writes gsm8k.json and gsm8k.png beside them.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from gsm8k_reward import format
+
+
+def read_run(folder: Path) -> dict:
+    """What a finished run left: held-out accuracy and format before and after, and training's course."""
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    accuracy = "eval/sampled/judge_score"
+    found = {
+        "episodes": [m["episode"] for m in metrics],
+        "correctness": [m["rewards/correctness/mean"] for m in metrics],
+        "format": [m["rewards/format/mean"] for m in metrics],
+        "kl": [m.get("objective/kl", 0.0) for m in metrics],  # without a reference there is none
+        "held_out": {m["episode"]: m[accuracy] for m in metrics if accuracy in m},
+        "seconds": sum(value for m in metrics for name, value in m.items() if name.startswith("time/")),
+    }
+    found["held_out"][0] = metrics[0]["eval_before/sampled/judge_score"]
+    for when, update in (("before", 0), ("after", metrics[-1]["update"])):
+        for mode in ("sampled", "greedy"):
+            shown = [x for x in samples if (x["update"], x["mode"]) == (update, mode)]
+            found[f"accuracy, {mode}, {when}"] = fmean([x["judge_score"] for x in shown])
+            found[f"format, {mode}, {when}"] = fmean(format(None, [x["completion"] for x in shown], None))
+            found["problems"] = len(shown)
+    return found
+
+
+def mean_and_error(xs: list[float]) -> tuple[float, float | None]:
+    """Mean, and its standard error; a single number has none."""
+    mu, n = fmean(xs), len(xs)
+    return mu, (sum((x - mu) ** 2 for x in xs) / (n - 1) / n) ** 0.5 if n > 1 else None
+
+
+def report(folder: Path):
+    """Table on screen, gsm8k.json and gsm8k.png, over the runs folder/seed-*."""
+    done = [path for path in sorted(folder.glob("seed-*")) if (path / "model.safetensors").is_file()]
+    runs = {path.name: read_run(path) for path in done}
+    if not runs:
+        raise SystemExit(f"{folder}: there is no finished run in it (seed-<number>/model.safetensors)")
+    if len({(run["problems"], *run["episodes"]) for run in runs.values()}) > 1:
+        raise SystemExit(f"{folder}: its runs are of different length or on different numbers of problems")
+    args = json.loads((done[0] / "args.json").read_text())
+    table = {}
+    print(f"{runs[done[0].name]['problems']} held-out problems, %; mean ± standard error over {', '.join(runs)}")
+    print(f"{'':20} {'before':>12} {'after':>12} {'gained':>12}   per seed")
+    for what in ("accuracy, sampled", "accuracy, greedy", "format, sampled", "format, greedy"):
+        before, after = ([100 * run[f"{what}, {when}"] for run in runs.values()] for when in ("before", "after"))
+        gained = [b - a for a, b in zip(before, after)]
+        table[what] = dict(zip(("before", "after", "gained"), map(mean_and_error, (before, after, gained))))
+        cells = (f"{mu:.1f}" + ("" if error is None else f" ± {error:.1f}") for mu, error in table[what].values())
+        print(f"{what:20}", *(f"{cell:>12}" for cell in cells), "  " + ", ".join(f"{x:+.1f}" for x in gained))
+    kept = (
+        "sft_model_path",
+        "total_episodes",
+        "rloo_k",
+        "learning_rate",
+        "kl_coef",
+        "temperature",
+        "reward_fns",
+        "reward_weights",
+        "response_length",
+    )
+    text = {
+        "command": "bash benchmark/gsm8k/gsm8k.sh " + folder.name,
+        "flags": {name: args[name] for name in kept},
+        "percent: mean, standard error over seeds": table,
+        "runs": runs,
+    }
+    (folder / "gsm8k.json").write_text(json.dumps(text, indent=1) + "\n")
+    try:
+        plot(list(runs.values()), folder)
+    except ImportError:
+        print("no plot: pip install matplotlib")
+
+
+def plot(runs: list[dict], folder: Path):
+    """gsm8k.png: training rewards and held-out accuracy over episodes; bands and bars are ± 1 standard error."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, label, color in (
+        ("correctness", "correctness, training problems", "tab:blue"),
+        ("format", "format, training problems", "tab:gray"),
+    ):
+        middle, error = zip(*(mean_and_error(list(xs)) for xs in zip(*(run[name] for run in runs))))
+        low, high = ([m + side * (e or 0) for m, e in zip(middle, error)] for side in (-1, 1))
+        axes.plot(runs[0]["episodes"], middle, color=color, lw=1, label=label)
+        axes.fill_between(runs[0]["episodes"], low, high, color=color, alpha=0.2, lw=0)
+    points = sorted(runs[0]["held_out"])
+    middle, error = zip(*(mean_and_error([run["held_out"][x] for run in runs]) for x in points))
+    axes.errorbar(
+        points,
+        middle,
+        [e or 0 for e in error],
+        color="tab:red",
+        marker="o",
+        ms=4,
+        capsize=2,
+        label="accuracy, held-out problems",
+    )
+    axes.set(
+        xlabel="episodes (completions)",
+        ylabel="share of completions, sampled at T = 1",
+        ylim=(0, 1),
+        title=f"RLOO with verifiable rewards, {folder.name}, {len(runs)} seed{'s' * (len(runs) > 1)}",
+    )
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "gsm8k.png", dpi=120)
+    print(f"{folder}/gsm8k.json, {folder}/gsm8k.png")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("gsm8k_report.py: name the folder of the runs, for instance runs/gsm8k/mini")
+    report(Path(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""Verifiable rewards for GSM8K (Cobbe et al. 2021, arXiv:2110.14168): is the answer right, and is it where we asked?
+
+    python rloo.py --reward_fns benchmark/gsm8k/gsm8k_reward.py:correctness benchmark/gsm8k/gsm8k_reward.py:format ...
+
+A row has `answer`: a bare number ("42"), or a solution with its answer in one of the marks below, as GSM8K has it.
+
+Which number of a completion counts (`final_answer`):
+1. What a model thinks, up to the last </think>, does not count; after a <think> that does not end there is no answer.
+2. The last mark counts: `#### 42` (up to the end of the line), `<answer>42</answer>` or `\\boxed{42}`. A mark that was
+   begun and holds no number is no answer.
+3. In a mark, what follows its last `=`, and there the first number. Only one number counts, so naming many never pays.
+4. Without a mark: the last number of the text.
+Units, currencies and % are left out ("50%" is 50); numbers are compared exactly, as fractions: 1/2 = 0.5, 3.0 = 3.
+"""
+
+import re
+from fractions import Fraction
+
+SYSTEM = "Solve the problem step by step. End with #### and the answer, a number alone."  # what `format` asks for
+
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"  # 1,234,567.5 or 1234567.5 or .5
+# A number stands alone: "m2", "x_1" and "m^2" hold none. The sign touches the number or its currency: "10-5" holds 10
+# and 5, "-$5" holds -5. After a whole number and a space, a fraction belongs to it: 1 1/2 = 3/2.
+NUMBER = re.compile(
+    rf"(?<![\w^.])(?P<sign>(?<!\))-)?[$€£]?(?<![\w^.])(?P<whole>\d+ (?=\d+/\d))?(?P<top>{DIGITS})"
+    rf"(?:/(?P<bottom>{DIGITS}))?"
+)
+MARK = re.compile(r"####(?P<hashes>[^\n]*)|<answer>(?P<tag>.*?)(?:</answer>|\Z)|\\boxed\s*\{(?P<boxed>)", re.DOTALL)
+ENDING = re.compile(r"####\s*-?\$?(?:" + DIGITS + r")(?:/\d+)?%?\.?\s*\Z")
+
+
+def numbers(text: str) -> list[Fraction]:
+    """All numbers of a text, in order."""
+    text = text.replace("−", "-").replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\,", "")
+    text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
+    found = []
+    for match in NUMBER.finditer(text):
+        try:
+            whole, top, bottom = (
+                Fraction((match[name] or default).replace(",", "").strip())
+                for name, default in (("whole", "0"), ("top", ""), ("bottom", "1"))
+            )
+            found.append((whole + top / bottom) * (-1 if match["sign"] else 1))
+        except (ZeroDivisionError, ValueError):  # 1/0, or thousands of digits, which Python does not convert
+            pass
+    return found
+
+
+def braced(text: str, begin: int) -> str:
+    """The text from `begin` to the brace that closes what was opened before, or to the end."""
+    depth = 1
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin:end]
+    return text[begin:]
+
+
+def final_answer(text: str) -> Fraction | None:
+    """The number that counts as a text's answer, by the rules above; None where there is none."""
+    text = text.rpartition("</think>")[2]
+    if "<think>" in text:
+        return None
+    marks = list(MARK.finditer(text))
+    if not marks:
+        return (numbers(text) or [None])[-1]
+    mark = marks[-1]
+    held = braced(text, mark.end()) if mark["boxed"] is not None else mark["hashes"] or mark["tag"] or ""
+    return (numbers(held.rpartition("=")[2]) or [None])[0]
+
+
+def correctness(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
+    """1 where the completion's answer is the row's, 0 where it is another or none, None where the row has none."""
+    wanted = [None if x is None else final_answer(str(x)) for x in answer]
+    return [None if right is None else float(final_answer(text) == right) for text, right in zip(completions, wanted)]
+
+
+def format(prompts, completions, completion_ids, **columns) -> list[float]:
+    """1 where the completion is as SYSTEM asks: some steps, then one `####`, then a number and nothing else."""
+    texts = [text.rpartition("</think>")[2].strip() for text in completions]
+    return [
+        float(text.count("####") == 1 and not text.startswith("####") and ENDING.search(text) is not None)
+        for text in texts
+    ]
+
+
+def chat(question: str) -> list[dict]:
+    """The prompt of a question, as chat messages."""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]

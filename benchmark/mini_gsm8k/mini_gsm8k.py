@@ -1,0 +1,297 @@
+"""Mini GSM8K: word problems, a chat tokenizer and a small Qwen3 that solves some of them, made from a seed.
+
+    python benchmark/mini_gsm8k/mini_gsm8k.py                                   # about seven minutes, on one core
+    python benchmark/mini_gsm8k/mini_gsm8k.py --quick --output_dir /tmp/mini    # seconds; a model that solves nothing
+
+Rows are as `gsm8k.sh` makes them of GSM8K: `prompt`, chat messages with the system turn of gsm8k_reward.py, and
+`answer`, a solution that ends with "#### 42". The policy is fine-tuned on solutions of a simulated pupil in a hurry,
+who takes a wrong number or a wrong sign, slips in sums and forgets how the answer should be written; training with
+rewards is to find out by itself what of all that was wrong. A problem's key is what is computed, signs and numbers: no
+key of the held-out problems is in what the policy is fine-tuned or trained on.
+
+Reading order is running order: problems, pupil, tokenizer, training, main.
+"""
+
+import json
+import random
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gsm8k"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mini_tldr"))
+
+from gsm8k_reward import chat, correctness, format
+from mini_tldr import generate, mean, move_into, optimise, pad, save_jsonl
+
+# ---- Problems --------------------------------------------------------------------------------------------------------
+
+NAMES = ["Tom", "Ann", "Ben", "Mia", "Sam", "Lea", "Max", "Eva", "Leo", "Ida"]
+ITEMS = ["apples", "pens", "books", "cards", "eggs", "shells", "stamps", "coins"]
+PLACES = ["boxes", "bags", "jars", "drawers"]
+BEGIN = {
+    "has": ["{n} has {a} {i}.", "There are {a} {i} in {n}'s room.", "{n} starts the day with {a} {i}."],
+    "*": [
+        "{n} has {a} {p} with {b} {i} in each.",
+        "{n} fills {a} {p}. There are {b} {i} in each of them.",
+        "{n} owns {b} {i} in each of {a} {p}.",
+    ],
+}
+CHANGE = {
+    "+": ["{n} buys {b} more.", "{m} gives {n} {b} {i}.", "Then {n} finds {b} {i}.", "{n} gets {b} from {m}."],
+    "-": ["{n} gives {b} to {m}.", "{m} takes {b} of them.", "Then {n} loses {b} {i}.", "{n} sells {b} {i} to {m}."],
+}
+ASK = {
+    "now": ["How many {i} does {n} have now?", "How many {i} has {n} got left?", "With how many {i} does {n} end?"],
+    "+": [
+        "{m} has {b} {i} more than {n}. How many {i} does {m} have?",
+        "{n} has {b} {i} less than {m}. How many {i} has {m} got?",
+    ],
+    "-": [
+        "{m} has {b} {i} less than {n}. How many {i} does {m} have?",
+        "{n} has {b} {i} more than {m}. How many {i} has {m} got?",
+    ],
+    "*": ["{m} has {b} times as many {i}. How many {i} does {m} have?"],
+}
+IDLE = ["{m} is {c} years old.", "It is {c} degrees outside.", "{m} waits for {c} minutes.", "{n} has {c} cousins."]
+
+
+def apply(x: int, sign: str, y: int) -> int:
+    return {"+": x + y, "-": x - y, "*": x * y}[sign]
+
+
+def sample_problem(rng: random.Random) -> dict:
+    """One problem: its text, first number, steps [(sign, number), ...] and a number that does not matter, or None."""
+    steps, (n, m), idle = [], rng.sample(NAMES, 2), rng.randint(2, 20)
+    words = {"n": n, "m": m, "i": rng.choice(ITEMS), "p": rng.choice(PLACES)}
+    if rng.random() < 0.4:
+        first, b = rng.randint(2, 9), rng.randint(2, 9)
+        steps.append(("*", b))
+        sentences = [rng.choice(BEGIN["*"]).format(a=first, b=b, **words)]
+    else:
+        first = rng.randint(3, 20)
+        sentences = [rng.choice(BEGIN["has"]).format(a=first, **words)]
+    number = first * steps[0][1] if steps else first
+    for last in (False, True):  # a second step, if any, may ask what somebody else has
+        if len(steps) == 2 or last and steps and rng.random() < 0.3:
+            break
+        signs = ["+", "+"] + ["-", "-"] * (number > 3) + ["*"] * (last and number <= 12)
+        sign = rng.choice(signs)
+        b = rng.randint(2, 4) if sign == "*" else rng.randint(2, min(12, number - 1) if sign == "-" else 12)
+        steps.append((sign, b))
+        number = apply(number, sign, b)
+        asked = last and (sign == "*" or rng.random() < 0.5)
+        sentences.append(rng.choice((ASK if asked else CHANGE)[sign]).format(b=b, **words))
+    if not sentences[-1].endswith("?"):
+        sentences.append(rng.choice(ASK["now"]).format(**words))
+    idles = rng.random() < 0.5
+    if idles:
+        sentences.insert(rng.randint(0, len(sentences) - 1), rng.choice(IDLE).format(c=idle, **words))
+    return {"text": " ".join(sentences), "first": first, "steps": steps, "idle": idle if idles else None}
+
+
+def key(problem: dict) -> tuple:
+    """What is computed."""
+    return (problem["first"], *problem["steps"])
+
+
+# How often the pupil errs; the first four are tried at each step.
+WRONG_SIGN, WRONG_NUMBER, SLIP, STOP, NO_MARK = 0.12, 0.08, 0.12, 0.05, 0.3
+
+
+def solve(problem: dict, rng: random.Random | None = None) -> str:
+    """The right solution, or with `rng` the hurried pupil's: "3 + 4 = 7. 7 - 2 = 5. #### 5"."""
+
+    def chance(p):
+        return rng is not None and rng.random() < p
+
+    number, lines = problem["first"], []
+    for sign, b in problem["steps"]:
+        if chance(WRONG_SIGN):
+            sign = rng.choice("+-*".replace(sign, ""))
+        if chance(WRONG_NUMBER):
+            b = problem["idle"] or rng.randint(2, 12)
+        result = apply(number, sign, b)
+        if chance(SLIP):
+            result += rng.choice([-10, -2, -1, 1, 2, 10])
+        lines.append(f"{number} {sign} {b} = {result}.")
+        number = result
+        if chance(STOP):
+            break
+    end = rng.choice(["", " That is {}.", " Answer: {}.", " #### {} I think."]) if chance(NO_MARK) else " #### {}"
+    return " ".join(lines) + end.format(number)
+
+
+def sample_row(rng: random.Random, held_out: set) -> dict:
+    """One row of the data, and its problem, whose key is not in `held_out`."""
+    problem = sample_problem(rng)
+    while key(problem) in held_out:
+        problem = sample_problem(rng)
+    return {"prompt": chat(problem["text"]), "answer": solve(problem), "problem": problem}
+
+
+# ---- Sizes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    """Makes mini GSM8K."""
+
+    seed: int = 1
+    output_dir: str = str(Path(__file__).resolve().parent)
+    quick: bool = False
+    """a small build which shows that everything runs; its model is poor"""
+
+
+@dataclass
+class Sizes:
+    train: int = 3000  # rows
+    test: int = 400
+    sft: int = 48000  # examples, mostly on problems that train.jsonl does not have
+
+
+QUICK = Sizes(40, 10, 64)
+
+
+# ---- Tokenizer -------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (  # ChatML, as Qwen has it, without tools and thoughts
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer(texts: list[str]):
+    """Byte-level BPE in which, as in Qwen's, each digit is a token; <|im_end|> ends a turn."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE,
+    )
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+
+
+def train_policy(tokenizer, total: int, sample, rng: random.Random):
+    """A Qwen3 fine-tuned, from nothing, on the pupil's solutions of `total` rows; `sample` draws a row."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=384,
+            max_position_embeddings=512,
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+    def make_chunk(n):
+        rows = [sample() for _ in range(n)]
+        prompts = tokenizer.apply_chat_template(
+            [row["prompt"] for row in rows], tokenize=False, add_generation_prompt=True
+        )
+        solutions = [solve(row["problem"], rng) + tokenizer.eos_token for row in rows]
+        return list(zip(tokenizer(prompts)["input_ids"], tokenizer(solutions)["input_ids"]))
+
+    def loss_fn(batch):
+        ids = pad([p + c for p, c in batch], tokenizer.pad_token_id)
+        labels = pad([[-100] * len(p) + c for p, c in batch], -100)[:, 1:]
+        hidden = model.model(ids).last_hidden_state[:, :-1]  # causal: padding on the right is not seen
+        keep = labels != -100
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden[keep]), labels[keep])
+
+    return optimise("policy", model, total, make_chunk, lambda x: len(x[0]) + len(x[1]), loss_fn, 3e-3, rng, 32)
+
+
+def accuracy(model, tokenizer, rows: list[dict], temperature: float) -> tuple[float, float]:
+    """Shares of the rows solved and written as asked, with a completion of each (greedy at temperature 0)."""
+    prompts = tokenizer.apply_chat_template([row["prompt"] for row in rows], tokenize=False, add_generation_prompt=True)
+    texts = [text for text, _ in generate(model, tokenizer, prompts, temperature, 40)]
+    return mean(correctness(None, texts, None, [row["answer"] for row in rows])), mean(format(None, texts, None))
+
+
+def build(config: Config):
+    import torch
+
+    sizes, start = (QUICK if config.quick else Sizes()), time.time()
+
+    def log(message):
+        return print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
+
+    rng = random.Random(config.seed)
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(1)  # so small a model gains nothing from a second thread
+    folder = Path(config.output_dir + ".build")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+    held_out, test = set(), []
+
+    def sample():
+        return sample_row(rng, held_out)
+
+    while len(test) < sizes.test:  # one problem of each key
+        test.append(sample())
+        held_out.add(key(test[-1]["problem"]))
+    train = [sample() for _ in range(sizes.train)]
+    for split, rows in (("train", train), ("test", test)):
+        save_jsonl(folder / f"{split}.jsonl", [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
+    texts = [message["content"] for row in train for message in row["prompt"]] + [row["answer"] for row in train]
+    tokenizer = train_tokenizer(texts)
+    log(f"{len(tokenizer)} tokens; the first problem:\n{train[0]['prompt'][1]['content']}\n{train[0]['answer']}")
+    pupil = [solve(row["problem"], rng) for row in test]
+    policy = train_policy(tokenizer, sizes.sft, sample, rng)
+    policy.save_pretrained(folder / "sft")
+    tokenizer.save_pretrained(folder / "sft")
+
+    figures = {
+        "seed": config.seed,
+        "parameters": policy.num_parameters(),
+        "problems": len(test),
+        "pupil correctness": mean(correctness(None, pupil, None, [row["answer"] for row in test])),
+        "pupil format": mean(format(None, pupil, None)),
+    }
+    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        found = accuracy(policy, tokenizer, test, temperature)
+        figures |= {f"sft {name} correctness": found[0], f"sft {name} format": found[1]}
+    log("\n".join(f"{name:26} {value:g}" for name, value in figures.items()))
+    (folder / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    move_into(folder, Path(config.output_dir))
+    log(f"saved in {config.output_dir}")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    build(tyro.cli(Config, use_underscores=True))

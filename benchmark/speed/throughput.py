@@ -1,0 +1,763 @@
+"""Throughput of rloo.py's group layout against the plain layout, plain `generate` of transformers, and TRL.
+
+    python benchmark/speed/throughput.py                                                # pythia-70m on TL;DR's lengths
+    python benchmark/speed/throughput.py --shape pythia-1b --dtype bfloat16 --prompts 16
+    python benchmark/speed/throughput.py --shape llama-70m --prompts 1 --rloo_k 8 --response_length 512    # grouped queries
+    python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python    # for those see requirements.txt
+
+Models have a published shape and random weights: nothing is downloaded, and completions run to their full length (a
+stop token comes by chance once per vocabulary). What is compared runs in turns, A B C A B C ..., after a warm-up of
+each; a ratio is the median over the turns of the ratio within a turn, so that a slow minute slows all of them.
+
+decode   k completions of each prompt, by weights in --dtype: by the group engine, by rloo.py's hf engine (`generate`,
+         dynamic cache), and by `generate` with the static cache, compiled on CUDA
+phases   reference log-probs and reward model without gradient, policy forward + backward: group and plain layout
+updates  `python rloo.py` in group layout and engine, in plain layout and hf engine, and TRL's RLOOTrainer, each in a
+         process of its own, without loading and first update
+
+Peak memory: of decode and phases the tensors that the first call, the warm-up, holds beyond what is held before it,
+counted by torch; of updates all that the process holds (on CUDA: all tensors).
+
+TRL's settings: same model folders, prompts, k, R, temperature, β, one epoch, one mini-batch, micro-batch, threads;
+sdpa; float32, or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default);
+no logging, saving, evaluation or progress bar; no vLLM. v1 generates and scores a whole update at once, with the
+dynamic cache, both its defaults, unless --trl_static_cache. v0 has its reference and reward model in --dtype.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # rloo.py is imported where it is needed: TRL's environments cannot
+TEMPERATURE, KL_COEF, LEARNING_RATE = 0.7, 0.05, 1e-6  # of every trainer
+GPT_NEOX = {  # vocabulary, layers, width, heads, width of the MLP
+    "tiny": (1024, 2, 64, 4, 128),
+    "pythia-70m": (50304, 6, 512, 8, 2048),
+    "pythia-160m": (50304, 12, 768, 12, 3072),
+    "pythia-410m": (50304, 24, 1024, 16, 4096),
+    "pythia-1b": (50304, 16, 2048, 8, 8192),
+}
+LLAMA = {  # the same, and key heads; an MLP that makes a layer as large as that of the GPT-NeoX of that width above
+    "tiny-llama": (1024, 2, 64, 4, 112, 2),
+    "llama-70m": (50304, 6, 512, 8, 1624, 2),
+}
+Shape = Literal[
+    "tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "tiny-llama", "llama-70m", "qwen3-0.6b"
+]
+Dtype = Literal["float32", "bfloat16"]
+transformers.logging.disable_progress_bar()
+
+
+@dataclass
+class Workload:
+    """What is trained on what: a model of a published shape with random weights, and random prompts."""
+
+    shape: Shape = "pythia-70m"
+    """shape of policy, reference and reward model; llama-70m: pythia-70m's size, 8 heads on 2 key heads"""
+    vocab_size: int = 0
+    """tokens of the vocabulary; 0: the shape's own"""
+    prompts: int = 4
+    """B: prompts per update"""
+    min_prompt: int = 224
+    """tokens of the shortest prompt; lengths are uniform from here ..."""
+    max_prompt: int = 448
+    """... to here"""
+    rloo_k: int = 4
+    """k: completions per prompt"""
+    response_length: int = 53
+    """R: tokens per completion"""
+    dtype: Dtype = "float32"
+    """what the forwards compute in"""
+    seed: int = 1
+    """of weights, prompts and sampling"""
+
+    def describe(self) -> str:
+        """In a line, for titles."""
+        tokens = " to ".join(str(n) for n in sorted({self.min_prompt, self.max_prompt}))
+        vocabulary = f", vocabulary of {self.vocab_size:,}" if self.vocab_size else ""
+        return (
+            f"{self.shape}{vocabulary}, {self.dtype}: {self.prompts} prompt{'s' * (self.prompts > 1)} of {tokens} "
+            f"tokens × {self.rloo_k} completions of {self.response_length} tokens"
+        )
+
+
+@dataclass
+class Machine:
+    """What it runs on, and how often."""
+
+    device: str | None = None
+    """cpu or cuda; if not given, cuda if there is one"""
+    threads: int = 0
+    """CPU threads of every process; 0: torch's default"""
+    repetitions: int = 5
+    """turns of what is measured within a process"""
+
+    def settle(self):
+        """Fills in the defaults that depend on the machine and refuses what it does not have."""
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = "cuda:0" if self.device == "cuda" else self.device
+        self.threads = self.threads or torch.get_num_threads()
+        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
+            fail(f"--device {self.device}: there is none")
+        if min(self.threads, self.repetitions) < 1:
+            fail("--threads and --repetitions must be at least 1")
+        os.environ |= {
+            "OMP_NUM_THREADS": str(self.threads),
+            "MKL_NUM_THREADS": str(self.threads),
+            "KINETO_LOG_LEVEL": "99",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # the profiler counts in silence
+
+    def describe_machine(self) -> str:
+        """In a line, for titles."""
+        return (
+            f"{device_name(self.device)}, threads: {self.threads}, torch {torch.__version__}, transformers "
+            f"{transformers.__version__}"
+        )
+
+
+@dataclass
+class Args(Workload, Machine):
+    """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
+
+    micro_batch: int = 0
+    """completions per forward and backward in training; 0: all of an update"""
+    rollout_batch: int = 0
+    """completions per forward without gradient and per call of generate; 0: as micro_batch"""
+    rounds: int = 3
+    """turns of updates, each of which starts a process per trainer"""
+    updates: int = 3
+    """timed updates per process, after one to warm up"""
+    skip: tuple[Literal["decode", "phases", "updates"], ...] = ()
+    """a part not to measure; may be given several times"""
+    trl: tuple[str, ...] = ()
+    """python of an environment with TRL 0.19 or 1.x; may be given several times"""
+    trl_static_cache: bool = False
+    """let TRL 1.x generate with the static cache"""
+    peak_tflops: float | None = None
+    """peak of the CUDA device in --dtype, TFLOP/s; if not given, that of a measured matrix product"""
+    output: str = "benchmark/speed/throughput.json"
+    """all raw numbers; a figure goes beside it, as .png"""
+
+
+def resolve_args(args: Args) -> Args:
+    """Fills in the defaults that depend on others and refuses what cannot run."""
+    total, k, longest = args.prompts * args.rloo_k, args.rloo_k, args.max_prompt + args.response_length
+    args = dataclasses.replace(args, micro_batch=args.micro_batch or total)
+    args = dataclasses.replace(args, rollout_batch=args.rollout_batch or args.micro_batch)
+    args.settle()
+    positions = shape_config(args).max_position_embeddings
+    sizes = {"micro_batch": args.micro_batch, "rollout_batch": args.rollout_batch}
+    at_least_1 = ("prompts", "min_prompt", "rounds", "updates", "micro_batch")
+    for wrong, message in [
+        *((getattr(args, name) < 1, f"--{name} {getattr(args, name)}: must be at least 1") for name in at_least_1),
+        (min(k, args.response_length) < 2, "--rloo_k and --response_length must be at least 2"),
+        (args.min_prompt > args.max_prompt, f"--min_prompt {args.min_prompt} exceeds --max_prompt {args.max_prompt}"),
+        (longest > positions, f"{longest} tokens exceed the {positions} positions of {args.shape}: lower --max_prompt"),
+        *(
+            (
+                size % k or total % size,
+                f"--{name} {size}: must be a multiple of --rloo_k {k} that divides the {total} "
+                "completions of an update",
+            )
+            for name, size in sizes.items()
+        ),
+        (args.vocab_size and args.vocab_size < 8, f"--vocab_size {args.vocab_size}: must be at least 8"),
+        (
+            args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
+            f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast",
+        ),
+        (len(set(args.skip)) == 3, "--skip: nothing is left to measure"),
+        (not args.output.endswith(".json"), f"--output {args.output}: must end in .json"),
+    ]:
+        if wrong:
+            fail(message)
+    return args
+
+
+def fail(message: str):
+    sys.exit(f"{Path(sys.argv[0]).name}: {message}")
+
+
+def shape_config(args: Workload):
+    """The transformers config of a workload's shape."""
+    if args.shape == "qwen3-0.6b":
+        return transformers.Qwen3Config(
+            vocab_size=args.vocab_size or 151936,
+            hidden_size=1024,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=3072,
+            max_position_embeddings=40960,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+    vocab, layers, width, heads, mlp, *key_heads = (GPT_NEOX | LLAMA)[args.shape]
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    common = {
+        "vocab_size": args.vocab_size or vocab,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+    if key_heads:
+        return transformers.LlamaConfig(**common, num_key_value_heads=key_heads[0], rope_parameters=rope)
+    return transformers.GPTNeoXConfig(
+        **common, use_parallel_residual=True, rope_parameters=rope | {"partial_rotary_factor": 0.25}
+    )
+
+
+def write_inputs(folder: Path, args: Workload) -> dict[str, int]:
+    """Writes policy/, reward/ and data/, for transformers 4.53 as well. Returns the policy's number of parameters: in
+    total, of the body (without the embeddings) and of the head."""
+    torch.manual_seed(args.seed)
+    config = shape_config(args)
+    eos, pad = config.vocab_size - 2, config.vocab_size - 1
+    config.bos_token_id, config.eos_token_id, config.pad_token_id, config.num_labels = eos, eos, pad, 1
+    models = {
+        "policy": AutoModelForCausalLM.from_config(config),
+        "reward": AutoModelForSequenceClassification.from_config(config),
+    }
+    rope, special = config.rope_parameters, {"<eos>": eos, "[PAD]": pad}
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False) | {"special": True}
+    tokenizer = {  # word w<i> is token i, so decoded text becomes the same tokens again
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
+        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(eos)} | special, "unk_token": "w0"},
+    }
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "[PAD]",
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        saved = json.loads((folder / name / "config.json").read_text()) | {  # the names of transformers 4
+            "torch_dtype": "float32",
+            "rope_theta": rope["rope_theta"],
+            "rotary_emb_base": rope["rope_theta"],
+            "rotary_pct": rope.get("partial_rotary_factor", 1.0),
+        }
+        for file, value in (("config", saved), ("tokenizer", tokenizer), ("tokenizer_config", tokenizer_config)):
+            (folder / name / f"{file}.json").write_text(json.dumps(value))
+    (folder / "data").mkdir()
+    rows = [{"prompt": "".join(f"w{i} " for i in ids)} for ids in sample_prompts(args, eos)]
+    for split in ("train", "test"):  # without a test split rloo.py would hold out training rows
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head, total = models["policy"].get_output_embeddings().weight.numel(), models["policy"].num_parameters()
+    return {"total": total, "body": total - head * (1 if config.tie_word_embeddings else 2), "head": head}
+
+
+def sample_prompts(args: Workload, words: int) -> list[list[int]]:
+    """Token ids below `words` of the prompts, of lengths uniform from min_prompt to max_prompt, from the seed."""
+    generator = torch.Generator().manual_seed(args.seed)
+    lengths = torch.randint(args.min_prompt, args.max_prompt + 1, (args.prompts,), generator=generator).tolist()
+    return [torch.randint(words, (length,), generator=generator).tolist() for length in lengths]
+
+
+def alternate(lanes: dict[str, Callable[[], dict]], turns: int) -> dict[str, list[dict]]:
+    """What each lane returns in each of `turns` turns through all lanes: {"seconds": ...} and perhaps more."""
+    rounds = [{name: lane() for name, lane in lanes.items()} for _ in range(turns)]
+    return {name: [found[name] for found in rounds] for name in lanes}
+
+
+def timed(functions: dict[str, Callable], turns: int, device: str) -> dict[str, list[dict]]:
+    """Seconds of each function in each of `turns` turns, and its peak GiB, from one turn before, which warms it up."""
+    peaks = {name: added_memory(function, device) for name, function in functions.items()}
+
+    def lane(name: str) -> dict:
+        begin = clock(device)
+        functions[name]()
+        return {"seconds": clock(device) - begin, "peak_gb": peaks[name]}
+
+    return alternate({name: partial(lane, name) for name in functions}, turns)
+
+
+def added_memory(function: Callable, device: str) -> float:
+    """GiB of tensors that a call holds at its peak beyond what is held before it, as torch counts them."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]  # negative where freed
+    return max(itertools.accumulate(sizes, initial=0)) / 2**30
+
+
+def touch_memory():
+    """Uses free memory once, at most 12 GiB. A virtual machine may get its memory only when it first uses it, a second
+    or more per GiB, and the first trainer measured would pay for all."""
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no Linux, or less may be had than is free
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        torch.ones(min(12 * 2**30, free * 3 // 4), dtype=torch.uint8)
+
+
+def clock(device: str) -> float:
+    """Seconds, read once everything that was started on the device is done."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def seconds(turns: list[dict]) -> float:
+    return median(turn["seconds"] for turn in turns)
+
+
+def in_a_process(function: Callable, *arguments):
+    """`function(*arguments)` in a fresh process, which gives all its memory back. This process stays small, since Linux
+    counts what the starting process holds into the peak of the started one."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def set_up(args: Args):
+    """Prepares a process that calls functions of rloo.py, as its `main` does."""
+    import rloo
+
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    rloo.start_processes(torch.device(args.device))
+
+
+def random_batch(args: Workload, device: str):
+    """The workload's prompts, each with k random completions of R tokens, as a Batch of rloo.py."""
+    import rloo
+
+    eos = shape_config(args).vocab_size - 2  # random words are below, so that none of them ends a completion
+    responses = torch.randint(eos, (args.rloo_k, args.prompts, args.response_length), device=device)
+    return rloo.make_batch([{"prompt_ids": ids} for ids in sample_prompts(args, eos)], responses, [eos])
+
+
+def in_layout(layout: str, model):
+    """The model; for plain rows with the attention of transformers again, which rloo.py changes for group rows."""
+    if layout == "plain":
+        model.set_attn_implementation("sdpa")
+    return model
+
+
+def train(policy, batch, dtype: str, micro_batch: int, layout: str):
+    """Forward and backward of the completions' mean log-prob, as in an update of rloo.py."""
+    import rloo
+
+    for part in batch.chunks(micro_batch):
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = rloo.completion_logprobs(in_layout(layout, policy), part, TEMPERATURE, layout)[0].mean()
+        loss.backward()
+    policy.zero_grad()
+
+
+def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dict[str, dict]:
+    """The lanes of decode and phases, and on CUDA the use of the device."""
+    import rloo
+
+    set_up(args)
+    k, size, device, found = args.rloo_k, args.rollout_batch, args.device, {}
+
+    def load(auto_class, name: str, dtype: str):
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+        return auto_class.from_pretrained(folder / name, **options).to(device).eval()
+
+    policy, reference = (load(AutoModelForCausalLM, "policy", dtype) for dtype in ("float32", args.dtype))
+    reward = load(AutoModelForSequenceClassification, "reward", args.dtype)
+    batch = random_batch(args, device)
+    assert batch.response_mask.all()
+    pad_id, never = policy.config.pad_token_id, policy.config.vocab_size  # a stop id that no token has
+
+    def group_engine(length: int):
+        rloo.rollout(in_layout("group", reference), batch.rows, k, TEMPERATURE, length, [never], "group", size)
+
+    def generate(length: int, cache: str):
+        for ids, mask in ([x.repeat(k, 1) for x in part[1:3]] for part in batch.chunks(size)):
+            out = in_layout("plain", reference).generate(
+                input_ids=ids,
+                attention_mask=mask.long(),
+                max_new_tokens=length,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=TEMPERATURE,
+                eos_token_id=[never],
+                pad_token_id=pad_id,
+                cache_implementation=cache,
+            )
+            assert out.shape[1] == ids.shape[1] + length
+
+    @torch.no_grad()
+    def read(function: Callable, model, options: list, layout: str):
+        for part in batch.chunks(size):
+            function(in_layout(layout, model), part, *options, layout)
+
+    if "decode" not in args.skip:
+        engines = {
+            "group engine": group_engine,
+            "generate, dynamic cache": partial(generate, cache=None),
+            "generate, static cache": partial(generate, cache="static"),
+        }
+        for name, length in (("decode", args.response_length), ("first token", 1)):
+            # not in turns with each other: that would reallocate the static cache
+            lanes = {engine: partial(function, length) for engine, function in engines.items()}
+            found[name] = timed(lanes, args.repetitions, device)
+    if "phases" not in args.skip:
+        phases = {
+            "reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
+            "reward model": partial(read, rloo.model_scores, reward, []),
+            "training": partial(train, policy, batch, args.dtype, args.micro_batch),
+        }
+        for name, phase in phases.items():
+            lanes = {f"{layout} layout": partial(phase, layout) for layout in ("group", "plain")}
+            found[name] = timed(lanes, args.repetitions, device)
+    if device.startswith("cuda"):
+        lengths = [len(row["prompt_ids"]) for row in batch.rows]
+        found["device"] = device_use(found, args, parameters, lengths, policy.config)
+    return found
+
+
+def device_use(found: dict, args: Args, parameters: dict[str, int], lengths: list[int], config) -> dict:
+    """CUDA only: bandwidth of a copy, peak of a matrix product, and the part of them that the lanes reach.
+
+    decode: the least time of a step over what it takes. In any engine it reads body and head once, the keys and values
+    of each prompt once and those of its k completions so far. training: 6 · parameters · tokens, over the peak and the
+    seconds; the body's tokens are those of the layout's rows, the head's those of the completions; attention's own
+    products and what is computed twice do not count."""
+    device, dtype, k, R = args.device, getattr(torch, args.dtype), args.rloo_k, args.response_length
+    square, source = (torch.randn(shape, dtype=dtype, device=device) for shape in ((8192, 8192), 2**29))
+    target = torch.empty_like(source)
+    probes = timed({"copy": lambda: target.copy_(source), "product": lambda: square @ square}, 21, device)
+    bandwidth = 2 * source.nbytes / seconds(probes["copy"])
+    peak = args.peak_tflops * 1e12 if args.peak_tflops else 2 * len(square) ** 3 / seconds(probes["product"])
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cached = 2 * config.num_hidden_layers * heads * width * sum(length + k * R / 2 for length in lengths)
+    floor = dtype.itemsize * (parameters["body"] + parameters["head"] + cached) / bandwidth
+    completed = len(lengths) * k * R
+    work = {
+        layout: 6 * (parameters["body"] * (sum(lengths) * times + completed) + parameters["head"] * completed)
+        for layout, times in (("group layout", 1), ("plain layout", k))
+    }
+    return {
+        "gb_per_s": bandwidth / 1e9,
+        "tflops": peak / 1e12,
+        "floor_ms": floor * 1e3,
+        "decode": {
+            lane: floor / (seconds(turns) - seconds(found["first token"][lane])) * (R - 1)
+            for lane, turns in found.get("decode", {}).items()
+        },
+        "training": {lane: work[lane] / peak / seconds(turns) for lane, turns in found.get("training", {}).items()},
+    }
+
+
+def measure_updates(folder: Path, args: Args, trl_names: dict[str, str]) -> dict[str, list[dict]]:
+    """For each trainer and round: median seconds of an update, peak memory in GiB."""
+
+    def lane(name: str, run: Callable, *arguments) -> dict:
+        print(f"updates: {name}", flush=True)
+        return run(folder, args, Path(tempfile.mkdtemp(dir=folder)), *arguments)
+
+    lanes = {"rloo.py, group": (run_rloo, "group"), "rloo.py, plain": (run_rloo, "plain")}
+    lanes |= {name: (run_trl, python) for name, python in trl_names.items()}
+    return alternate({name: partial(lane, name, *run) for name, run in lanes.items()}, args.rounds)
+
+
+def run_rloo(folder: Path, args: Args, out: Path, layout: str) -> dict:
+    """Median seconds of a timed update and of its phases, and peak GiB, of rloo.py, from its metrics.jsonl."""
+    total = args.prompts * args.rloo_k
+    flags = {
+        "sft_model_path": folder / "policy",
+        "reward_model_path": folder / "reward",
+        "dataset_name": folder / "data",
+        "output_dir": out,
+        "layout": layout,
+        "rloo_k": args.rloo_k,
+        "kl_coef": KL_COEF,
+        "response_length": args.response_length,
+        "temperature": TEMPERATURE,
+        "max_prompt_length": args.max_prompt,
+        "per_device_train_batch_size": args.micro_batch,
+        "gradient_accumulation_steps": total // args.micro_batch,
+        "local_rollout_forward_batch_size": args.rollout_batch,
+        "learning_rate": LEARNING_RATE,
+        "num_eval_prompts": 0,
+        "total_episodes": (args.updates + 1) * total,
+        "num_sample_generations": 0,
+        "dtype": args.dtype,
+        "device": args.device,
+        "seed": args.seed,
+    }
+    call([sys.executable, ROOT / "rloo.py", *(part for name, value in flags.items() for part in (f"--{name}", value))])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    ends = [line["episode"] / line["eps"] for line in lines]  # seconds since the first update began
+    kept = [name for name in lines[0] if name.startswith(("time/", "completions/"))]
+    updates = [b - a for a, b in zip(ends, ends[1:])]
+    return {
+        "seconds": median(updates),
+        "updates": updates,
+        "peak_gb": lines[-1]["memory/peak_gb"],
+        **{name: median(line[name] for line in lines[1:]) for name in kept},
+    }
+
+
+def run_trl(folder: Path, args: Args, out: Path, python: str) -> dict:
+    """Median seconds of a timed update and peak GiB of TRL's RLOOTrainer, by running this file with `python`."""
+    job = {"folder": str(folder), "args": dataclasses.asdict(args), "out": str(out)}
+    call([python, __file__, "--trl_job", json.dumps(job)])
+    return json.loads((out / "result.json").read_text())
+
+
+def call(command: list) -> str:
+    """Standard output of a command; where it fails, the end of this program, with the end of what it said."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
+    except OSError as error:
+        fail(f"{command[0]}: cannot be run ({error.strerror})")
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        fail(f"{' '.join(str(part) for part in command)[:200]} ... failed:\n{said[-5000:]}")
+    return done.stdout
+
+
+def trl_versions(pythons: tuple[str, ...]) -> dict[str, str]:
+    """Name with versions -> python of each environment."""
+    code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
+    return {call([python, "-c", code]).splitlines()[-1]: python for python in pythons}
+
+
+def trl_job(folder: str, args: Args, out: str):
+    """Runs in an environment with TRL: trains, and writes result.json for `run_trl`."""
+    import datasets
+    import trl
+
+    torch.set_num_threads(args.threads)
+    marks, total = [], args.prompts * args.rloo_k
+
+    class Marks(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            marks.append(clock(args.device))
+
+    def load(auto_class, name: str, dtype: str, **options):
+        options |= {"torch_dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+        return auto_class.from_pretrained(f"{folder}/{name}", **options)
+
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy", padding_side="left")
+    dataset = datasets.load_dataset("json", data_files=f"{folder}/data/train.jsonl", split="train", cache_dir=out)
+    common = {
+        "output_dir": out,
+        "per_device_train_batch_size": args.micro_batch,
+        "learning_rate": LEARNING_RATE,
+        "seed": args.seed,
+        "gradient_accumulation_steps": total // args.micro_batch,
+        "temperature": TEMPERATURE,
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": False,
+        "bf16": args.dtype == "bfloat16",
+        "use_cpu": args.device == "cpu",
+        "dataloader_pin_memory": args.device != "cpu",
+        "disable_tqdm": True,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+    }
+    if trl.__version__.startswith("0."):
+        config = trl.RLOOConfig(
+            **common,
+            rloo_k=args.rloo_k,
+            kl_coef=KL_COEF,
+            response_length=args.response_length,
+            stop_token="eos",
+            total_episodes=(args.updates + 1) * total,
+            num_ppo_epochs=1,
+            num_mini_batches=1,
+            num_sample_generations=0,
+            local_rollout_forward_batch_size=args.rollout_batch,
+        )
+        trainer = trl.RLOOTrainer(
+            config=config,
+            processing_class=tokenizer,
+            policy=load(AutoModelForCausalLM, "policy", "float32"),
+            ref_policy=load(AutoModelForCausalLM, "policy", args.dtype),
+            callbacks=[Marks()],
+            reward_model=load(AutoModelForSequenceClassification, "reward", args.dtype, num_labels=1),
+            train_dataset=dataset.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"]),
+        )
+    else:
+        config = trl.RLOOConfig(
+            **common,
+            num_generations=args.rloo_k,
+            beta=KL_COEF,
+            max_completion_length=args.response_length,
+            max_steps=args.updates + 1,
+            cache_implementation="static" if args.trl_static_cache else None,
+            model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        )
+        trainer = trl.RLOOTrainer(
+            model=f"{folder}/policy",
+            reward_funcs=f"{folder}/reward",
+            args=config,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=[Marks()],
+        )
+    trainer.train()
+    assert len(marks) == args.updates + 1, f"{len(marks)} updates instead of {args.updates + 1}"
+    peak = (
+        torch.cuda.max_memory_allocated() / 2**30
+        if args.device.startswith("cuda")
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    )
+    updates = [b - a for a, b in zip(marks, marks[1:])]
+    Path(out, "result.json").write_text(json.dumps({"seconds": median(updates), "updates": updates, "peak_gb": peak}))
+
+
+def speedups(found: dict[str, dict]) -> dict[str, dict[str, float]]:
+    """How many times faster the first lane of each part is than the others: medians of the ratios turn by turn."""
+    ratios = {}
+    for part, ((_, first), *others) in ((part, lanes.items()) for part, lanes in found.items() if part != "device"):
+        ratios[part] = {
+            name: median(b["seconds"] / a["seconds"] for a, b in zip(first, turns)) for name, turns in others
+        }
+    return ratios
+
+
+def report(result: dict, args: Args) -> str:
+    """The table, at most 100 columns wide."""
+    completions, device = args.prompts * args.rloo_k, result["found"].get("device", {})
+    counts = {"decode": completions * args.response_length, "first token": completions}  # tokens; else completions
+    header = f"{'':38}{'ms':>11}{'per second':>12}{'peak GiB':>10}{'of device':>11}{'group faster':>14}"
+    lines = [result["title"], "", header]
+    for part, ratios in result["speedups"].items():
+        lines.append(part + (", tokens" if part in counts else ", completions"))
+        for name, turns in result["found"][part].items():
+            time, peak, use = seconds(turns), turns[0].get("peak_gb"), device.get(part, {}).get(name)
+            cells = [
+                f"{time * 1e3:11.1f}",
+                f"{counts.get(part, completions) / time:12.2f}",
+                f"{max(turn['peak_gb'] for turn in turns):10.2f}" if peak else " " * 10,
+                f"{use:11.1%}" if use else " " * 11,
+                f"{ratios[name]:13.2f}x" if name in ratios else "",
+            ]
+            lines.append(f"  {name:36}" + "".join(cells).rstrip())
+    lines.append("\npeak GiB: of a whole update all that its process holds, of the rest the tensors that it adds")
+    if device:
+        lines.append(
+            f"decode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
+            f"{device['tflops']:,.0f} TFLOP/s"
+        )
+    return "\n".join(lines)
+
+
+def draw(result: dict, pyplot):
+    """Bars of the speedups."""
+    bars = [
+        (f"{part}: {name}", value, f"C{i}")
+        for i, (part, ratios) in enumerate(result["speedups"].items())
+        for name, value in ratios.items()
+    ]
+    names, values, colors = zip(*bars)
+    figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.4 * len(bars)), layout="constrained")
+    axes.bar_label(axes.barh(names, values, color=colors), fmt="%.2f×", padding=4)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlim=(0, 1.15 * max(1, *values)), xlabel="times faster in rloo.py's group layout")
+    figure.suptitle(result["title"], fontsize=9)
+
+
+def save(result: dict, output: str, draw: Callable | None = None) -> str:
+    """Writes the numbers and, as .png beside them, what `draw(result, pyplot)` makes; returns what to tell."""
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    if draw is None:
+        return f"numbers: {path}"
+    try:
+        import matplotlib
+    except ImportError:
+        return f"numbers: {path}\nno figure without matplotlib: pip install -r benchmark/requirements.txt"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    draw(result, pyplot)
+    pyplot.savefig(path.with_suffix(".png"), dpi=150)
+    return f"numbers: {path}\nfigure: {path.with_suffix('.png')}"
+
+
+def device_name(device: str) -> str:
+    """What the GPU or the CPU calls itself."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    names = [line.partition(": ")[2] for line in info.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main(args: Args):
+    args = resolve_args(args)
+    trl_names = {} if "updates" in args.skip else trl_versions(args.trl)
+    found: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
+        parameters = in_a_process(write_inputs, Path(temporary), args)
+        if "updates" not in args.skip:  # first, since other programs may fail
+            with contextlib.suppress(BrokenProcessPool):  # a container's limit ended it
+                in_a_process(touch_memory)
+            found["whole update"] = measure_updates(Path(temporary), args, trl_names)
+        if not {"decode", "phases"} <= set(args.skip):
+            print("decode and phases", flush=True)
+            found = in_a_process(measure_layouts, Path(temporary), args, parameters) | found
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": list(trl_names)}
+    result = {
+        "title": f"{args.describe()}\n{args.describe_machine()}",
+        "args": dataclasses.asdict(args),
+        "device": device_name(args.device),
+        "versions": versions,
+        "parameters": parameters,
+        "speedups": speedups(found),
+        "found": found,
+    }
+    print(f"\n{report(result, args)}\n\n{save(result, args.output, draw)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--trl_job"]:
+        job = json.loads(sys.argv[2])
+        trl_job(job["folder"], Args(**job["args"]), job["out"])
+    else:
+        import tyro
+
+        try:
+            main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction), use_underscores=True))
+        except torch.OutOfMemoryError:
+            fail("out of memory: lower --prompts or --micro_batch")

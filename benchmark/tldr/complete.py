@@ -1,0 +1,121 @@
+"""Completions of a checkpoint, sampled or greedy, by the engine that rloo.py trains with, as JSON Lines for judge.py.
+
+    python benchmark/tldr/complete.py --sft_model_path runs/my_run --output rloo.jsonl                   # greedy
+    python benchmark/tldr/complete.py --sft_model_path my/sft --output samples.jsonl --temperature 0.7 --n 4
+
+A line per completion: {"post": number of the row in its split, "sample": 0 ... n - 1, "prompt": as the dataset has it,
+"completion": text, "reference": text or null, "tokens": its length, "ended": a stop token came in time, "columns": what
+else the dataset says about the post, "model", "temperature", "seed"}. Flags have the names of rloo.py.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for rloo.py
+
+from judge import mistakes_in_a_line, parse, require, require_new, write_whole
+
+import rloo
+
+
+@dataclass
+class Args:
+    """Completions of held-out prompts, as JSON Lines."""
+
+    sft_model_path: str  # checkpoint: a run's output_dir, a checkpoint in it, or a Hub id
+    output: str  # .jsonl; not overwritten
+    model_name_or_path: str | None = None  # where the tokenizer comes from; if not given, sft_model_path
+    dataset_name: str = str(rloo.MINI_TLDR)  # .jsonl file, folder of <split>.jsonl, or Hub id
+    dataset_test_split: str = "test"  # split to complete
+    posts: int | None = None  # the first so many of it; if not given, all
+    max_prompt_length: int = 512  # tokens; longer prompts are left out
+    n: int = 1  # completions per prompt
+    temperature: float = 0.0  # 0: greedy
+    response_length: int = 53  # tokens of a completion at most
+    stop_token: str | None = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the model
+    seed: int = 1  # of sampling
+    local_rollout_forward_batch_size: int = 64  # completions at a time
+    device: str | None = None  # if not given, cuda if there is one
+
+
+def main(args: Args):
+    require_new(args.output, ".jsonl")
+    for flag in ("n", "posts", "max_prompt_length", "response_length", "local_rollout_forward_batch_size"):
+        value = getattr(args, flag)
+        require(value is None or value > 0, f"--{flag} {value}: must be above 0")
+    require(args.temperature >= 0, f"--temperature {args.temperature}: must be at least 0")
+    require(args.temperature or args.n == 1, f"--n {args.n}: greedy completions are all equal; name a --temperature")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rloo.start_processes(device)
+    flags = rloo.Args(
+        sft_model_path=args.sft_model_path,
+        dtype=args.dtype,
+        device=str(device),
+        rloo_k=max(2, args.n),
+        model_name_or_path=args.model_name_or_path or args.sft_model_path,
+        response_length=args.response_length,
+        stop_token=args.stop_token,
+    )
+
+    tokenizer = rloo.load_tokenizer(flags, "--model_name_or_path or --sft_model_path", flags.model_name_or_path)
+    found = rloo.load_rows(args.dataset_name, args.dataset_test_split)
+    require(found is not None, f"--dataset_test_split {args.dataset_test_split}: {args.dataset_name} has no such split")
+    numbered = [row | {"post": number} for number, row in enumerate(found[: args.posts])]
+    rows = rloo.prepare_rows(numbered, tokenizer, args.max_prompt_length, args.dataset_name)
+    model = rloo.load_model(flags, "--sft_model_path", args.sft_model_path, trained=False)
+    layout = rloo.fit(model, flags, rows)
+    sampling = {
+        "response_length": args.response_length,
+        "stop_ids": rloo.stop_token_ids(flags, model, tokenizer),
+        "engine": "group" if layout == "group" else "hf",
+        "chunk_size": args.local_rollout_forward_batch_size,
+    }
+
+    transformers.set_seed(args.seed)
+    lines, size = [], max(1, args.local_rollout_forward_batch_size // args.n)
+    with tqdm(total=len(rows), desc=Path(args.output).stem, unit="post") as bar:
+        for part in (rows[i : i + size] for i in range(0, len(rows), size)):
+            batch, _ = rloo.rollout(model, part, args.n, args.temperature, **sampling)
+            texts, tokens = rloo.completion_texts(batch, tokenizer), batch.response_mask.sum(-1).tolist()
+            for b, row in enumerate(part):
+                columns = {
+                    name: x
+                    for name, x in row["columns"].items()
+                    if name not in ("post", "prompt", "messages", "completion")
+                }
+                lines += [
+                    json.dumps(
+                        {
+                            "post": row["columns"]["post"],
+                            "sample": j,
+                            "prompt": row["prompt"],
+                            "completion": texts[j * len(part) + b],
+                            "reference": row["reference"],
+                            "tokens": tokens[j][b],
+                            "ended": bool(batch.ended[j, b]),
+                            "columns": columns,
+                            "model": args.sft_model_path,
+                            "temperature": args.temperature,
+                            "seed": args.seed,
+                        }
+                    )
+                    + "\n"
+                    for j in range(args.n)
+                ]
+            bar.update(len(part))
+    write_whole(args.output, "".join(lines))
+
+
+if __name__ == "__main__":
+    with mistakes_in_a_line():
+        main(parse(Args))
