@@ -1373,7 +1373,7 @@ def resolve_args(args: Args) -> Args:
         require(MINI_TLDR.is_dir(), f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
         args.dataset_name = str(MINI_TLDR)
         args.sft_model_path = args.sft_model_path or args.model_name_or_path or str(MINI_TLDR / "sft")
-        args.judge_fn = args.judge_fn or f"{MINI_TLDR}.py:gold_judge"
+        args.judge_fn = args.judge_fn or f"{MINI_TLDR}/mini_tldr.py:gold_judge"
         args.reward_model_path = args.reward_model_path or (None if args.reward_fns else str(MINI_TLDR / "reward"))
     args.sft_model_path = args.sft_model_path or args.model_name_or_path
     args.model_name_or_path = args.model_name_or_path or args.sft_model_path

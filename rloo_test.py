@@ -2507,11 +2507,11 @@ def test_main_command_runs_on_the_embedded_task(tmp_path, monkeypatch, capfd):
 
 def test_the_embedded_task_can_be_rebuilt(tmp_path):
     """`mini_tldr.py --quick` makes a small one of the same kind, and the judge grades it."""
-    result = shell([HERE / "benchmark" / "mini_tldr.py", "--quick", "--output_dir", "mini"], tmp_path)
+    result = shell([HERE / "benchmark" / "mini_tldr" / "mini_tldr.py", "--quick", "--output_dir", "mini"], tmp_path)
     assert result.returncode == 0 and "reward model agreement" in result.stdout, result.stderr
     splits = {split: rloo.load_rows(str(tmp_path / "mini"), split) for split in ("train", "validation", "test")}
     row = {"columns": splits["test"][0]}
-    spec = f"{HERE}/benchmark/mini_tldr.py:gold_judge"
+    spec = f"{HERE}/benchmark/mini_tldr/mini_tldr.py:gold_judge"
     judge = rloo.load_functions([spec], "judge_fn", None, row)["gold_judge"].args[1]
     facts, own = ([row[name] for row in splits["test"]] for name in ("facts", "completion"))
     grades = [sum(judge(None, summaries, None, facts=facts)) for summaries in (own, own[1:] + own[:1])]
@@ -2534,7 +2534,7 @@ def test_every_command_of_the_readme_parses():
     lines = [line.partition("  #")[0] for block in readme_blocks("sh") for line in block.splitlines()]
     commands = [line.partition("rloo.py ")[2].split() for line in lines if "rloo.py " in line and "test" not in line]
     assert len(commands) >= 6 and all(isinstance(rloo.parse_args(flags), Args) for flags in commands)
-    scripts = {name for line in lines for name in re.findall(r"benchmark/\w+\.\w+", line)}
+    scripts = {name for line in lines for name in re.findall(r"benchmark/[\w/]+\.\w+", line)}
     assert all((HERE / name).is_file() for name in scripts)
 
 
@@ -2907,11 +2907,11 @@ def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
-    """SIGKILL, also during a save; benchmark/kill_test.py does the same more often."""
-    monkeypatch.syspath_prepend(HERE / "benchmark")
-    import kill_test
+    """SIGKILL, also during a save; benchmark/kill/kill_runs.py does the same more often."""
+    monkeypatch.syspath_prepend(HERE / "benchmark" / "kill")
+    import kill_runs
 
-    counts = kill_test.run(tmp_path / "kill", kills=5, seed=1, models=tiny, data=tiny / "data")
+    counts = kill_runs.run(tmp_path / "kill", kills=5, seed=1, models=tiny, data=tiny / "data")
     assert counts["kills"] == 5 and counts["runs"] >= 1 and counts["differences"] == 0
 
 
