@@ -1,13 +1,17 @@
-"""Throughput of rloo.py's group layout against the plain layout, plain `generate` of transformers, and TRL.
+"""Speed and memory of rloo.py's group layout against plain rows, `generate` of transformers, and TRL.
 
-    python benchmark/speed/throughput.py                                                # pythia-70m on TL;DR's lengths
-    python benchmark/speed/throughput.py --shape pythia-1b --dtype bfloat16 --prompts 16
-    python benchmark/speed/throughput.py --shape llama-70m --prompts 1 --rloo_k 8 --response_length 512    # grouped queries
-    python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python    # for those see requirements.txt
+    python benchmark/speed/throughput.py                       # decoding, phases, updates: pythia-70m, TL;DR's lengths
+    python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python    # and TRL: see requirements.txt
+    python benchmark/speed/throughput.py length                # forward + backward over the completions' length
+    python benchmark/speed/throughput.py memory                # memory on one and on two processes, by --sharding
+    python benchmark/speed/throughput.py draw FILE.json        # the picture of numbers that are there
 
-Models have a published shape and random weights: nothing is downloaded, and completions run to their full length (a
-stop token comes by chance once per vocabulary). What is compared runs in turns, A B C A B C ..., after a warm-up of
-each; a ratio is the median over the turns of the ratio within a turn, so that a slow minute slows all of them.
+A command's flags follow it (`length --help`). Models have a published shape and random weights: nothing is downloaded,
+and completions run to their full length (a stop token comes by chance once per vocabulary). What is compared takes
+turns, A B C A B C ..., after a warm-up of each. A ratio is the median, over the rounds, of the ratio within a round, so
+that a slow minute slows all of them.
+
+Without a command:
 
 decode   k completions of each prompt, by weights in --dtype: by the group engine, by rloo.py's hf engine (`generate`,
          dynamic cache), and by `generate` with the static cache, compiled on CUDA
@@ -22,6 +26,13 @@ TRL's settings: same model folders, prompts, k, R, temperature, β, one epoch, o
 sdpa; float32, or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default);
 no logging, saving, evaluation or progress bar; no vLLM. v1 generates and scores a whole update at once, with the
 dynamic cache, both its defaults, unless --trl_static_cache. v0 has its reference and reward model in --dtype.
+
+length   One prompt of 256 tokens with 8 completions, and one of 64 tokens with 2, where there is least to share; all
+         completions have R tokens. Peak memory is of the tensors that the warm-up holds beyond weights and batch.
+
+memory   Each line is a run of 2 updates of rloo.py by torchrun. Parameters, gradients and optimizer state are counted
+         byte by byte at the second optimizer step. "peak" is the process's: torch's count on CUDA, else resident
+         memory, which includes Python, libraries, reference, reward model and what loading needs.
 """
 
 import contextlib
@@ -67,6 +78,10 @@ Shape = Literal[
 ]
 Dtype = Literal["float32", "bfloat16"]
 transformers.logging.disable_progress_bar()
+LAYOUTS = ("group", "plain")
+GROUPS = ((256, 8), (64, 2))  # of `length`: tokens of the prompt, completions
+# of `memory`: number of processes, options of rloo.py
+RUNS = [(1, {}), (1, {"layout": "plain"}), (2, {"sharding": "ddp"}), (2, {"sharding": "fsdp"})]
 
 
 @dataclass
@@ -88,7 +103,7 @@ class Workload:
     response_length: int = 53
     """R: tokens per completion"""
     dtype: Dtype = "float32"
-    """what the forwards compute in"""
+    """of the forward passes"""
     seed: int = 1
     """of weights, prompts and sampling"""
 
@@ -111,7 +126,7 @@ class Machine:
     threads: int = 0
     """CPU threads of every process; 0: torch's default"""
     repetitions: int = 5
-    """turns of what is measured within a process"""
+    """rounds of what is measured within a process"""
 
     def settle(self):
         """Fills in the defaults that depend on the machine and refuses what it does not have."""
@@ -146,7 +161,7 @@ class Args(Workload, Machine):
     rollout_batch: int = 0
     """completions per forward without gradient and per call of generate; 0: as micro_batch"""
     rounds: int = 3
-    """turns of updates, each of which starts a process per trainer"""
+    """rounds of updates, each of which starts a process per trainer"""
     updates: int = 3
     """timed updates per process, after one to warm up"""
     skip: tuple[Literal["decode", "phases", "updates"], ...] = ()
@@ -158,7 +173,35 @@ class Args(Workload, Machine):
     peak_tflops: float | None = None
     """peak of the CUDA device in --dtype, TFLOP/s; if not given, that of a measured matrix product"""
     output: str = "benchmark/speed/throughput.json"
-    """all raw numbers; a figure goes beside it, as .png"""
+    """all raw numbers; the picture goes beside it, as .png"""
+
+
+@dataclass
+class Length(Machine):
+    """Seconds and peak memory of forward + backward over the completions' length, in group and in plain rows."""
+
+    shapes: tuple[Shape, ...] = ("pythia-70m", "llama-70m")
+    """of the models"""
+    vocab_size: int = 8192
+    """tokens of the vocabulary; 0: the shape's own"""
+    response_lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
+    """R: tokens per completion"""
+    dtype: Dtype = "float32"
+    """of the forward passes"""
+    seed: int = 1
+    """of weights and tokens"""
+    output: str = "benchmark/speed/length.json"
+    """all raw numbers; the picture goes beside it, as .png"""
+
+
+@dataclass
+class Memory(Workload):
+    """Memory of training by rloo.py on one and on two processes; prompts are those of each process."""
+
+    grouped_query_shape: Shape = "llama-70m"
+    """shape of the last two lines"""
+    output: str = "benchmark/speed/memory.json"
+    """all numbers"""
 
 
 def resolve_args(args: Args) -> Args:
@@ -284,14 +327,14 @@ def sample_prompts(args: Workload, words: int) -> list[list[int]]:
     return [torch.randint(words, (length,), generator=generator).tolist() for length in lengths]
 
 
-def alternate(lanes: dict[str, Callable[[], dict]], turns: int) -> dict[str, list[dict]]:
-    """What each lane returns in each of `turns` turns through all lanes: {"seconds": ...} and perhaps more."""
-    rounds = [{name: lane() for name, lane in lanes.items()} for _ in range(turns)]
-    return {name: [found[name] for found in rounds] for name in lanes}
+def alternate(lanes: dict[str, Callable[[], dict]], rounds: int) -> dict[str, list[dict]]:
+    """What each lane returns in each of `rounds` rounds through all lanes: {"seconds": ...} and perhaps more."""
+    found = [{name: lane() for name, lane in lanes.items()} for _ in range(rounds)]
+    return {name: [one[name] for one in found] for name in lanes}
 
 
-def timed(functions: dict[str, Callable], turns: int, device: str) -> dict[str, list[dict]]:
-    """Seconds of each function in each of `turns` turns, and its peak GiB, from one turn before, which warms it up."""
+def timed(functions: dict[str, Callable], rounds: int, device: str) -> dict[str, list[dict]]:
+    """Seconds of each function in each of `rounds` rounds, and its peak GiB, from a round before, which warms it up."""
     peaks = {name: added_memory(function, device) for name, function in functions.items()}
 
     def lane(name: str) -> dict:
@@ -299,7 +342,7 @@ def timed(functions: dict[str, Callable], turns: int, device: str) -> dict[str, 
         functions[name]()
         return {"seconds": clock(device) - begin, "peak_gb": peaks[name]}
 
-    return alternate({name: partial(lane, name) for name in functions}, turns)
+    return alternate({name: partial(lane, name) for name in functions}, rounds)
 
 
 def added_memory(function: Callable, device: str) -> float:
@@ -331,8 +374,8 @@ def clock(device: str) -> float:
     return time.perf_counter()
 
 
-def seconds(turns: list[dict]) -> float:
-    return median(turn["seconds"] for turn in turns)
+def seconds(rounds: list[dict]) -> float:
+    return median(one["seconds"] for one in rounds)
 
 
 def in_a_process(function: Callable, *arguments):
@@ -427,7 +470,7 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
             "generate, static cache": partial(generate, cache="static"),
         }
         for name, length in (("decode", args.response_length), ("first token", 1)):
-            # not in turns with each other: that would reallocate the static cache
+            # decode and first token do not alternate: that would reallocate the static cache
             lanes = {engine: partial(function, length) for engine, function in engines.items()}
             found[name] = timed(lanes, args.repetitions, device)
     if "phases" not in args.skip:
@@ -472,10 +515,10 @@ def device_use(found: dict, args: Args, parameters: dict[str, int], lengths: lis
         "tflops": peak / 1e12,
         "floor_ms": floor * 1e3,
         "decode": {
-            lane: floor / (seconds(turns) - seconds(found["first token"][lane])) * (R - 1)
-            for lane, turns in found.get("decode", {}).items()
+            lane: floor / (seconds(rounds) - seconds(found["first token"][lane])) * (R - 1)
+            for lane, rounds in found.get("decode", {}).items()
         },
-        "training": {lane: work[lane] / peak / seconds(turns) for lane, turns in found.get("training", {}).items()},
+        "training": {lane: work[lane] / peak / seconds(rounds) for lane, rounds in found.get("training", {}).items()},
     }
 
 
@@ -642,14 +685,19 @@ def trl_job(folder: str, args: Args, out: str):
     Path(out, "result.json").write_text(json.dumps({"seconds": median(updates), "updates": updates, "peak_gb": peak}))
 
 
+def ratios_by_round(lanes: dict[str, list[dict]]) -> dict[str, list[float]]:
+    """For every lane but the first: how many times as long it takes as the first one, round by round."""
+    (_, first), *others = lanes.items()
+    return {name: [b["seconds"] / a["seconds"] for a, b in zip(first, rounds)] for name, rounds in others}
+
+
 def speedups(found: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """How many times faster the first lane of each part is than the others: medians of the ratios turn by turn."""
-    ratios = {}
-    for part, ((_, first), *others) in ((part, lanes.items()) for part, lanes in found.items() if part != "device"):
-        ratios[part] = {
-            name: median(b["seconds"] / a["seconds"] for a, b in zip(first, turns)) for name, turns in others
-        }
-    return ratios
+    """How many times faster the first lane of each part is than the others: medians over the rounds."""
+    return {
+        part: {name: median(ratios) for name, ratios in ratios_by_round(lanes).items()}
+        for part, lanes in found.items()
+        if part != "device"
+    }
 
 
 def report(result: dict, args: Args) -> str:
@@ -660,12 +708,12 @@ def report(result: dict, args: Args) -> str:
     lines = [result["title"], "", header]
     for part, ratios in result["speedups"].items():
         lines.append(part + (", tokens" if part in counts else ", completions"))
-        for name, turns in result["found"][part].items():
-            time, peak, use = seconds(turns), turns[0].get("peak_gb"), device.get(part, {}).get(name)
+        for name, rounds in result["found"][part].items():
+            time, peak, use = seconds(rounds), rounds[0].get("peak_gb"), device.get(part, {}).get(name)
             cells = [
                 f"{time * 1e3:11.1f}",
                 f"{counts.get(part, completions) / time:12.2f}",
-                f"{max(turn['peak_gb'] for turn in turns):10.2f}" if peak else " " * 10,
+                f"{max(one['peak_gb'] for one in rounds):10.2f}" if peak else " " * 10,
                 f"{use:11.1%}" if use else " " * 11,
                 f"{ratios[name]:13.2f}x" if name in ratios else "",
             ]
@@ -680,39 +728,56 @@ def report(result: dict, args: Args) -> str:
 
 
 def draw(result: dict, pyplot):
-    """Bars of the speedups."""
+    """How many times as long the alternatives take as the group layout: a bar each, a colour for each kind."""
+    kinds = {"generate": "generate of transformers", "plain": "rloo.py in plain rows", "TRL": "TRL's RLOOTrainer"}
     bars = [
-        (f"{part}: {name}", value, f"C{i}")
-        for i, (part, ratios) in enumerate(result["speedups"].items())
-        for name, value in ratios.items()
+        (f"{part}: {name}", ratios, next(kind for kind in kinds if kind in name))
+        for part, lanes in result["found"].items()
+        if part != "device"
+        for name, ratios in ratios_by_round(lanes).items()
     ]
-    names, values, colors = zip(*bars)
-    figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.4 * len(bars)), layout="constrained")
-    axes.bar_label(axes.barh(names, values, color=colors), fmt="%.2f×", padding=4)
-    axes.axvline(1, color="black", linewidth=1)
+    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.42 * len(bars)), layout="constrained")
+    for place, (_, ratios, kind) in enumerate(bars):
+        axes.barh(place, median(ratios), color=f"C{list(kinds).index(kind)}")
+        axes.plot([min(ratios), max(ratios)], [place, place], color="black", linewidth=1.5)
+        axes.annotate(
+            f"{median(ratios):.2f}×", (max(ratios), place), xytext=(5, 0), textcoords="offset points", va="center"
+        )
+    axes.axvline(1, color="black", linewidth=1, linestyle="--", label="the group layout itself")
+    for place, (kind, words) in enumerate(kinds.items()):
+        if any(kind == drawn for _, _, drawn in bars):
+            axes.barh(0, 0, color=f"C{place}", label=words)
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set(xlim=(0, 1.15 * max(1, *values)), xlabel="times faster in rloo.py's group layout")
-    figure.suptitle(result["title"], fontsize=9)
+    axes.set_xlim(0, 1.15 * max(max(ratios) for _, ratios, _ in bars))
+    axes.set_xlabel("time relative to rloo.py's group layout (bar: median; line: range over the rounds)")
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.set_title(result["title"], fontsize=9)
+    figure.suptitle("How many times as long it takes without rloo.py's group layout", fontsize=11)
 
 
 def save(result: dict, output: str, draw: Callable | None = None) -> str:
-    """Writes the numbers and, as .png beside them, what `draw(result, pyplot)` makes; returns what to tell."""
+    """Writes the numbers and, where `draw` is given, the picture; returns what to tell."""
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
-    if draw is None:
-        return f"numbers: {path}"
+    return f"numbers: {path}" + (f"\n{draw_beside(result, path, draw)}" if draw else "")
+
+
+def draw_beside(result: dict, path: Path, draw: Callable) -> str:
+    """What `draw(result, pyplot)` makes, as .png beside the numbers; returns what to tell."""
     try:
         import matplotlib
     except ImportError:
-        return f"numbers: {path}\nno figure without matplotlib: pip install -r benchmark/requirements.txt"
+        return "no picture without matplotlib: pip install -r benchmark/requirements.txt"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     draw(result, pyplot)
-    pyplot.savefig(path.with_suffix(".png"), dpi=150)
-    return f"numbers: {path}\nfigure: {path.with_suffix('.png')}"
+    pyplot.savefig(path.with_suffix(".png"), dpi=130)
+    pyplot.close()
+    return f"picture: {path.with_suffix('.png')}"
 
 
 def device_name(device: str) -> str:
@@ -724,7 +789,8 @@ def device_name(device: str) -> str:
     return names[0] if names else platform.machine()
 
 
-def main(args: Args):
+def compare(args: Args):
+    """Decoding, phases and whole updates."""
     args = resolve_args(args)
     trl_names = {} if "updates" in args.skip else trl_versions(args.trl)
     found: dict[str, dict] = {}
@@ -750,14 +816,217 @@ def main(args: Args):
     print(f"\n{report(result, args)}\n\n{save(result, args.output, draw)}")
 
 
+# ---- length ----------------------------------------------------------------------------------------------------------
+
+
+def measure_length(args: Length, workload: Workload) -> dict[int, dict]:
+    """R -> layout -> its rounds, of one shape and group; runs in a process of its own."""
+    set_up(args)
+    policy = AutoModelForCausalLM.from_config(shape_config(workload), attn_implementation="sdpa").to(args.device).eval()
+    found = {}
+    for R in (min(args.response_lengths), *args.response_lengths):  # once more at first: libraries set themselves up
+        batch = random_batch(dataclasses.replace(workload, response_length=R), args.device)
+        lanes = {layout: partial(train, policy, batch, args.dtype, workload.rloo_k, layout) for layout in LAYOUTS}
+        found[R] = timed(lanes, args.repetitions, args.device)
+    return found
+
+
+def peak(rounds: list[dict]) -> float:
+    return rounds[0]["peak_gb"]
+
+
+def report_length(result: dict) -> str:
+    """The table: for each part seconds and peak memory of group and plain rows by R."""
+    lines = [result["title"]]
+    for part, found in result["found"].items():
+        lines.append(
+            f"\n{part}\n{'R':>8}{'group, s':>12}{'plain, s':>12}{'group faster':>15}{'group, GiB':>13}"
+            f"{'plain, GiB':>13}{'of plain':>11}"
+        )
+        for R, lanes in found.items():
+            times, (group, plain) = ([f(lanes[layout]) for layout in LAYOUTS] for f in (seconds, peak))
+            lines.append(
+                f"{R:8}{times[0]:12.3f}{times[1]:12.3f}{result['speedups'][part][R]['plain']:14.2f}x"
+                f"{group:13.3f}{plain:13.3f}{group / max(plain, 1e-9):11.2f}"
+            )
+    return "\n".join(lines)
+
+
+def draw_length(result: dict, pyplot):
+    """Over R, a line for each model and group: how much longer plain rows take, and the memory of group rows."""
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for number, (part, found) in enumerate(result["found"].items()):
+        lengths = [int(R) for R in found]
+        style = {"color": f"C{number}", "marker": "o", "markersize": 4, "label": part}
+        ratios = [ratios_by_round(lanes)["plain"] for lanes in found.values()]
+        times.plot(lengths, [median(values) for values in ratios], **style)
+        times.fill_between(lengths, [min(x) for x in ratios], [max(x) for x in ratios], color=f"C{number}", alpha=0.2)
+        memory.plot(lengths, [peak(lanes["group"]) / peak(lanes["plain"]) for lanes in found.values()], **style)
+    times.set_ylabel("time in plain rows / time in group rows\n(line: median; band: range over the rounds)")
+    memory.set_ylabel("peak memory in group rows / in plain rows\n(tensors beyond weights and batch)")
+    times.set_title("Above 1 group rows are faster", fontsize=10)
+    memory.set_title("Below 1 group rows need less", fontsize=10)
+    times.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.1)
+    for panel in (times, memory):
+        panel.axhline(1, color="black", linewidth=1, linestyle="--")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, lengths)
+        panel.set_xlabel("R: tokens per completion")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    times.legend(frameon=False, fontsize=9)
+    figure.suptitle(f"Group rows against plain rows: {result['title']}", fontsize=9)
+
+
+def over_lengths(args: Length):
+    """Forward + backward over the completions' length."""
+    args.settle()
+    if not args.output.endswith(".json"):
+        fail(f"--output {args.output}: must end in .json")
+    found = {}
+    for shape in args.shapes:
+        for prompt, k in GROUPS:
+            part = f"{shape}: prompt of {prompt} tokens, {k} completions"
+            print(part, flush=True)
+            found[part] = in_a_process(
+                measure_length,
+                args,
+                Workload(
+                    shape=shape, vocab_size=args.vocab_size, prompts=1, min_prompt=prompt, max_prompt=prompt, rloo_k=k
+                ),
+            )
+    vocabulary = f"vocabulary of {args.vocab_size:,}, " if args.vocab_size else ""
+    result = {
+        "title": f"forward + backward of one group, {vocabulary}{args.dtype}\n{args.describe_machine()}",
+        "args": dataclasses.asdict(args),
+        "found": found,
+        "speedups": {part: speedups(lengths) for part, lengths in found.items()},
+    }
+    print(f"\n{report_length(result)}\n\n{save(result, args.output, draw_length)}")
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_job(flags: dict, result: str):
+    """One process of a run: trains, and the first one writes down what it held."""
+    import rloo
+
+    held, clip = {}, torch.nn.utils.clip_grad_norm_
+    optimizers, adamw = [], torch.optim.AdamW
+
+    def nbytes(tensors) -> int:
+        return sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
+
+    def note(parameters, *args):
+        parameters = list(parameters)
+        state = [x for values in optimizers[0].state.values() for x in values.values()]
+        gradients = nbytes(p.grad for p in parameters)
+        held.update(parameters=nbytes(parameters), gradients=gradients, optimizer=nbytes(state))
+        return clip(parameters, *args)
+
+    torch.nn.utils.clip_grad_norm_ = note
+    torch.optim.AdamW = lambda *args, **kwargs: optimizers.append(adamw(*args, **kwargs)) or optimizers[0]
+    rloo.main(rloo.Args(**flags))
+    if int(os.environ["RANK"]) == 0:
+        last = json.loads((Path(flags["output_dir"]) / "metrics.jsonl").read_text().splitlines()[-1])
+        Path(result).write_text(json.dumps({"held": held, "peak_gb": last["memory/peak_gb"]}))
+
+
+def run_memory(folder: Path, args: Memory, processes: int, options: dict) -> dict:
+    """Trains on the inputs in `folder`; what `memory_job` found."""
+    total, out = args.prompts * args.rloo_k, Path(tempfile.mkdtemp(dir=folder))
+    flags = {
+        "sft_model_path": f"{folder}/policy",
+        "reward_model_path": f"{folder}/reward",
+        "output_dir": f"{out}/run",
+        "dataset_name": f"{folder}/data",
+        "max_prompt_length": args.max_prompt,
+        "rloo_k": args.rloo_k,
+        "response_length": args.response_length,
+        "per_device_train_batch_size": total,
+        "dtype": args.dtype,
+        "local_rollout_forward_batch_size": total,
+        "gradient_accumulation_steps": 1,
+        "num_eval_prompts": 0,
+        "total_episodes": 2 * processes * total,
+        "num_sample_generations": 0,
+        **options,
+    }
+    call(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            processes,
+            __file__,
+            "--memory_job",
+            json.dumps(flags),
+            out / "result.json",
+        ]
+    )
+    return json.loads((out / "result.json").read_text())
+
+
+def memory_of_runs(args: Memory):
+    """Memory of training, by sharding, layout and checkpointing."""
+    checkpointing = ({}, {"gradient_checkpointing": True})
+    all_runs = [(processes, options | more) for processes, options in RUNS for more in checkpointing]
+    found = []
+    for shape, runs in ((args.shape, all_runs), (args.grouped_query_shape, RUNS[:2])):
+        with tempfile.TemporaryDirectory(prefix="memory-") as temporary:
+            in_a_process(write_inputs, Path(temporary), dataclasses.replace(args, shape=shape))
+            for processes, options in runs:
+                print(f"{shape}, {processes} process{'es' * (processes > 1)}: {options}", flush=True)
+                result = run_memory(Path(temporary), args, processes, options)
+                found.append({"shape": shape, "processes": processes, "options": options, **result})
+    print(
+        f"\n{args.describe()} per process; GiB per process\n\n{'shape':14}{'processes':11}{'options':44}"
+        f"{'parameters':>11}{'gradients':>11}{'optimizer':>11}{'peak':>8}"
+    )
+    for result in found:
+        options = " ".join(f"--{name}" + f" {value}" * (value is not True) for name, value in result["options"].items())
+        numbers = "".join(f"{result['held'][name] / 2**30:11.3f}" for name in ("parameters", "gradients", "optimizer"))
+        print(f"{result['shape']:14}{result['processes']:<11}{options:44}{numbers}{result['peak_gb']:8.2f}")
+    print(f"\n{save({'args': dataclasses.asdict(args), 'found': found}, args.output)}")
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+
+def redraw(paths: list[str]):
+    """The pictures of numbers that are there."""
+    for path in paths:
+        result = json.loads(Path(path).read_text())
+        print(draw_beside(result, Path(path), draw_length if "response_lengths" in result["args"] else draw))
+
+
+def command_line(words: list[str]):
+    import tyro
+
+    commands = {"length": (Length, over_lengths), "memory": (Memory, memory_of_runs)}
+    if words[:1] == ["draw"]:
+        return redraw(words[1:])
+    if words[:1] and words[0] in commands:
+        (kind, run), words = commands[words[0]], words[1:]
+        config = ()
+    else:
+        kind, run = Args, compare
+        config = (tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction)
+    try:
+        run(tyro.cli(kind, args=words, config=config, use_underscores=True))
+    except torch.OutOfMemoryError:
+        fail("out of memory: lower --prompts, --micro_batch or --response_lengths")
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--trl_job"]:
         job = json.loads(sys.argv[2])
         trl_job(job["folder"], Args(**job["args"]), job["out"])
+    elif sys.argv[1:2] == ["--memory_job"]:
+        memory_job(json.loads(sys.argv[2]), sys.argv[3])
     else:
-        import tyro
-
-        try:
-            main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction), use_underscores=True))
-        except torch.OutOfMemoryError:
-            fail("out of memory: lower --prompts or --micro_batch")
+        command_line(sys.argv[1:])
