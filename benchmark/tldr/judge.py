@@ -16,6 +16,10 @@ A line of a completions file is {"post": 0, "sample": 0, "prompt": text, "comple
 
 A tie counts half a win; equal texts are a tie without being asked. Answers without a verdict (or a score of None) are
 counted as unparsable and left out of the win rate. The interval is Wilson's (1927), 95%; with ties a bit too wide.
+
+The prompt that openai gets is JUDGE_PROMPT below, or that of --prompt_file: a text in which {post}, {a} and {b} stand
+for the post and the two summaries. Its verdict is one of --verdicts, after "Verdict:" or "Preferred:", or alone in a
+line. A win rate can be compared with a published one only if prompt, judge, order and posts are the same.
 """
 
 import dataclasses
@@ -86,6 +90,8 @@ class Args:
     output: str  # .json for all numbers; not overwritten
     against: str | None = None  # completions of the same posts to compare with; if not given, the references
     posts: int | None = None  # judge the first so many; if not given, all
+    prompt_file: str | None = None  # openai's prompt, a text with {post}, {a} and {b}; if not given, JUDGE_PROMPT
+    verdicts: tuple[str, ...] = ("A", "B", "tie")  # openai's words where the first, the second, or neither is better
     seed: int = 1  # of the order in which openai sees a pair
     cache: str | None = None  # .jsonl for openai's answers; if not given, the output's name with .cache.jsonl
     concurrency: int = 8  # requests to openai at a time
@@ -357,17 +363,36 @@ def ask(endpoint: Endpoint, prompt: str, stop: threading.Event) -> dict:
     raise Mistake(f"{endpoint.name()}: no answer after {endpoint.max_attempts} attempts; the last: {problem}")
 
 
-def verdict(answer: str) -> str | None:
-    """A, B or TIE, after "verdict" or, if that is not there, alone in a line; None for none or for more than one."""
-    answer = answer.lower()
-    found = re.findall(r"verdict\W*(a tie|tie|a|b)\b", answer) or re.findall(r"(?m)^\W*(tie|a|b)\W*$", answer)
-    said = {"TIE" if "tie" in word else word.upper() for word in found}
+def verdict(answer: str, words: tuple[str, ...] = ("A", "B", "tie")) -> str | None:
+    """A, B or TIE, as one of `words` says, after "verdict" or "preferred" or else alone in a line; None for none or
+    for more than one."""
+    meaning = dict(zip((word.lower() for word in words), ("A", "B", "TIE")))
+    choice = "|".join(map(re.escape, sorted(meaning, key=len, reverse=True)))
+    answer = re.sub(r"\ba tie\b", "tie", answer.lower())
+    found = re.findall(rf"(?:verdict|preferred)\W*({choice})\b", answer)
+    found = found or re.findall(rf"(?m)^\W*({choice})\W*$", answer)
+    said = {meaning[word] for word in found}
     return said.pop() if len(said) == 1 else None
 
 
-def judge_prompt(post: str | list, first: str, second: str) -> str:
+def prompt_template(prompt_file: str | None) -> str:
+    """The prompt with its three gaps."""
+    if prompt_file is None:
+        return JUDGE_PROMPT
+    try:
+        template = Path(prompt_file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise Mistake(f"--prompt_file {prompt_file}: cannot be read ({error})") from error
+    missing = [gap for gap in ("{post}", "{a}", "{b}") if gap not in template]
+    require(not missing, f"--prompt_file {prompt_file}: must contain {', '.join(missing)}")
+    return template
+
+
+def judge_prompt(template: str, post: str | list, first: str, second: str) -> str:
+    """The template with its gaps filled, all at once: a text may contain what looks like a gap."""
     text = post if isinstance(post, str) else "\n\n".join(message["content"] for message in post)
-    return JUDGE_PROMPT.format(post=text.strip().removesuffix("TL;DR:").strip(), a=first.strip(), b=second.strip())
+    gaps = {"{post}": text.strip().removesuffix("TL;DR:").strip(), "{a}": first.strip(), "{b}": second.strip()}
+    return re.sub("|".join(map(re.escape, gaps)), lambda match: gaps[match[0]], template)
 
 
 @contextmanager
@@ -478,7 +503,7 @@ def judge_by_scores(scorer: Callable, files: dict[str, list[tuple[Text, Text]]])
 
 def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tuple[dict[str, dict], dict]:
     """The verdicts of an endpoint on pairs in an order drawn by the seed; and what it cost."""
-    endpoint = endpoint_of(args)
+    endpoint, template = endpoint_of(args), prompt_template(args.prompt_file)
     prompts: dict[str, str] = {}
     orders: dict[str, list[tuple[bool, str | None]]] = {}  # ours comes first; key, None where the texts are equal
     for name, pairs in files.items():
@@ -486,7 +511,7 @@ def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tu
         for ours, theirs in pairs:
             first = rng.random() < 0.5
             texts = (ours.text, theirs.text) if first else (theirs.text, ours.text)
-            prompt = judge_prompt(ours.prompt, *texts)
+            prompt = judge_prompt(template, ours.prompt, *texts)
             asked = json.dumps([endpoint.name(), endpoint.options, prompt], sort_keys=True)
             key = None if ours.text.strip() == theirs.text.strip() else hashlib.sha256(asked.encode()).hexdigest()
             orders[name].append((first, key))
@@ -494,7 +519,8 @@ def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tu
                 prompts[key] = prompt
     cache = Path(args.cache or args.output.removesuffix(".json") + ".cache.jsonl")
     answers, asked_now = ask_all(endpoint, prompts, cache, args.concurrency)
-    said, found = {key: verdict(reply["answer"]) for key, reply in answers.items()} | {None: "TIE"}, {}
+    said = {key: verdict(reply["answer"], args.verdicts) for key, reply in answers.items()} | {None: "TIE"}
+    found = {}
     for name, order in orders.items():
         score = {"A": 1.0, "B": 0.0, "TIE": 0.5, None: None}
         as_asked = [score[said[key]] for _, key in order]  # of the text that came first
@@ -511,7 +537,7 @@ def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tu
         "answers": len(answers),
         "asked_now": asked_now,
         **cost,
-        "prompt_sha256": hashlib.sha256(JUDGE_PROMPT.encode()).hexdigest(),
+        "prompt_sha256": hashlib.sha256(template.encode()).hexdigest(),
     }
 
 
@@ -572,6 +598,12 @@ def main(args: Args):
         require(getattr(args, flag) > 0, f"--{flag} {getattr(args, flag)}: must be above 0")
     require(args.posts is None or args.posts > 0, f"--posts {args.posts}: must be above 0")
     require(args.first_wait >= 0, f"--first_wait {args.first_wait}: must be at least 0")
+    require(kind == "openai" or not args.prompt_file, f"--prompt_file {args.prompt_file}: only openai gets a prompt")
+    different = {word.lower() for word in args.verdicts if word}
+    require(
+        len(args.verdicts) in (2, 3) and len(different) == len(args.verdicts),
+        "--verdicts: must be two or three different words: the first is better, the second is, neither is",
+    )
     files = {Path(path).stem: read_pairs(path, args.against, args.posts) for path in args.completions}
     require(len(files) == len(args.completions), "--completions: two files of the same name")
     details = {"judge": args.judge, "order_seed": None}

@@ -3,6 +3,7 @@
 python -m pytest -q benchmark/tldr/judge_test.py
 """
 
+import hashlib
 import json
 import math
 import os
@@ -167,9 +168,33 @@ def test_verdict(answer, expected):
     assert judge.verdict(answer) == expected
 
 
+def test_verdict_in_other_words():
+    assert [judge.verdict(answer, ("0", "1")) for answer in ("0", "Verdict: 1", "tie", "2")] == ["A", "B", None, None]
+    assert judge.verdict('Comparison: shorter.\nPreferred: "B"') == "B"
+
+
 def test_texts_with_braces_and_the_end_of_a_prompt():
-    prompt = judge.judge_prompt("a {post} about {a}\n\nTL;DR:", " {b}", " {}")
+    prompt = judge.judge_prompt(judge.JUDGE_PROMPT, "a {post} about {a}\n\nTL;DR:", " {b}", " {}")
     assert texts_of(prompt) == ("a {post} about {a}", "{b}", "{}")
+
+
+def test_a_prompt_of_the_users(tmp_path, monkeypatch):
+    """The server gets the user's prompt, whose own braces stay; its words are the verdicts; its hash is kept."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text('{post}\n{"0": "{a}", "1": "{b}"}\nReply with 0 or 1.')
+
+    def answer(prompt, times):
+        shown = json.loads(prompt.splitlines()[1])
+        return reply("0" if "good" in shown["0"] else "1")
+
+    path = write_completions(tmp_path, "ours", [" good one", " good two", " good three"])
+    with server(answer) as (url, came, _):
+        flags = {"prompt_file": str(prompt), "verdicts": ("0", "1")}
+        result = run(monkeypatch, url, path, tmp_path / "found.json", **flags)
+    assert numbers(result["results"]["ours"]) == (3, 3, 0, 0, 0)
+    assert all(text.startswith("POST number") and '{"0": "' in text for text in came)
+    assert result["prompt_sha256"] == hashlib.sha256(prompt.read_bytes()).hexdigest()
+    assert result["args"]["prompt_file"] == str(prompt)
 
 
 # ---- Asking ----------------------------------------------------------------------------------------------------------
@@ -516,6 +541,10 @@ def test_scores_of_a_model_are_those_of_its_own_forward(tmp_path):
         ({"concurrency": 0}, "--concurrency 0"),
         ({"completions": ("missing.jsonl",)}, "missing.jsonl: No such file"),
         ({"options": "[]"}, "must be a JSON object"),
+        ({"prompt_file": "missing.txt"}, "--prompt_file missing.txt: cannot be read"),
+        ({"prompt_file": "ours.jsonl"}, "--prompt_file ours.jsonl: must contain {post}, {a}, {b}"),
+        ({"prompt_file": "x.txt", "judge": "function:math:sqrt"}, "--prompt_file x.txt: only openai gets a prompt"),
+        ({"verdicts": ("A", "a")}, "--verdicts: must be two or three different words"),
         ({"judge": "function:none.py:f"}, "--judge function:none.py:f: cannot be loaded (FileNotFound"),
         ({"judge": "function:math:none"}, "there is no function none"),
         ({"judge": "function:math"}, "cannot be loaded"),
