@@ -1,6 +1,7 @@
 """What training with verifiable rewards gained: table, numbers and picture of the runs of gsm8k.sh.
 
-    python benchmark/gsm8k/gsm8k_report.py runs/gsm8k/mini    # gsm8k.sh does this at its end
+    python benchmark/gsm8k/gsm8k_report.py runs/gsm8k/mini                     # gsm8k.sh does this at its end
+    python benchmark/gsm8k/gsm8k_report.py benchmark/gsm8k/gsm8k_mini.json     # only the picture, from these numbers
 
 It reads every finished run seed-<number> in the folder and writes gsm8k.json and gsm8k.png beside them.
 """
@@ -78,53 +79,74 @@ def report(folder: Path):
         "runs": runs,
     }
     (folder / "gsm8k.json").write_text(json.dumps(text, indent=1) + "\n")
+    draw(folder / "gsm8k.json")
+
+
+def draw(path: Path):
+    """The picture of a file of numbers, as .png beside it: accuracy and format over episodes."""
     try:
-        plot(list(runs.values()), folder)
+        import matplotlib
     except ImportError:
-        print("no plot: pip install matplotlib")
-
-
-def plot(runs: list[dict], folder: Path):
-    """gsm8k.png: training rewards and held-out accuracy over episodes; bands and bars are ± 1 standard error."""
-    import matplotlib
-
+        print("no picture without matplotlib: pip install -r benchmark/requirements.txt")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, label, color in (
-        ("correctness", "correctness, training problems", "tab:blue"),
-        ("format", "format, training problems", "tab:gray"),
-    ):
-        middle, error = zip(*(mean_and_error(list(xs)) for xs in zip(*(run[name] for run in runs))))
-        low, high = ([m + side * (e or 0) for m, e in zip(middle, error)] for side in (-1, 1))
-        axes.plot(runs[0]["episodes"], middle, color=color, lw=1, label=label)
-        axes.fill_between(runs[0]["episodes"], low, high, color=color, alpha=0.2, lw=0)
-    points = sorted(runs[0]["held_out"])
-    middle, error = zip(*(mean_and_error([run["held_out"][x] for run in runs]) for x in points))
-    axes.errorbar(
-        points,
-        middle,
-        [e or 0 for e in error],
-        color="tab:red",
-        marker="o",
-        ms=4,
-        capsize=2,
-        label="accuracy, held-out problems",
+    result = json.loads(path.read_text())
+    runs = list(result["runs"].values())
+    episodes = runs[0]["episodes"]
+    ends = [0, episodes[-1]]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.3), layout="constrained", sharey=True)
+
+    def training(panel, what: str):
+        middle, error = percent([list(run[what]) for run in runs])
+        panel.plot(episodes, middle, color="tab:gray", lw=1, label="training problems, sampled")
+        low, high = ([m + side * e for m, e in zip(middle, error)] for side in (-1, 1))
+        panel.fill_between(episodes, low, high, color="tab:gray", alpha=0.2, lw=0)
+
+    def held_out(panel, x, values: list[list[float]], label: str, **style):
+        middle, error = percent(values)
+        panel.errorbar(x, middle, error, marker="o", ms=4, capsize=2, label=label, **style)
+
+    accuracy, form = axes
+    training(accuracy, "correctness")
+    points = sorted(runs[0]["held_out"], key=int)
+    courses = [[run["held_out"][point] for point in points] for run in runs]
+    held_out(accuracy, [int(point) for point in points], courses, "held-out problems, sampled", color="tab:blue")
+    training(form, "format")
+    for panel, what in ((accuracy, "accuracy"), (form, "format")):
+        if panel is form:
+            values = [[run[f"{what}, sampled, {when}"] for when in ("before", "after")] for run in runs]
+            held_out(panel, ends, values, "held-out problems, sampled", color="tab:blue", linestyle=":")
+        values = [[run[f"{what}, greedy, {when}"] for when in ("before", "after")] for run in runs]
+        held_out(panel, ends, values, "held-out problems, greedy", color="tab:orange", linestyle=":")
+        panel.set(xlabel="episodes (completions sampled in training)", ylim=(0, 105))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(loc="lower right", frameon=False)
+        panel.grid(alpha=0.3)
+    accuracy.set(ylabel="% of the completions", title="accuracy: the answer is right")
+    form.set(title="format: the answer is where it was asked for")
+    count = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
+    figure.suptitle(
+        f"{result['command']}: mean and standard error over {count}; dotted: evaluated before and after training only",
+        fontsize=10,
     )
-    axes.set(
-        xlabel="episodes (completions)",
-        ylabel="share of completions, sampled at T = 1",
-        ylim=(0, 1),
-        title=f"RLOO with verifiable rewards, {folder.name}, {len(runs)} seed{'s' * (len(runs) > 1)}",
-    )
-    axes.legend(loc="lower right")
-    axes.grid(alpha=0.3)
-    figure.savefig(folder / "gsm8k.png", dpi=120)
-    print(f"{folder}/gsm8k.json, {folder}/gsm8k.png")
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+    plt.close(figure)
+    print(path.with_suffix(".png"))
+
+
+def percent(values: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Mean and standard error over runs, in percent, of what each run has at several points."""
+    found = [mean_and_error(list(column)) for column in zip(*values)]
+    return [100 * mean for mean, _ in found], [100 * (error or 0.0) for _, error in found]
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("gsm8k_report.py: name the folder of the runs, for instance runs/gsm8k/mini")
-    report(Path(sys.argv[1]))
+    given = Path(sys.argv[1])
+    if given.suffix == ".json":
+        draw(given)
+    else:
+        report(given)

@@ -14,6 +14,7 @@ hardly differ, it raises fewer false alarms than 1 in 20. "better" and "worse" a
 
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+MINI_TLDR = Path(__file__).resolve().parents[1] / "mini_tldr"
 DEFAULT = "rloo"  # the run that all are compared with
+DEFAULT_KL_COEF = 0.05  # rloo.py's default for the embedded task
 # name -> column of completions.jsonl, mode, title, factor and decimals in tables. The first two have words on them.
 MEASURES = {
     "win_rate": ("judge_win_rate", "sampled", "gold win rate, %", 100, 1),
@@ -32,13 +35,6 @@ MEASURES = {
     "length": ("length", "sampled", "tokens", 1, 1),
 }
 IRRELEVANT = {"seed", "output_dir", "resume", "exp_name", "num_sample_generations"}  # flags that change no result
-TITLES = {
-    "estimators": "advantage estimators",
-    "kl_coef": "weight of the KL",
-    "rloo_k": "completions per prompt",
-    "reinforce++": "options of Reinforce++",
-    "loss": "the loss",
-}
 
 
 @dataclass
@@ -48,13 +44,15 @@ class Args:
     runs: str = "runs/options"
     """folder of the runs"""
     output_dir: str = "benchmark/options"
-    """where tables.md, results.json and the figures go"""
+    """where tables.md, results.json and the pictures go"""
     bootstrap: int = 10_000
     """times that seeds and posts are drawn again for an interval"""
     window: int = 5
     """updates that what is measured in training is averaged over"""
     seed: int = 1
     """of the bootstrap"""
+    redraw: bool = False
+    """only draw the pictures, from output_dir's results.json"""
 
 
 @dataclass
@@ -415,183 +413,162 @@ def rounded(value):
     return value
 
 
-# ---- Figures ---------------------------------------------------------------------------------------------------------
+# ---- Pictures --------------------------------------------------------------------------------------------------------
+# All are drawn from what results.json holds, so `--redraw` makes them again without the runs.
 
 
-def smoothed(values: list[float], window: int) -> np.ndarray:
-    """Mean of the last `window` values, of fewer at the beginning."""
-    return np.array([np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))])
+def curve(panel, along: list[dict], measure: str, factor: float, label: str, color):
+    """A measure over episodes at the evaluations: the mean over seeds, its standard error as a band."""
+    episodes = [point["episode"] for point in along]
+    mean, error = zip(*(point[measure] for point in along))
+    mean = factor * np.array(mean)
+    error = factor * np.array([x or 0.0 for x in error], float)  # one seed has none
+    panel.plot(episodes, mean, "o-", color=color, label=label, markersize=4)
+    panel.fill_between(episodes, mean - error, mean + error, color=color, alpha=0.22, linewidth=0)
+    panel.set_xlabel("episodes (completions sampled in training)")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.25)
 
 
-def band(axes, x, lines, label: str, color):
-    """The mean of lines (seeds, points) with its standard error as a band; marked where points are few."""
-    lines = np.asarray(lines, float)
-    mean = lines.mean(0)
-    axes.plot(x, mean, color=color, label=label, marker="o" if len(mean) < 20 else None, markersize=3, linewidth=1.5)
-    if len(lines) > 1:
-        error = lines.std(0, ddof=1) / math.sqrt(len(lines))
-        axes.fill_between(x, mean - error, mean + error, color=color, alpha=0.22, linewidth=0)
+def note(panel, words: str, x: float, y: float, below: bool, color: str):
+    """Words that end at x, above or below y."""
+    up = -14 if below else 8
+    panel.annotate(words, (x, y), xytext=(0, up), textcoords="offset points", ha="right", color=color)
 
 
-def evaluated(setting: Setting, column: str) -> tuple[list[int], list[list[float]]]:
-    """Episodes, and for each seed the mean of a column of sampled completions at those evaluations that all have."""
-    runs = list(setting.runs.values())
-    keys = [{update for update, mode in run.evaluations if mode == "sampled"} for run in runs]
-    updates = sorted(set.intersection(*keys))
-    episodes = [runs[0].metrics[update - 1]["episode"] if update else 0 for update in updates]
-    return episodes, [[run.evaluations[update, "sampled"][column].mean() for update in updates] for run in runs]
+def draw_headline(pyplot, results: dict[str, dict], best_of: dict[int, float]):
+    """The default's gold win rate, beside what the SFT policy and the best of n of its samples reach."""
+    default, before = results[DEFAULT], results["before"]["found"]["win_rate"]["mean"]
+    figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
+    curve(axes, default["along"], "win_rate", 100, "", "C0")
+    lines = {"SFT policy": before} | {f"best of {n} samples of the SFT policy": rate for n, rate in best_of.items()}
+    last = default["along"][-1]["episode"]
+    for words, rate in lines.items():
+        axes.axhline(100 * rate, color="gray", linestyle="--", linewidth=1)
+        note(axes, f"{words}: {100 * rate:.1f}", last, 100 * rate, below=True, color="dimgray")
+    rate = default["found"]["win_rate"]["mean"]
+    note(axes, f"RLOO, one sample: {100 * rate:.1f}", last, 100 * rate, below=False, color="C0")
+    axes.set_ylabel("gold win rate against the references, %")
+    axes.set_ylim(30, 5 * math.ceil(20 * max([rate, *lines.values()])) + 2)
+    axes.set_title(
+        f"rloo.py with its default flags on mini TL;DR; held-out posts, sampled\nband: ± standard error over "
+        f"{default['seeds']} seeds; best of n: by the reward model",
+        fontsize=10,
+    )
 
 
-def draw_curves(pyplot, settings: dict[str, Setting], colors: dict[str, str], title: str, window: int):
-    """Over episodes: the reward model's score and KL of the rollouts, gold score and win rate on held-out posts."""
-    figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.9), layout="constrained")
-    for name, setting in settings.items():
-        runs, label = list(setting.runs.values()), f"{name} ({len(setting.runs)} seeds)"
-        episodes = [line["episode"] for line in runs[0].metrics]
-        for panel, metric in zip(axes, ("objective/scores", "objective/kl")):
-            lines = [smoothed([line[metric] for line in run.metrics], window) for run in runs]
-            band(panel, episodes, lines, label, colors[name])
-        for panel, column, factor in zip(axes[2:], ("judge_score", "judge_win_rate"), (1, 100)):
-            x, lines = evaluated(setting, column)
-            band(panel, x, factor * np.array(lines), label, colors[name])
-    rolling = f"mean of the last {window} updates"
-    for panel, text, kind in zip(
-        axes,
-        ("reward model's score", "KL from the reference, nats", "gold score", "gold win rate, %"),
-        (rolling, rolling, "held-out", "held-out"),
-    ):
-        panel.set_title(f"{text}\n({kind})", fontsize=10)
-        panel.set_xlabel("episodes")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-    columns = min(len(settings), 4)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
-    figure.suptitle(f"{title}; bands: ± standard error over seeds", fontsize=11)
-
-
-def draw_overoptimisation(pyplot, settings: dict[str, Setting], colors: dict[str, str], args: Args):
-    """Held-out grades against the KL, a line for each kl_coef and a point for each evaluation."""
-    panels = {"score": "reward model's score (proxy)", "gold_score": "gold score", "win_rate": "gold win rate, %"}
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
-    for name, setting in settings.items():
-        points = along_the_way(setting, args)
-        kl, kl_error = np.array([point["kl"] for point in points]).T
-        beta = coefficient(setting)
-        label = f"kl_coef {beta if beta > 1e-6 else 0:g} ({len(setting.runs)} seeds)"
-        for panel, (measure, title) in zip(axes, panels.items()):
-            factor = MEASURES[measure][3]
-            mean, error = factor * np.array([point[measure] for point in points]).T
-            panel.plot(kl, mean, color=colors[name], marker="o", markersize=4, label=label)
-            if len(setting.runs) > 1:
-                panel.fill_between(kl, mean - error, mean + error, color=colors[name], alpha=0.22, linewidth=0)
-                panel.errorbar(kl, mean, xerr=kl_error, fmt="none", ecolor=colors[name], elinewidth=1)
-            panel.set_title(title, fontsize=10)
-            panel.set_xlabel("KL from the reference, nats (root scale)")
-    for panel in axes:
-        panel.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
-        panel.set_xlim(left=0)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+def draw_kl_coef(pyplot, results: dict[str, dict]):
+    """KL, the reward model's score and the gold score over episodes, a line for each weight of the KL."""
+    betas = {name: beta_of(result) for name, result in results.items() if name != "before" and is_kl_coef(name, result)}
+    names = sorted(betas, key=betas.get)
+    shades = pyplot.get_cmap("viridis")(np.linspace(0, 0.88, len(names)))
+    panels = {"kl": "KL of the rollouts, nats", "score": "reward model's score", "gold_score": "gold score"}
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for (measure, title), panel in zip(panels.items(), axes):
+        for name, color in zip(names, shades):
+            label = f"kl_coef {betas[name]:g} ({results[name]['seeds']} seeds)"
+            curve(panel, results[name]["along"], measure, 1, label, color)
+        panel.set_title(title, fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False)
     figure.suptitle(
-        "Over-optimisation: held-out posts, sampled, before, during and after training; "
-        "bands: ± standard error over seeds",
+        "The weight of the KL; scores of held-out posts, sampled; bands: ± standard error over seeds", fontsize=11
+    )
+
+
+def is_kl_coef(name: str, result: dict) -> bool:
+    return name == DEFAULT or result["group"] == "kl_coef"
+
+
+def beta_of(result: dict) -> float:
+    """The weight of the KL in a setting's flags; 1e-9 stands for 0, and no flag for the default's 0.05."""
+    found = re.search(r"--kl_coef (\S+)", result["flags"])
+    beta = float(found[1]) if found else DEFAULT_KL_COEF
+    return beta if beta > 1e-6 else 0.0
+
+
+def draw_differences(pyplot, results: dict[str, dict]):
+    """Differences from the default with their intervals, for three measures."""
+    shown = {
+        f"{name} ({result['found']['win_rate']['seeds_compared']})": result["found"]
+        for name, result in results.items()
+        if name != "before" and "difference" in result["found"]["win_rate"]
+    }
+    colors = {"better": "C0", "worse": "C3", "not told apart": "gray"}
+    measures = ("win_rate", "greedy_win_rate", "gold_score")
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 1.9 + 0.3 * len(shown)), sharey=True, layout="constrained")
+    for panel, measure in zip(axes, measures):
+        *_, title, factor, _ = MEASURES[measure]
+        for place, found in enumerate(shown.values()):
+            entry = found[measure]
+            low, middle, high = (factor * entry[key] for key in ("low", "difference", "high"))
+            panel.plot([low, high], [place, place], color=colors[entry["verdict"]], linewidth=2)
+            panel.plot(middle, place, "o", color=colors[entry["verdict"]])
+        panel.axvline(0, color="black", linewidth=1)
+        panel.set_xlabel(f"{title.replace(', %', '')}: difference" + " in points" * (factor == 100))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="x", alpha=0.25)
+    axes[0].set_yticks(range(len(shown)), list(shown))
+    axes[0].invert_yaxis()
+    for verdict, color in colors.items():
+        axes[0].plot([], [], "o-", color=color, label={"not told apart": "interval contains 0"}.get(verdict, verdict))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(
+        "Each option against the default flags after training: same seeds (number in brackets) and posts; point: mean "
+        "difference, line: 95% interval",
         fontsize=11,
     )
 
 
-def draw_differences(pyplot, results: dict[str, dict]):
-    """Differences from the default with their intervals, for two measures, by group."""
-    shown = [
-        (name, result)
-        for name, result in results.items()
-        if name != "before" and "difference" in result["found"]["win_rate"]
-    ]
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.6 + 0.32 * len(shown)), sharey=True, layout="constrained")
-    groups = list(dict.fromkeys(result["group"] for _, result in shown))
-    for panel, measure in zip(axes, ("win_rate", "gold_score")):
-        *_, title, factor, _ = MEASURES[measure]
-        for place, (_, result) in enumerate(shown):
-            entry = result["found"][measure]
-            low, middle, high = (factor * entry[key] for key in ("low", "difference", "high"))
-            color = f"C{groups.index(result['group'])}"
-            panel.plot([low, high], [place, place], color=color, linewidth=2)
-            solid = entry["verdict"] != "not told apart"
-            panel.plot(middle, place, "o", color=color, markerfacecolor=color if solid else "white")
-        panel.axvline(0, color="black", linewidth=1)
-        panel.set_xlabel(f"{title.replace(', %', '')}: difference from {DEFAULT}" + " in points" * (factor == 100))
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="x", alpha=0.25)
-    axes[0].set_yticks(
-        range(len(shown)), [f"{name} ({result['found']['win_rate']['seeds_compared']})" for name, result in shown]
-    )
-    axes[0].invert_yaxis()
-    figure.suptitle(
-        "After training, sampled, same seeds (how many) and posts; 95% intervals (filled: without 0)", fontsize=11
-    )
-
-
-def coefficient(setting: Setting) -> float:
-    """The weight of the KL in a setting's runs."""
-    return next(iter(setting.runs.values())).flags["kl_coef"]
-
-
-def draw(settings: dict[str, Setting], results: dict[str, dict], args: Args, output: Path) -> list[str]:
-    """Draws what there are runs for; returns the figures' names."""
+def draw(results: dict[str, dict], output: Path) -> list[str]:
+    """Draws what there are results for; returns the pictures' names."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    there = {name: setting for name, setting in settings.items() if setting.runs}
-    groups = list(dict.fromkeys(setting.group for setting in there.values()))
-    figures = []
+    figures = json.loads((MINI_TLDR / "figures.json").read_text())
+    best_of = {n: figures[f"best of {n}: win rate"] for n in (4, 16)}
+    pictures = []
 
     def keep(name: str):
         pyplot.savefig(output / f"{name}.png", dpi=110)
         pyplot.close()
-        figures.append(f"{name}.png")
+        pictures.append(f"{name}.png")
 
-    draw_curves(pyplot, {DEFAULT: there[DEFAULT]}, {DEFAULT: "C0"}, "rloo.py with its default flags", args.window)
+    draw_headline(pyplot, results, best_of)
     keep("headline")
-    for group in groups:
-        members = {name: setting for name, setting in there.items() if setting.group == group}
-        members = {DEFAULT: there[DEFAULT]} | members
-        if len(members) == 1:
-            continue
-        colors = {name: f"C{i}" for i, name in enumerate(members)}
-        if group == "kl_coef":
-            members = dict(sorted(members.items(), key=lambda item: coefficient(item[1])))
-            shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.88, len(members)))
-            colors = dict(zip(members, shades))
-            draw_overoptimisation(pyplot, members, colors, args)
-            keep("overoptimisation")
-        draw_curves(pyplot, members, colors, f"{group}: {TITLES.get(group, group)}", args.window)
-        keep(group.replace("+", "p"))
-    if len(there) > 1:
+    if any(result["group"] == "kl_coef" for result in results.values()):
+        draw_kl_coef(pyplot, results)
+        keep("kl_coef")
+    if len(results) > 2:
         draw_differences(pyplot, results)
         keep("differences")
-    return figures
+    return pictures
 
 
 def main():
     args = tyro.cli(Args, description=__doc__, use_underscores=True)
     if args.bootstrap < 1 or args.window < 1:
         fail("--bootstrap and --window must be at least 1")
-    settings, output = read_runs(Path(args.runs)), Path(args.output_dir)
+    output = Path(args.output_dir)
+    if args.redraw:
+        results = json.loads((output / "results.json").read_text())["results"]
+        written = []
+    else:
+        settings = read_runs(Path(args.runs))
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--output_dir {output}: cannot be made ({error.strerror})")
+        results = summarize(settings, args)
+        print(save(settings, results, args, output))
+        results = rounded(results)
+        written = ["tables.md", "results.json"]
     try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output_dir {output}: cannot be made ({error.strerror})")
-    results = summarize(settings, args)
-    print(save(settings, results, args, output))
-    try:
-        print(f"\n{output}: tables.md, results.json, {', '.join(draw(settings, results, args, output))}")
+        written += draw(results, output)
     except ImportError:
-        print(
-            f"\n{output}: tables.md, results.json; no figures without matplotlib: "
-            "pip install -r benchmark/requirements.txt"
-        )
+        print("no pictures without matplotlib: pip install -r benchmark/requirements.txt")
+    print(f"\n{output}: {', '.join(written)}")
 
 
 if __name__ == "__main__":
