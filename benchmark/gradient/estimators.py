@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 import sys
 import time
 from collections import Counter
@@ -59,6 +60,8 @@ class Args:
 
     model: bool = False
     """sample from a real model instead of listing everything"""
+    redraw: bool = False
+    """only draw the picture, from the numbers in --output"""
     output: str | None = None
     """all numbers, .json, with a figure beside it as .png; if not given, exact.json or embedded_policy.json
     beside this file"""
@@ -624,36 +627,39 @@ def exact_words(found: list[dict], kl_found: list[dict], explosions: dict) -> st
     return "\n".join(lines)
 
 
-def draw_exact(found: list[dict], seed: int, pyplot):
-    """Bias, cosine and noise of every option, a dot for each case; models after the first are small."""
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 6), sharey=True, layout="constrained")
+def draw_exact(found: list[dict], pyplot):
+    """Bias, cosine and noise of every option: the range and the median over all cases, for both positions."""
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 7), sharey=True, layout="constrained")
     names = list(OPTIONS)
-    for panel, (column, floor) in zip(axes, (("bias", 1e-4), ("cosine", -1.0), ("noise", 0.0))):
-        for (i, reward), (there, position) in itertools.product(enumerate(REWARDS), enumerate(POSITIONS)):
-            rows = [row for row in found if (row["reward"], row["position"]) == (reward, position)]
-            for first, size in ((True, 28), (False, 7)):
-                some = [row for row in rows if (row["seed"] == seed) == first and not math.isnan(row[column])]
-                panel.scatter(
-                    [max(row[column], floor) for row in some],
-                    [names.index(row["option"]) + 0.12 * (2 * i + there - 2.5) for row in some],
-                    s=size,
-                    color=f"C{i}",
-                    marker="os"[there],
-                    facecolors=f"C{i}" if there else "none",
-                    linewidths=0.8,
-                    label=f"{reward}, {position}" if first else None,
-                )
+    lowest_bias = 1e-4
+    for panel, column in zip(axes, ("bias", "cosine", "noise")):
+        for number, position in enumerate(POSITIONS):
+            for place, name in enumerate(names):
+                rows = [row for row in found if (row["option"], row["position"]) == (name, position)]
+                values = [row[column] for row in rows if row[column] is not None and not math.isnan(row[column])]
+                if column == "bias":
+                    values = [max(value, lowest_bias) for value in values]
+                y = place + (-0.16, 0.16)[number]
+                label = f"policy {position}" if place == 0 else None
+                panel.plot([min(values), max(values)], [y, y], color=f"C{number}", linewidth=2, label=label)
+                panel.plot(statistics.median(values), y, "o", color=f"C{number}", markersize=5)
         panel.grid(axis="y", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
-    axes[0].set(xscale="log", xlabel="bias; at the left edge: 1e-4 or less")
-    axes[1].set(xlabel="cosine of E g with g*")
-    axes[2].set(xscale="log", xlabel="noise relative to rloo's at the same k")
+    axes[0].set(xscale="log", xlabel="bias: |E g − g*| / |g*|\n(at the left edge: 0.0001 or less)")
+    axes[1].set(xlabel="direction: cosine of E g with g*\n(1: right)")
+    axes[2].set(
+        xscale="log", xlabel="noise: variance of g / (part of E g along g*)²,\nrelative to rloo's at the same k"
+    )
     for panel in axes[1:]:
         panel.axvline(1, color="gray", linewidth=0.8)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle("Gradient estimates of rloo.py's options on a tiny language model, by exact enumeration")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(
+        "Gradient estimates of rloo.py's options, exactly, on a tiny language model. g: the estimate from one update;\n"
+        "E g: its mean over all updates; g*: the true gradient. Line: range over models, rewards and k; point: median",
+        fontsize=11,
+    )
 
 
 def run_exactly(args: Args):
@@ -687,14 +693,14 @@ def run_exactly(args: Args):
         "explosions": explosions,
         "words": words.splitlines(),
     }
-    save(result, args.output, lambda pyplot: draw_exact(found, args.seed, pyplot))
+    save(result, args.output, lambda pyplot: draw_exact(found, pyplot))
 
 
 def command(args: Args) -> str:
     """The command line that made a result."""
     default = Args()
     flags = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
-    for name in ("model", "output", "threads", "minutes"):
+    for name in ("model", "output", "threads", "minutes", "redraw"):
         flags.pop(name, None)
     said = [f"--{name} {' '.join(map(str, x)) if isinstance(x, tuple) else x}" for name, x in flags.items()]
     return " ".join(["python benchmark/gradient/estimators.py", *["--model"] * args.model, *said])
@@ -714,23 +720,54 @@ def compact(value):
 
 
 def save(result: dict, output: str, draw):
-    """Writes the numbers, a row of a table per line, and beside them, as .png, what `draw(pyplot)` makes."""
+    """Writes the numbers, a row of a table per line, and beside them the picture that `draw(pyplot)` makes."""
     path, text = Path(output), json.dumps(compact(result), indent=1, ensure_ascii=False)
     text = re.sub(r"\[[^\[\]{}]*\]", lambda match: re.sub(r"\s*\n\s*", " ", match[0]), text)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
     print(f"numbers: {path}")
+    draw_beside(path, draw)
+
+
+def draw_beside(path: Path, draw):
+    """What `draw(pyplot)` makes, as .png beside the numbers."""
     try:
         import matplotlib
     except ImportError:
-        print("no figure without matplotlib: pip install -r benchmark/requirements.txt")
+        print("no picture without matplotlib: pip install -r benchmark/requirements.txt")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     draw(pyplot)
-    pyplot.savefig(path.with_suffix(".png"), dpi=130)
-    print(f"figure: {path.with_suffix('.png')}")
+    pyplot.savefig(path.with_suffix(".png"), dpi=110)
+    pyplot.close()
+    print(f"picture: {path.with_suffix('.png')}")
+
+
+def expanded(value):
+    """What `compact` made of lists of objects, as lists of objects again."""
+    if isinstance(value, list):
+        return [expanded(x) for x in value]
+    if isinstance(value, dict) and set(value) == {"columns", "rows"}:
+        return [dict(zip(value["columns"], expanded(row))) for row in value["rows"]]
+    if isinstance(value, dict):
+        return {name: expanded(x) for name, x in value.items()}
+    return value
+
+
+def redraw(path: Path):
+    """The picture of numbers that are there."""
+    result = expanded(json.loads(path.read_text()))
+    if "tables" in result:
+        draw_beside(path, lambda pyplot: draw_model(result, pyplot))
+        return
+    found = [
+        {**case, "option": option, **dict(zip(result["columns"], values))}
+        for case in result["exact"]
+        for option, values in case["options"].items()
+    ]
+    draw_beside(path, lambda pyplot: draw_exact(found, pyplot))
 
 
 # ---- A real model, by samples ----------------------------------------------------------------------------------------
@@ -1049,38 +1086,32 @@ def model_words(result: dict) -> str:
 
 
 def draw_model(result: dict, pyplot):
-    """Over k: the trace of the covariance, the noise and the cosine of an update; a row of panels per reward."""
-    panels = {
-        "trace": "trace of the covariance of an update",
-        "noise": "noise: trace / (E g along g*)²",
-        "cosine_of_update": "cosine of an update with the long-run mean",
-    }
-    figure, axes = pyplot.subplots(len(JUDGED), len(panels), figsize=(12, 6.5), sharex=True, layout="constrained")
-    for (judged, rows), line in zip(result["tables"].items(), axes):
-        for (name, title), panel in zip(panels.items(), line):
-            for i, estimator in enumerate(ESTIMATORS):
-                some = [row for row in rows if row["estimator"] == estimator]
-                panel.errorbar(
-                    [row["k"] * 1.03 ** (i - 1.5) for row in some],
-                    [row[name] for row in some],
-                    [row[f"{name}_stderr"] for row in some],
-                    marker="o",
-                    markersize=4,
-                    capsize=2,
-                    label=estimator,
-                )
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(KS, KS)
-            panel.set_title(f"{judged}: {title}", fontsize=9)
-            panel.spines[["top", "right"]].set_visible(False)
-        line[0].set_yscale("log")
-    for panel in axes[-1]:
-        panel.set_xlabel("k, at equal completions")
-    axes[0, 0].legend(frameon=False)
+    """Over k: the noise of an update, a panel per reward. Dr. GRPO's is RLOO's: only their scale differs."""
+    titles = {"gold": "reward: the gold score", "win": "reward: 1 where the summary beats the reference, else 0"}
+    figure, axes = pyplot.subplots(1, len(JUDGED), figsize=(11, 4.4), layout="constrained")
+    for (judged, rows), panel in zip(result["tables"].items(), axes):
+        for i, estimator in enumerate(name for name in ESTIMATORS if name != "drgrpo"):
+            some = [row for row in rows if row["estimator"] == estimator]
+            panel.errorbar(
+                [row["k"] * 1.03 ** (i - 1) for row in some],
+                [row["noise"] for row in some],
+                [row["noise_stderr"] for row in some],
+                marker="o",
+                markersize=4,
+                capsize=2,
+                label=estimator,
+            )
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(KS, KS)
+        panel.set_ylim(bottom=0)
+        panel.set_title(titles[judged], fontsize=10)
+        panel.set_xlabel(f"k: completions per prompt, {result['update']} completions per update")
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    axes[0].set_ylabel("noise of one update's gradient:\nvariance / (its mean along the true gradient)²")
+    axes[0].legend(frameon=False, loc="lower right")
     figure.suptitle(
-        f"{result['prompts']:,} prompts × {K_MAX} completions, updates of {result['update']} "
-        "completions, ± standard error",
-        fontsize=10,
+        f"The embedded policy: {result['prompts']:,} prompts × {K_MAX} completions; bars: ± standard error", fontsize=11
     )
 
 
@@ -1111,6 +1142,9 @@ def main(args: Args):
     transformers.logging.disable_progress_bar()
     args.output = args.output or str(Path(__file__).parent / ("embedded_policy.json" if args.model else "exact.json"))
     require(args.output.endswith(".json"), f"--output {args.output}: must end in .json")
+    if args.redraw:
+        redraw(Path(args.output))
+        return
     for name, least in (("seeds", 1), ("vocab_size", 2), ("response_length", 1), ("threads", 1)):
         require(getattr(args, name) >= least, f"--{name} {getattr(args, name)}: must be at least {least}")
     require(args.rloo_k and min(args.rloo_k) >= 2, f"--rloo_k {args.rloo_k}: must be at least 2")
