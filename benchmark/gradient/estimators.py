@@ -637,6 +637,8 @@ def draw_exact(found: list[dict], pyplot):
             for place, name in enumerate(names):
                 rows = [row for row in found if (row["option"], row["position"]) == (name, position)]
                 values = [row[column] for row in rows if row[column] is not None and not math.isnan(row[column])]
+                if not values:  # an option that points against g* in all cases has no noise
+                    continue
                 if column == "bias":
                     values = [max(value, lowest_bias) for value in values]
                 y = place + (-0.16, 0.16)[number]

@@ -238,13 +238,12 @@ def test_a_small_run_leaves_numbers_that_say_what_made_them(tmp_path, capsys, mo
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what is not installed is said, in one line
     estimators.main(estimators.Args(output=str(output), vocab_size=2, rloo_k=(2,), seeds=2))
     result, text = json.loads(output.read_text()), capsys.readouterr().out
-    assert (
-        result["command"] == "python benchmark/gradient/estimators.py --kl_coef 0.3 --seeds 2 --vocab_size 2 --rloo_k 2"
-    )
+    said = result["command"]
+    assert said == "python benchmark/gradient/estimators.py --kl_coef 0.3 --seeds 2 --vocab_size 2 --rloo_k 2"
     cases = [dict(zip(result["exact"]["columns"], row)) for row in result["exact"]["rows"]]
     assert len(cases) == 2 * 6 and all(list(case["options"]) == list(OPTIONS) for case in cases)
     assert all(name in text for name in OPTIONS) and "Unbiased: true" in text
-    assert "no figure without matplotlib" in text
+    assert "no picture without matplotlib" in text
 
 
 @pytest.mark.parametrize(

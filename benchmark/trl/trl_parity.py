@@ -3,6 +3,7 @@
     python benchmark/trl/trl_parity.py same --trl trl0/bin/python --trl trl1/bin/python     # a few minutes
     python benchmark/trl/trl_parity.py clip --trl trl0/bin/python --trl trl1/bin/python     # half an hour
     python benchmark/trl/trl_parity.py train --trl trl0/bin/python --trl trl1/bin/python    # hours; can be repeated
+    python benchmark/trl/trl_parity.py draw                                                 # train's picture again
 
 benchmark/requirements.txt says how the environments of --trl, TRL 0.19 and 1.x, are made. All is run on the CPU.
 
@@ -44,7 +45,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "speed"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # rloo.py is imported later: TRL's environments cannot
 
-from throughput import call, device_name, fail, save, trl_versions
+from throughput import call, device_name, draw_beside, fail, save, trl_versions
 
 HERE = Path(__file__).resolve().parent
 MINI_TLDR = HERE.parent / "mini_tldr"
@@ -946,10 +947,18 @@ def draw(result: dict, pyplot):
             markersize=3,
             capsize=3,
         )
-    axes.set(xlabel="CPU seconds of training, one thread", ylabel="gold win rate on 500 test posts, sampled, %")
+    axes.set(
+        xlabel="CPU seconds of training on one thread (without evaluations)",
+        ylabel="gold win rate on 500 test posts, sampled, %",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.suptitle(f"mini TL;DR, {result['machine']}", fontsize=9)
+    count = len(next(iter(result["found"].values())))
+    figure.suptitle(
+        f"Each trainer on mini TL;DR by the settings of rloo.py's defaults ({result['machine']})\n"
+        f"points: evaluations, mean over {count} seeds; bars: ± standard error",
+        fontsize=9,
+    )
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
@@ -959,8 +968,8 @@ def draw(result: dict, pyplot):
 class Args:
     """TRL's own RLOO trainers beside rloo.py, on the embedded task."""
 
-    part: Literal["same", "clip", "train"]
-    """what to compare"""
+    part: Literal["same", "clip", "train", "draw"]
+    """what to compare; draw: only the picture, from the numbers of train"""
     trl: tuple[str, ...] = ()
     """python of an environment with TRL 0.19 or 1.x; may be given several times"""
     seeds: int = 3
@@ -988,6 +997,10 @@ def command() -> str:
 
 
 def main(args: Args):
+    if args.part == "draw":
+        path = Path(args.output or HERE / "train.json")
+        print(draw_beside(json.loads(path.read_text()), path, draw))
+        return
     if not args.trl:
         fail("--trl is needed: python of an environment with TRL, see benchmark/requirements.txt")
     if min(args.seeds, args.clip_updates, args.every) < 1 or args.episodes < 128 * args.every:
