@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # RLOO on GSM8K with verifiable rewards: a completion is scored by its answer, not by a model (gsm8k_reward.py).
 #
-#   bash benchmark/gsm8k/gsm8k.sh mini                    # the embedded miniature: 3 seeds, some minutes, 2 CPU cores
+#   bash benchmark/gsm8k/gsm8k.sh mini                    # mini GSM8K, 3 seeds: about 50 minutes on 2 shared CPU cores
 #   bash benchmark/gsm8k/gsm8k.sh qwen3-0.6b              # Qwen3-0.6B on GSM8K: one GPU and the network
 #   bash benchmark/gsm8k/gsm8k.sh qwen3-0.6b --dry_run    # only prints the commands
 #
 # Flags of rloo.py may follow. From the environment: SEEDS (mini: "1 2 3", else "1"), OUT (runs/gsm8k), PYTHON (python).
-# A seed that is done is skipped, one that was interrupted goes on: repeat the command.
+# Repeat the command after an interruption: finished seeds are skipped, an interrupted one continues.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 preset=${1:-}
@@ -20,7 +20,7 @@ out=${OUT:-runs/gsm8k}
 python=${PYTHON:-python}
 rewards=benchmark/gsm8k/gsm8k_reward.py
 
-# On the held-out problems judge_score is the accuracy: --judge_fn is `correctness` alone.
+# --judge_fn is `correctness` alone, so judge_score is the accuracy on the held-out problems.
 common=(--reward_fns $rewards:correctness $rewards:format --reward_weights 1.0 0.2 --judge_fn $rewards:correctness
         --rloo_k 8 --temperature 1.0 --save_steps 50 --save_total_limit 1 --resume)
 

@@ -1,15 +1,15 @@
-"""Verifiable rewards for GSM8K (Cobbe et al. 2021, arXiv:2110.14168): is the answer right, and is it where we asked?
+"""Verifiable rewards for GSM8K (Cobbe et al. 2021, arXiv:2110.14168): is the answer right and in the asked format?
 
     python rloo.py --reward_fns benchmark/gsm8k/gsm8k_reward.py:correctness benchmark/gsm8k/gsm8k_reward.py:format ...
 
-A row has `answer`: a bare number ("42"), or a solution with its answer in one of the marks below, as GSM8K has it.
+A row has `answer`: a number ("42"), or a solution with its answer in one of the marks below, as in GSM8K.
 
 Which number of a completion counts (`final_answer`):
-1. What a model thinks, up to the last </think>, does not count; after a <think> that does not end there is no answer.
-2. The last mark counts: `#### 42` (up to the end of the line), `<answer>42</answer>` or `\\boxed{42}`. A mark that was
-   begun and holds no number is no answer.
-3. In a mark, what follows its last `=`, and there the first number. Only one number counts, so naming many never pays.
-4. Without a mark: the last number of the text.
+1. Everything up to the last </think> is dropped. After a <think> that does not end there is no answer.
+2. The last mark counts: `#### 42` (up to the end of the line), `<answer>42</answer>` or `\\boxed{42}`. If it holds no
+   number there is no answer.
+3. In a mark, the first number after its last `=` counts. Only one number counts, so naming many never helps.
+4. Without a mark the last number of the text counts.
 Units, currencies and % are left out ("50%" is 50); numbers are compared exactly, as fractions: 1/2 = 0.5, 3.0 = 3.
 """
 
@@ -57,7 +57,7 @@ def braced(text: str, begin: int) -> str:
 
 
 def final_answer(text: str) -> Fraction | None:
-    """The number that counts as a text's answer, by the rules above; None where there is none."""
+    """A text's answer by the rules above; None where there is none."""
     text = text.rpartition("</think>")[2]
     if "<think>" in text:
         return None
@@ -70,13 +70,13 @@ def final_answer(text: str) -> Fraction | None:
 
 
 def correctness(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
-    """1 where the completion's answer is the row's, 0 where it is another or none, None where the row has none."""
+    """1 if the completion's answer is the row's, 0 if it is another or missing, None if the row has none."""
     wanted = [None if x is None else final_answer(str(x)) for x in answer]
     return [None if right is None else float(final_answer(text) == right) for text, right in zip(completions, wanted)]
 
 
 def format(prompts, completions, completion_ids, **columns) -> list[float]:
-    """1 where the completion is as SYSTEM asks: some steps, then one `####`, then a number and nothing else."""
+    """1 if the completion has the format that SYSTEM asks for: some steps, then one `####`, then only a number."""
     texts = [text.rpartition("</think>")[2].strip() for text in completions]
     return [
         float(text.count("####") == 1 and not text.startswith("####") and ENDING.search(text) is not None)

@@ -4,10 +4,10 @@
     python benchmark/kill/kill_runs.py --kills 10 --seed 2
 
 A run is `python rloo.py --save_steps 1 --resume ...` on a small part of mini TL;DR: 10 updates with a checkpoint after
-each, evaluations at both ends and in the middle. It gets SIGKILL either at a random time or while a checkpoint is being
-written or an old one removed, and is started again by the same command, until it ends. Then weights, metrics.jsonl,
-completions.jsonl and the last checkpoint must be those of the run that nobody killed, bit for bit, but for times and
-memory. Runs follow each other until there were enough kills.
+each, and evaluations at the beginning, in the middle and at the end. It gets SIGKILL at a random time, or while a
+checkpoint is being written or removed, and is started again by the same command until it ends. Then weights,
+metrics.jsonl, completions.jsonl and the last checkpoint must equal those of the run that nobody killed, bit for bit,
+except times and memory. New runs are started until the number of kills is reached.
 """
 
 import argparse

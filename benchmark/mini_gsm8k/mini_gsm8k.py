@@ -3,11 +3,11 @@
     python benchmark/mini_gsm8k/mini_gsm8k.py                                   # about seven minutes, on one core
     python benchmark/mini_gsm8k/mini_gsm8k.py --quick --output_dir /tmp/mini    # seconds; a model that solves nothing
 
-Rows are as `gsm8k.sh` makes them of GSM8K: `prompt`, chat messages with the system turn of gsm8k_reward.py, and
-`answer`, a solution that ends with "#### 42". The policy is fine-tuned on solutions of a simulated pupil in a hurry,
-who takes a wrong number or a wrong sign, slips in sums and forgets how the answer should be written; training with
-rewards is to find out by itself what of all that was wrong. A problem's key is what is computed, signs and numbers: no
-key of the held-out problems is in what the policy is fine-tuned or trained on.
+Rows have the form that `gsm8k.sh` gives GSM8K: `prompt`, chat messages with the system message of gsm8k_reward.py,
+and `answer`, a solution that ends with "#### 42". The policy is fine-tuned on solutions of a simulated pupil in a
+hurry, who takes a wrong number or sign, makes mistakes in sums and forgets how the answer should be written. Training
+with rewards has to find out which of these habits are wrong. A problem's key is its computation, signs and numbers: no
+key of a held-out problem occurs in fine-tuning or training.
 
 Reading order is running order: problems, pupil, tokenizer, training, main.
 """
@@ -97,7 +97,7 @@ def key(problem: dict) -> tuple:
     return (problem["first"], *problem["steps"])
 
 
-# How often the pupil errs; the first four are tried at each step.
+# Probabilities of the pupil's mistakes; the first four apply at each step.
 WRONG_SIGN, WRONG_NUMBER, SLIP, STOP, NO_MARK = 0.12, 0.08, 0.12, 0.05, 0.3
 
 
@@ -157,7 +157,7 @@ QUICK = Sizes(40, 10, 64)
 
 # ---- Tokenizer -------------------------------------------------------------------------------------------------------
 
-TEMPLATE = (  # ChatML, as Qwen has it, without tools and thoughts
+TEMPLATE = (  # ChatML as in Qwen, without tools and thinking
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -6,7 +6,7 @@
 It writes posts with human-like reference summaries, a tokenizer, a policy fine-tuned on the
 references (sft/) and a reward model trained on noisy comparisons (reward/). The ground truth
 behind each post is known, so a gold judge can score any summary exactly. As in the real
-benchmark the policy never sees the judge: it only sees the reward model.
+benchmark the policy never sees the judge, only the reward model.
 
 Reading order is running order: tables, posts, references, judge, tokenizer, training, main.
 """
@@ -318,7 +318,7 @@ def train_tokenizer(texts):
 
 
 def model_config(tokenizer, layers, **extra):
-    """A GPT-NeoX of pythia's shape, but tiny. Initialised at 0.02 it would hardly learn to read."""
+    """A GPT-NeoX of pythia's shape, but tiny. With an initialisation of 0.02 it hardly learns to read."""
     from transformers import GPTNeoXConfig
 
     return GPTNeoXConfig(

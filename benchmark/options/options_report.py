@@ -1,15 +1,16 @@
-"""Tables and figures from the runs of run_options.sh: what the options of rloo.py do on the embedded task.
+"""Tables and pictures from the runs of run_options.sh: what the options of rloo.py do on the embedded task.
 
     python benchmark/options/options_report.py                        # from runs/options, into benchmark/options
     python benchmark/options/options_report.py --runs runs/options-quick --output_dir runs/options-quick/results
+    python benchmark/options/options_report.py --redraw               # only the pictures, from results.json
 
-It reads metrics.jsonl and completions.jsonl of every complete run and says which runs are not there yet, so it may be
-used while run_options.sh goes on.
+It reads metrics.jsonl and completions.jsonl of every complete run and names the missing runs, so it can be used while
+run_options.sh is running.
 
-The mean over seeds stands with its standard error, std / √seeds. A difference from the default compares the same seeds
-on the same posts. Its interval (95%) is a paired bootstrap: the seeds and the posts are drawn again with replacement,
-both at once, and the quantiles of the mean difference are taken. That is careful rather than sharp: where the seeds
-hardly differ, it raises fewer false alarms than 1 in 20. "better" and "worse" are intervals without 0.
+± is the standard error of the mean over seeds, std / √seeds. A difference from the default compares the same seeds on
+the same posts. Its 95% interval is a paired bootstrap: seeds and posts are drawn again with replacement, both together,
+and the quantiles of the mean difference are taken. The interval is rather too wide than too narrow: where the seeds
+hardly differ, fewer than 1 in 20 intervals miss 0 by chance. "better" and "worse" mean that 0 lies outside.
 """
 
 import json
@@ -39,18 +40,18 @@ IRRELEVANT = {"seed", "output_dir", "resume", "exp_name", "num_sample_generation
 
 @dataclass
 class Args:
-    """Tables and figures from the runs of run_options.sh."""
+    """Tables and pictures from the runs of run_options.sh."""
 
     runs: str = "runs/options"
     """folder of the runs"""
     output_dir: str = "benchmark/options"
     """where tables.md, results.json and the pictures go"""
     bootstrap: int = 10_000
-    """times that seeds and posts are drawn again for an interval"""
+    """number of draws for an interval"""
     window: int = 5
-    """updates that what is measured in training is averaged over"""
+    """number of rollouts over which the KL at an evaluation is averaged"""
     seed: int = 1
-    """of the bootstrap"""
+    """seed of the bootstrap"""
     redraw: bool = False
     """only draw the pictures, from output_dir's results.json"""
 

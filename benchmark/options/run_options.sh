@@ -11,8 +11,8 @@
 #   --results DIR      of tables and figures (default benchmark/options, with --quick runs/options-quick/results)
 #   PYTHON=...         the python to use (default: python)
 #
-# A run that is complete is skipped, one that was stopped goes on, each has a log beside its folder. A run that fails is
-# named at the end, when the others are done, and the exit status is 1.
+# Repeat the command after an interruption: complete runs are skipped, others continue. Each run has a log beside its
+# folder. Runs that fail are named at the end, when the others are done, and the exit status is 1.
 
 set -u
 cd "$(dirname "$0")/../.." || exit 1

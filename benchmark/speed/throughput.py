@@ -119,7 +119,7 @@ class Workload:
 
 @dataclass
 class Machine:
-    """What it runs on, and how often."""
+    """The device, and the number of rounds."""
 
     device: str | None = None
     """cpu or cuda; if not given, cuda if there is one"""
@@ -157,9 +157,9 @@ class Args(Workload, Machine):
     """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
 
     micro_batch: int = 0
-    """completions per forward and backward in training; 0: all of an update"""
+    """completions per forward and backward pass in training; 0: all of an update"""
     rollout_batch: int = 0
-    """completions per forward without gradient and per call of generate; 0: as micro_batch"""
+    """completions per forward pass without gradient and per call of generate; 0: as micro_batch"""
     rounds: int = 3
     """rounds of updates, each of which starts a process per trainer"""
     updates: int = 3

@@ -3,9 +3,9 @@
     python benchmark/tldr/complete.py --sft_model_path runs/my_run --output rloo.jsonl                   # greedy
     python benchmark/tldr/complete.py --sft_model_path my/sft --output samples.jsonl --temperature 0.7 --n 4
 
-A line per completion: {"post": number of the row in its split, "sample": 0 ... n - 1, "prompt": as the dataset has it,
-"completion": text, "reference": text or null, "tokens": its length, "ended": a stop token came in time, "columns": what
-else the dataset says about the post, "model", "temperature", "seed"}. Flags have the names of rloo.py.
+One line per completion: {"post": number of the row in its split, "sample": 0 ... n - 1, "prompt": as in the dataset,
+"completion": text, "reference": text or null, "tokens": length, "ended": whether it ended with a stop token,
+"columns": the dataset's other columns, "model", "temperature", "seed"}. Flags have the names of rloo.py.
 """
 
 import json
@@ -30,19 +30,19 @@ class Args:
     """Completions of held-out prompts, as JSON Lines."""
 
     sft_model_path: str  # checkpoint: a run's output_dir, a checkpoint in it, or a Hub id
-    output: str  # .jsonl; not overwritten
-    model_name_or_path: str | None = None  # where the tokenizer comes from; if not given, sft_model_path
+    output: str  # .jsonl file; never overwritten
+    model_name_or_path: str | None = None  # tokenizer; if not given, that of sft_model_path
     dataset_name: str = str(rloo.MINI_TLDR)  # .jsonl file, folder of <split>.jsonl, or Hub id
     dataset_test_split: str = "test"  # split to complete
-    posts: int | None = None  # the first so many of it; if not given, all
-    max_prompt_length: int = 512  # tokens; longer prompts are left out
+    posts: int | None = None  # number of posts to complete, from the first; if not given, all
+    max_prompt_length: int = 512  # in tokens; longer prompts are left out
     n: int = 1  # completions per prompt
     temperature: float = 0.0  # 0: greedy
-    response_length: int = 53  # tokens of a completion at most
+    response_length: int = 53  # maximum length of a completion, in tokens
     stop_token: str | None = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the model
-    seed: int = 1  # of sampling
-    local_rollout_forward_batch_size: int = 64  # completions at a time
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the model
+    seed: int = 1  # seed of sampling
+    local_rollout_forward_batch_size: int = 64  # completions that are sampled together
     device: str | None = None  # if not given, cuda if there is one
 
 
@@ -52,7 +52,7 @@ def main(args: Args):
         value = getattr(args, flag)
         require(value is None or value > 0, f"--{flag} {value}: must be above 0")
     require(args.temperature >= 0, f"--temperature {args.temperature}: must be at least 0")
-    require(args.temperature or args.n == 1, f"--n {args.n}: greedy completions are all equal; name a --temperature")
+    require(args.temperature or args.n == 1, f"--n {args.n}: greedy completions are all equal; set a --temperature")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -5,21 +5,22 @@
     python benchmark/tldr/judge.py --completions rloo.jsonl --output gpt.json --judge openai:gpt-4o-mini
     python benchmark/tldr/judge.py --completions rloo.jsonl --against sft.jsonl --output versus.json --judge openai:M
 
-function and model score each text alone, and the higher score wins: `function` is called like a reward function of
-rloo.py, `model` is a sequence classifier with one label. openai asks any server that speaks OpenAI's chat completions;
-its address and key come from OPENAI_BASE_URL (default: OpenAI's own) and OPENAI_API_KEY, and only from there. It sees
-both texts in an order that --seed draws. Each answer is kept in a cache at once: the same command, after whatever
-ended it, goes on without asking twice. The key is in no output, message or file.
+`function` and `model` score each text alone, and the higher score wins. `function` is called like a reward function of
+rloo.py; `model` is a sequence classifier with one label. `openai` asks any server with OpenAI's chat completions API.
+Its address and key come from the environment only: OPENAI_BASE_URL (default: OpenAI's own server) and OPENAI_API_KEY.
+It sees both texts in an order that is drawn by --seed. Each answer is written to a cache at once, so the same command
+continues after an interruption and asks nothing twice. The key appears in no output, message or file.
 
 A line of a completions file is {"post": 0, "sample": 0, "prompt": text, "completion": text, "reference": text,
-"ended": true, "columns": {...}}, as complete.py writes it; of several samples of a post the first is judged.
+"ended": true, "columns": {...}}, as complete.py writes it. Of several samples of a post the first is judged.
 
-A tie counts half a win; equal texts are a tie without being asked. Answers without a verdict (or a score of None) are
-counted as unparsable and left out of the win rate. The interval is Wilson's (1927), 95%; with ties a bit too wide.
+A tie counts as half a win; two equal texts are a tie and are not sent to the judge. Answers without a verdict (or with
+a score of None) are counted as unparsable and left out of the win rate. The interval is Wilson's (1927) at 95%, which
+is slightly too wide where there are ties.
 
-The prompt that openai gets is JUDGE_PROMPT below, or that of --prompt_file: a text in which {post}, {a} and {b} stand
-for the post and the two summaries. Its verdict is one of --verdicts, after "Verdict:" or "Preferred:", or alone in a
-line. A win rate can be compared with a published one only if prompt, judge, order and posts are the same.
+The prompt for `openai` is JUDGE_PROMPT below or that of --prompt_file: a text in which {post}, {a} and {b} stand for
+the post and the two summaries. The answer must contain one of --verdicts after "Verdict:" or "Preferred:" or alone on
+a line. A win rate can be compared with a published one only if judge, prompt, order and posts are the same.
 """
 
 import dataclasses
@@ -78,39 +79,39 @@ Verdict: B
 Verdict: tie
 """
 OPENAI = "https://api.openai.com/v1"
-LONGEST_WAIT = 600  # seconds; a server that asks for more is not waited for
+LONGEST_WAIT = 600  # seconds; the program stops if a server asks for more
 
 
 @dataclass
 class Args:
     """Win rates of completions against references or against other completions, by one judge."""
 
-    completions: tuple[str, ...]  # files of complete.py, a row of the table each
+    completions: tuple[str, ...]  # files of complete.py; one row of the table for each
     judge: str  # function:FILE.py:FUNCTION, model:PATH or openai:MODEL
-    output: str  # .json for all numbers; not overwritten
+    output: str  # .json file for all numbers; never overwritten
     against: str | None = None  # completions of the same posts to compare with; if not given, the references
-    posts: int | None = None  # judge the first so many; if not given, all
-    prompt_file: str | None = None  # openai's prompt, a text with {post}, {a} and {b}; if not given, JUDGE_PROMPT
-    verdicts: tuple[str, ...] = ("A", "B", "tie")  # openai's words where the first, the second, or neither is better
-    seed: int = 1  # of the order in which openai sees a pair
-    cache: str | None = None  # .jsonl for openai's answers; if not given, the output's name with .cache.jsonl
-    concurrency: int = 8  # requests to openai at a time
-    timeout: float = 60.0  # seconds that openai may be silent
-    max_attempts: int = 6  # of one request, then the judging stops; the same command goes on
-    first_wait: float = 1.0  # seconds before the second attempt; doubles with each, or what Retry-After says if longer
-    options: str = '{"temperature": 0, "max_tokens": 200}'  # JSON object that goes along with each request
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of a model
-    device: str | None = None  # of a model; if not given, cuda if there is one
-    batch_size: int = 32  # texts per forward of a model
+    posts: int | None = None  # number of posts to judge, from the first; if not given, all
+    prompt_file: str | None = None  # prompt for openai, a text with {post}, {a} and {b}; if not given, JUDGE_PROMPT
+    verdicts: tuple[str, ...] = ("A", "B", "tie")  # words of the answer: first is better, second is, neither is
+    seed: int = 1  # seed of the order in which openai sees a pair
+    cache: str | None = None  # .jsonl file for openai's answers; if not given, named after the output
+    concurrency: int = 8  # simultaneous requests to openai
+    timeout: float = 60.0  # seconds to wait for openai
+    max_attempts: int = 6  # attempts for one request before the program stops; the same command continues
+    first_wait: float = 1.0  # seconds before the second attempt; doubles each time; Retry-After is respected
+    options: str = '{"temperature": 0, "max_tokens": 200}'  # JSON object added to each request
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of a model judge
+    device: str | None = None  # device of a model judge; if not given, cuda if there is one
+    batch_size: int = 32  # texts per forward pass of a model judge
 
 
 class Text(NamedTuple):
-    """A summary, as a judge that scores wants it."""
+    """A summary and what a judge that scores needs to know about it."""
 
     prompt: str | list
     text: str
-    ended: bool  # a stop token came in time; true of references
-    columns: dict  # what else the dataset says about the post
+    ended: bool  # whether it ended with a stop token; true for references
+    columns: dict  # the other columns of the dataset
 
 
 class Mistake(ValueError):
@@ -138,7 +139,7 @@ def read_rows(path: str) -> list[dict]:
         raise Mistake(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise Mistake(f"{path}: no completions file, see the top of judge.py ({what})") from error
+        raise Mistake(f"{path}: is not a completions file, see the top of judge.py ({what})") from error
     require(rows, f"{path}: is empty")
     return rows
 
@@ -155,7 +156,7 @@ def read_pairs(path: str, against: str | None, posts: int | None) -> list[tuple[
         if against:
             other = others.get(row["post"], {})
             same = other.get("prompt") == row["prompt"]
-            require(same, f"{against}: has not the posts of {path} (post {row['post']})")
+            require(same, f"{against}: does not have the posts of {path} (post {row['post']})")
             theirs = Text(row["prompt"], other["completion"], other.get("ended", True), columns)
         else:
             given = isinstance(row["reference"], str)
@@ -171,7 +172,7 @@ def require_new(path: str, suffix: str):
 
 
 def write_whole(path: str, text: str):
-    """A file that exists is whole: it is written under another name and renamed."""
+    """Writes to another name and renames, so that a file that exists is complete."""
     unfinished = Path(f"{path}.unfinished")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_text(text, encoding="utf-8")
@@ -182,10 +183,10 @@ def write_whole(path: str, text: str):
 
 
 def function_scores(spec: str, texts: list[Text]) -> list[float | None]:
-    """Scores by FILE.py:FUNCTION or MODULE:FUNCTION, called like a reward function of rloo.py, without token ids;
-    `completion` is the reference, if there is one."""
+    """Scores by FILE.py:FUNCTION or MODULE:FUNCTION, called like a reward function of rloo.py, but without token ids.
+    The column `completion` holds the reference, if there is one."""
     (source, _, name), path = spec.rpartition(":"), Path(spec.rpartition(":")[0]).resolve()
-    sys.path.append(str(path.parent))  # it may import what lies beside it
+    sys.path.append(str(path.parent))  # the file may import its neighbours
     try:
         module = runpy.run_path(str(path)) if path.suffix == ".py" else vars(importlib.import_module(source))
     except Exception as error:  # a user's file raises what it likes
@@ -209,7 +210,7 @@ def function_scores(spec: str, texts: list[Text]) -> list[float | None]:
 
 
 def model_scores(path: str, texts: list[Text], dtype: str, device: str | None, batch_size: int) -> list[float]:
-    """Scores by a sequence classifier and its tokenizer: at the eos token of a text that ended, else at its last."""
+    """Scores by a sequence classifier and its tokenizer, read at a text's last token: eos if the text ended."""
     import torch
     import transformers
 
@@ -226,7 +227,7 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: str | None, b
         )
         model.to(device).eval()
     missing = [*info["missing_keys"]]
-    require(not missing, f"model:{path}: is no trained reward model, it has no {missing[:1]}")
+    require(not missing, f"model:{path}: is not a trained reward model: {missing[:1]} is missing")
     eos, positions = tokenizer.eos_token_id, getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     require(eos is not None, f"model:{path}: its tokenizer has no eos token")
     rows = [rloo.prepare_row({"prompt": text.prompt}, tokenizer) for text in texts]
@@ -262,15 +263,15 @@ class Endpoint(NamedTuple):
     first_wait: float
 
     def name(self) -> str:
-        """The judge in words, without anything secret that its address may hold."""
+        """The judge in words, without what may be secret in its address."""
         return f"openai:{self.model} at {urlsplit(self.url).hostname}"
 
     def without_key(self, text: str) -> str:
-        return text.replace(self.key, "***") if len(self.key) >= 8 else text  # a shorter one is a placeholder
+        return text.replace(self.key, "***") if len(self.key) >= 8 else text  # a shorter key is a placeholder
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The key goes nowhere but to the address that was given."""
+    """Refuses redirects, so that the key is sent to the given address only."""
 
     def redirect_request(self, *args):
         return None
@@ -282,10 +283,12 @@ OPENER = urllib.request.build_opener(NoRedirect)
 def endpoint_of(args: Args) -> Endpoint:
     """The address and the key, from the environment."""
     base, key = os.environ.get("OPENAI_BASE_URL") or OPENAI, (os.environ.get("OPENAI_API_KEY") or "").strip()
-    plain = re.fullmatch(r"https?://[\w.\-\[\]:]+(/[\w.\-/~%]*)?", base)  # no name, password or token in it
+    plain = re.fullmatch(r"https?://[\w.\-\[\]:]+(/[\w.\-/~%]*)?", base)  # without name, password or token
     require(plain, f"OPENAI_BASE_URL: must be an address like {OPENAI} or http://localhost:8000/v1")
     require(key or base != OPENAI, f"--judge {args.judge}: set OPENAI_API_KEY (and OPENAI_BASE_URL for another server)")
-    require(key.isascii() and key.isprintable() and " " not in key, "OPENAI_API_KEY: holds characters that no key has")
+    require(
+        key.isascii() and key.isprintable() and " " not in key, "OPENAI_API_KEY: contains characters that no key has"
+    )
     try:
         options = dict(**json.loads(args.options))
     except (ValueError, TypeError) as error:
@@ -302,7 +305,7 @@ def endpoint_of(args: Args) -> Endpoint:
 
 
 def retry_after(value: str | None) -> float:
-    """Seconds that a Retry-After header asks for: a number, or a date; 0 where there is none."""
+    """Seconds that a Retry-After header (a number or a date) asks for; 0 without one."""
     try:
         return max(0.0, float(value))
     except (TypeError, ValueError):
@@ -329,7 +332,7 @@ def send(endpoint: Endpoint, prompt: str) -> dict:
 
 
 def ask(endpoint: Endpoint, prompt: str, stop: threading.Event) -> dict:
-    """`send` with retries: after 408, 409, 429 and 5xx, a lost connection, silence, and what is no answer at all."""
+    """`send` with retries after status 408, 409, 429 and 5xx, lost connections, timeouts and unreadable replies."""
     problem = "stopped"
     for attempt in range(endpoint.max_attempts):
         wait = endpoint.first_wait * 2**attempt * random.uniform(0.75, 1.25)  # not all threads at once
@@ -345,7 +348,7 @@ def ask(endpoint: Endpoint, prompt: str, stop: threading.Event) -> dict:
             problem = " ".join(endpoint.without_key(f"HTTP {error.code} {error.reason} {said}").split())[:300]
             require(error.code in (408, 409, 429) or error.code >= 500, f"{endpoint.name()}: {problem}")
             asked = retry_after(error.headers.get("Retry-After"))
-            require(asked <= LONGEST_WAIT, f"{endpoint.name()}: wants to be asked again in {asked:.0f} s ({problem})")
+            require(asked <= LONGEST_WAIT, f"{endpoint.name()}: asks to be tried again in {asked:.0f} s ({problem})")
             wait = max(wait, asked)
         except (
             OSError,
@@ -430,7 +433,7 @@ def ask_all(endpoint: Endpoint, prompts: dict[str, str], cache: Path, concurrenc
 
         def work(key: str, prompt: str):
             reply = ask(endpoint, prompt, stop)
-            with lock:  # at once, and whole
+            with lock:  # a whole line at once
                 answers[key] = reply
                 file.write(json.dumps({"key": key} | reply) + "\n")
 
@@ -448,7 +451,7 @@ def ask_all(endpoint: Endpoint, prompts: dict[str, str], cache: Path, concurrenc
             raise Mistake(
                 f"{mistake}. {done} of {len(prompts)} answers are in {cache}; the same command goes on"
             ) from None
-        except KeyboardInterrupt:  # without waiting for what is on its way
+        except KeyboardInterrupt:  # without waiting for pending requests
             os._exit(130)
         except BaseException:
             stop.set()
@@ -470,7 +473,7 @@ def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]
 
 
 def count(outcomes: list[float | None]) -> dict:
-    """Outcomes (1 won, 0.5 tie, 0 lost, None unparsable) as numbers and win rate with its interval."""
+    """Counts of the outcomes (1 won, 0.5 tie, 0 lost, None unparsable), and the win rate with its interval."""
     judged = [outcome for outcome in outcomes if outcome is not None]
     low, high = wilson(sum(judged), len(judged))
     return {
@@ -485,7 +488,7 @@ def count(outcomes: list[float | None]) -> dict:
 
 
 def judge_by_scores(scorer: Callable, files: dict[str, list[tuple[Text, Text]]]) -> dict[str, dict]:
-    """The higher score wins. All texts go to the judge at once, equal ones once."""
+    """The higher score wins. The judge gets all texts in one call, each different text once."""
 
     def identity(text: Text) -> str:
         return json.dumps([text.prompt, text.text, text.ended, text.columns], sort_keys=True)
@@ -502,10 +505,10 @@ def judge_by_scores(scorer: Callable, files: dict[str, list[tuple[Text, Text]]])
 
 
 def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tuple[dict[str, dict], dict]:
-    """The verdicts of an endpoint on pairs in an order drawn by the seed; and what it cost."""
+    """The verdicts of an endpoint on pairs whose order the seed draws, and the tokens that they cost."""
     endpoint, template = endpoint_of(args), prompt_template(args.prompt_file)
     prompts: dict[str, str] = {}
-    orders: dict[str, list[tuple[bool, str | None]]] = {}  # ours comes first; key, None where the texts are equal
+    orders: dict[str, list[tuple[bool, str | None]]] = {}  # whether ours comes first; the key, None for equal texts
     for name, pairs in files.items():
         rng, orders[name] = random.Random(args.seed), []
         for ours, theirs in pairs:
@@ -545,7 +548,7 @@ def judge_by_asking(args: Args, files: dict[str, list[tuple[Text, Text]]]) -> tu
 
 
 def order_of(result: dict) -> str:
-    """In which order the judge saw a pair, in words."""
+    """The order in which the judge saw a pair, in words."""
     seed = result["order_seed"]
     return "each text scored alone, no order" if seed is None else f"order of each pair drawn by seed {seed}"
 
@@ -639,7 +642,7 @@ def parse(kind, argv: list[str] | None = None):
 
 @contextmanager
 def mistakes_in_a_line():
-    """A mistake ends the program by one line and status 1."""
+    """Ends the program with one line and status 1 on a mistake."""
     try:
         yield
     except KeyboardInterrupt:

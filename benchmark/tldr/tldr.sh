@@ -6,17 +6,17 @@
 #   bash benchmark/tldr/tldr.sh 410m --seed 2             # goes beside the run of seed 1
 #   bash benchmark/tldr/tldr.sh mini --output_dir out -- --total_episodes 1280    # what follows -- goes to rloo.py as well
 #
-# Presets, with --dtype bfloat16 and on one GPU but for the first:
+# Presets; all but the first run with --dtype bfloat16 on one GPU:
 #   mini    benchmark/mini_tldr, its gold judge (a function)
-#   410m    pythia-410m, 131,072 episodes; gold judge: the reward model of pythia-6.9b, no paid judge
+#   410m    pythia-410m, 131,072 episodes; judge: a reward model of pythia-6.9b, nothing to pay for
 #   1b      pythia-1b with TRL's models and settings: k = 2, 2 epochs x 2 mini-batches, 1,000,000 episodes; gpt-4o-mini
 #   1b-k4   the same models with k = 4, one epoch, one mini-batch
 #
-# Options: --seed N; --output_dir DIR (default runs/tldr-PRESET__SEED); --posts N to judge; --judge JUDGE, the gold
-# judge, as judge.py wants it; --dry_run. PYTHON names the python (default: python).
+# Options: --seed N; --output_dir DIR (default runs/tldr-PRESET__SEED); --posts N (how many to judge); --judge JUDGE
+# (the gold judge, see judge.py); --dry_run. The environment variable PYTHON names the python (default: python).
 #
-# Each step is skipped where its output is. Whatever ends the program, the same command goes on where it was: training
-# at its newest checkpoint, a judge that is asked at its last answer; other steps leave nothing but whole files.
+# A step whose output exists is skipped. After an interruption the same command continues: training at its newest
+# checkpoint, a language model's judging at its last answer; other steps write complete files only.
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -112,11 +112,11 @@ if [[ ! $dry_run ]]; then
         "($(< "$output/settings")); name another folder"
 fi
 
-step() {  # step NAME OUTPUT COMMAND ...: runs the command unless its output is there
+step() {  # step NAME OUTPUT COMMAND ...: runs the command unless its output exists
     local name=$1 made=$2
     shift 2
     if [[ ! $dry_run && -e $made ]]; then
-        echo "== $name: $made is there"
+        echo "== $name: $made exists"
         return
     fi
     echo "== $name"

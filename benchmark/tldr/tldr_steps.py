@@ -1,4 +1,4 @@
-"""The small steps of tldr.sh: data into one form, best of n by the reward model, an estimate of the cost, the table.
+"""The small steps of tldr.sh: prepare the data, best of n by the reward model, estimate the cost, make the table.
 
 python benchmark/tldr/tldr_steps.py prepare --help        (best_of, estimate, table)
 """
@@ -30,58 +30,58 @@ from judge import (
 
 @dataclass
 class Prepare:
-    """A dataset as a folder of <split>.jsonl whose rows have `prompt` and `completion`, both text."""
+    """Writes a dataset as a folder of <split>.jsonl whose rows have `prompt` and `completion`, both text."""
 
     dataset_name: str  # .jsonl file, folder of <split>.jsonl, or Hub id (pip install datasets)
-    splits: tuple[str, ...]  # of the dataset
-    output: str  # folder; not overwritten
+    splits: tuple[str, ...]  # splits to write
+    output: str  # folder; never overwritten
 
 
 @dataclass
 class BestOf:
-    """Of each post's samples the one that the reward model scores highest."""
+    """Picks, from each post's samples, the one that the reward model scores highest."""
 
     completions: str  # a file of complete.py with several samples of each post
     reward_model_path: str  # sequence classifier with one label
-    output: str  # .jsonl; not overwritten
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the reward model
-    device: str | None = None  # of the reward model; if not given, cuda if there is one
-    batch_size: int = 32  # completions per forward
+    output: str  # .jsonl file; never overwritten
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the reward model
+    device: str | None = None  # device of the reward model; if not given, cuda if there is one
+    batch_size: int = 32  # completions per forward pass
 
 
 @dataclass
 class Estimate:
-    """Hours and memory of a run on one H100, counted, not measured. Parameters are in millions."""
+    """Estimates hours and memory of a run on one H100 by counting; parameters are in millions."""
 
     body: float  # N: parameters of the policy's layers
-    head: float  # H: of its output embedding, vocabulary x width
-    layers: int  # of the policy
-    width: int  # of the policy
+    head: float  # H: parameters of its output embedding, vocabulary x width
+    layers: int  # layers of the policy
+    width: int  # width of the policy
     reward_body: float  # parameters of the reward model's layers
     rloo_k: int  # k
     total_episodes: int  # completions in the run
     num_ppo_epochs: int  # passes over the completions
     num_mini_batches: int  # optimizer steps per pass
-    local_rollout_forward_batch_size: int  # completions that are sampled at a time
+    local_rollout_forward_batch_size: int  # completions that are sampled together
     prompt_length: int = 350  # P: tokens of a prompt; an assumption
     response_length: int = 53  # R: tokens of a completion; an upper bound
-    utilisation: float = 0.35  # of 989 TFLOP/s (bfloat16, dense) in forwards and backwards; an assumption
-    bandwidth: float = 0.5  # of 3.35 TB/s while decoding; an assumption
+    utilisation: float = 0.35  # part of 989 TFLOP/s (bfloat16, dense) that is reached; an assumption
+    bandwidth: float = 0.5  # part of 3.35 TB/s that decoding reaches; an assumption
 
 
 @dataclass
 class Table:
-    """What runs of tldr.sh found, as a paper would show it; of several seeds the mean."""
+    """The table of win rates of one run of tldr.sh, or the mean over the runs of several seeds."""
 
     runs: tuple[str, ...]  # output folders of tldr.sh
-    output: str  # .txt; all numbers go beside it, as .json
+    output: str  # .txt file; all numbers go to the .json file beside it
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
 
 def plain_row(row: dict) -> dict:
-    """A row with `prompt` and `completion` (one space before it) from these, or from the turns of `messages`."""
+    """A row with `prompt` and `completion` (with one space in front), taken from these or from `messages`."""
     messages = row.get("messages") or []
     prompt, completion = row.get("prompt"), row.get("completion")
     if prompt is None:
@@ -137,10 +137,11 @@ def best_of(args: BestOf):
 def counted(args: Estimate) -> dict[str, float]:
     """Hours of each part of a run.
 
-    A forward costs 2 FLOPs per parameter and token, a backward twice as many; attention, under a tenth at these
-    lengths, is left out, as are evaluations and checkpoints. A prompt and its k completions are one row of P + k·R
-    tokens; logits are made of the k·R tokens of completions, in training twice forward (once more in backward).
-    Decoding waits for memory: each step reads all weights (2 bytes each) once per batch, and the keys and values."""
+    A forward pass costs 2 FLOPs per parameter and token, a backward pass twice as many. Attention (less than a tenth at
+    these lengths), evaluations and checkpoints are left out. A prompt and its k completions are one row of P + k·R
+    tokens. Logits are computed for the k·R tokens of completions only; in training once forward and once more in the
+    backward pass. Decoding is limited by memory: each step reads all weights (2 bytes each) once per batch, and the
+    keys and values."""
     N, H, M = 1e6 * args.body, 1e6 * args.head, 1e6 * args.reward_body
     P, k, R = args.prompt_length, args.rloo_k, args.response_length
     groups, row, answers = args.total_episodes / k, P + k * R, k * R
@@ -181,7 +182,7 @@ ROWS = {"SFT": ("sft-greedy", "sft-samples"), "best of 4": (None, "best-of-4"), 
 
 
 def read_run(folder: Path) -> dict:
-    """What a run of tldr.sh left: the command, both judges' results, KL and hours."""
+    """The command of a run of tldr.sh, both judges' results, KL and hours."""
     metrics = [json.loads(line) for line in (folder / "policy" / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(value for line in metrics for name, value in line.items() if name.startswith("time/"))
     samples = json.loads((folder / "sft-samples.jsonl").open().readline())
@@ -196,7 +197,7 @@ def read_run(folder: Path) -> dict:
 
 
 def spread(values: list[float], digits: int) -> str:
-    """Mean and, of several, standard deviation."""
+    """Mean and, of several values, standard deviation."""
     mean = statistics.fmean(values)
     return f"{mean:.{digits}f}" + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
@@ -234,7 +235,7 @@ def table(args: Table):
             f"{sum(count['unparsable'] for count in counts)} answers without a verdict\n"
         )
     error = (
-        "half of Wilson's 95% interval, which knows of the posts, not of the seed"
+        "half of Wilson's 95% interval, which covers the choice of posts, not the seed"
         if len(runs) == 1
         else f"standard deviation over {len(runs)} seeds"
     )

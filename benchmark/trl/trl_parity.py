@@ -5,16 +5,16 @@
     python benchmark/trl/trl_parity.py train --trl trl0/bin/python --trl trl1/bin/python    # hours; can be repeated
     python benchmark/trl/trl_parity.py draw                                                 # train's picture again
 
-benchmark/requirements.txt says how the environments of --trl, TRL 0.19 and 1.x, are made. All is run on the CPU.
+benchmark/requirements.txt says how to make the environments for --trl, TRL 0.19 and 1.x. Everything runs on the CPU.
 
 same    TRL and rloo.py train on the same completions in float32, some of which have no stop token. Three updates later
-        the weights must agree to 1e-6; where TRL means something else the table says why, with what it amounts to.
+        the weights must agree to 1e-6; where TRL does something else, the table says why, and how much it matters.
         The completions and TRL's numbers go to golden.json, which trl_parity_test.py checks without TRL.
 clip    the share of completions that the clip removes from the first optimizer step after a rollout, in bfloat16. No
         step lies between the policy that sampled and the one that is trained, so each ratio should be 1.
 train   all trainers from the same policy by the same settings, rloo.py's defaults: what they learn, and how fast.
 
-TRL's trainers run as they are, but for what is named here. same: their generation returns the given completions
+TRL's trainers run unchanged, with these exceptions. same: their generation returns the given completions
 (0.19: `batch_generation`, 1.x: `_generate_single_turn`), data and completions are not shuffled, and a mini-batch holds
 whole prompts. clip: torch.clamp, torch.max and torch.min note the ratios that pass through them.
 """
@@ -983,11 +983,11 @@ class Args:
     by_ids: bool = False
     """train: TRL 1.x also with the reward model as a function of tokens, which sees the stop token"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """train: what the forwards compute in"""
+    """train: dtype of the forward passes"""
     work: str = "runs/trl_parity"
-    """folder for the runs; those of clip and train that are there already are not made again"""
+    """folder for the runs; finished runs of clip and train are not repeated"""
     output: str | None = None
-    """clip, train: the numbers; if not given, beside this file"""
+    """clip, train: .json file for the numbers; if not given, beside this file"""
 
 
 def command() -> str:
