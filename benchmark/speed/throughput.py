@@ -214,13 +214,13 @@ def resolve_args(args: Args) -> Args:
     sizes = {"micro_batch": args.micro_batch, "rollout_batch": args.rollout_batch}
     at_least_1 = ("prompts", "min_prompt", "rounds", "updates", "micro_batch")
     for wrong, message in [
-        *((getattr(args, name) < 1, f"--{name} {getattr(args, name)}: must be at least 1") for name in at_least_1),
         (min(k, args.response_length) < 2, "--rloo_k and --response_length must be at least 2"),
+        *((getattr(args, name) < 1, f"--{name} {getattr(args, name)}: must be at least 1") for name in at_least_1),
         (args.min_prompt > args.max_prompt, f"--min_prompt {args.min_prompt} exceeds --max_prompt {args.max_prompt}"),
         (longest > positions, f"{longest} tokens exceed the {positions} positions of {args.shape}: lower --max_prompt"),
         *(
             (
-                size % k or total % size,
+                min(size, k) < 1 or size % k or total % size,
                 f"--{name} {size}: must be a multiple of --rloo_k {k} that divides the {total} "
                 "completions of an update",
             )
