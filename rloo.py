@@ -479,6 +479,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     train_rows, test_rows = load_data(args, tokenizer)
     all_rows = train_rows + test_rows
     test_rows = test_rows[: len(test_rows) // world * world]  # all ranks evaluate on equally many
+    cut = sum(len(row["reference_ids"]) >= args.response_length for row in test_rows)
+    if cut:
+        print(
+            f"{cut} of {len(test_rows)} references are cut to --response_length {args.response_length} in comparisons"
+        )
     functions = load_functions(args.reward_fns, "reward_fns", tokenizer, train_rows[0])
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
 
@@ -520,12 +525,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if args.reward_model_path:
         vocabulary = policy.config.get_text_config().vocab_size
         rewards = load_reward_model(args, tokenizer, all_rows, vocabulary) | functions
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
-    )
-    decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
-    warmup = math.ceil(args.warmup_ratio * num_updates)
-    schedule = transformers.get_scheduler(decay, optimizer, warmup, num_updates)
+    optimizer, learning_rate = make_optimizer(args, policy, num_updates)
     if resumed:
         load_moments(resumed[0], policy, optimizer)
     state["steps"] = steps_taken(optimizer)
@@ -550,7 +550,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 # Train. All random numbers of an update depend on the seed, its number and the rank alone.
                 seeds = np.random.SeedSequence([args.seed, done - 1, rank])
                 transformers.set_seed(int(seeds.generate_state(1)[0]))
-                optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](done - 1)
+                optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
                 begin, n = ((done - 1) * world + rank) * B, len(train_rows)
                 rows = [train_rows[shuffled(n, args.seed, i // n)[i % n]] for i in range(begin, begin + B)]
                 metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
@@ -585,18 +585,15 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
 
             # Write the metrics; the first line has the evaluation before training as well.
+            metrics = dict(state["metrics"])
             if done == 0:
                 state["before"] = found
-            line = dict(state["metrics"])
+            elif samples:
+                metrics |= {f"eval/{name}": value for name, value in found.items()}
             if done == min(1, num_updates):
-                line |= {f"eval_before/{name}": value for name, value in state["before"].items()}
-            if done and samples:
-                line |= {f"eval/{name}": value for name, value in found.items()}
+                metrics |= {f"eval_before/{name}": value for name, value in state["before"].items()}
             if rank == 0:
-                append(output / "completions.jsonl", [{"update": done, **sample} for sample in samples])
-                append(output / "metrics.jsonl", [line] if line else [])
-            if rank == 0 and args.track:
-                log_to_wandb(line, samples, done)
+                write(output, done, metrics, samples, args.track)
 
     # 5. The trained policy, and what training has changed.
     if num_updates:
@@ -607,6 +604,17 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     result = f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. {result}")
     return gains
+
+
+def make_optimizer(args, policy, num_updates):
+    """AdamW, and the learning rate as a function of the number of updates done."""
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
+    decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
+    warmup = math.ceil(args.warmup_ratio * num_updates)
+    (factor,) = transformers.get_scheduler(decay, optimizer, warmup, num_updates).lr_lambdas
+    return optimizer, lambda done: args.learning_rate * factor(done)
 
 
 @lru_cache(maxsize=2)
@@ -683,18 +691,17 @@ def lengths(output: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in output.glob("*.jsonl")}
 
 
-def append(path: Path, items: list[dict]):
-    """Adds a line of JSON per item to a file."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(item) + "\n" for item in items)
-
-
-def log_to_wandb(metrics: dict, samples: list[dict], update):
-    """Logs the metrics of an update, and the completions of its evaluation as a table."""
-    wandb = importlib.import_module("wandb")
-    if samples:
-        metrics = metrics | {"completions": wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])}
-    wandb.log(metrics, step=update)
+def write(output: Path, update, metrics: dict, samples: list[dict], track: bool):
+    """Appends the metrics of an update, and the completions of its evaluation, one line of JSON for each."""
+    with open(output / "completions.jsonl", "a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"update": update, **sample}) + "\n" for sample in samples)
+    with open(output / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.writelines([json.dumps(metrics) + "\n"] if metrics else [])
+    if track:
+        wandb = importlib.import_module("wandb")
+        if samples:
+            metrics = metrics | {"completions": wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])}
+        wandb.log(metrics, step=update)
 
 
 def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: list[str], signals):
@@ -1914,25 +1921,22 @@ LEAST = {  # of flags that are numbers; of all others 0
 
 def command_line(argv: list[str] | None = None):
     """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after this update."""
-    rank, process, signals = int(os.environ.get("RANK", 0)), os.getpid(), []
+    rank, signals = int(os.environ.get("RANK", 0)), []
     if rank > 0:  # one process speaks for all
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     def note(number: int, frame):
-        if os.getpid() != process:  # started by a reward function: it ends by SIGTERM, and Ctrl-C is not meant for it
-            if number == signal.SIGTERM:
-                os._exit(128 + number)
-            return
         if rank == 0 and not signals:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
                 os.write(2, b"\nrloo.py stops: it finishes and saves this update. Ctrl-C again ends it now.\n")
         signal.signal(signal.SIGINT, note if "RANK" in os.environ else signal.SIG_DFL)  # torchrun may send each twice
         signals.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number, in_child in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN)):
         signal.signal(number, note)
+        os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))  # processes of reward functions
     try:
         main(parse_args(argv), signals)
         if dist.is_initialized():
