@@ -94,7 +94,9 @@ class Rollout:
     temperature: float = 0.7  # of sampling; log-probs are of the same softmax(logits / temperature)
     stop_token: str | None = None  # text of the token that ends a completion; default, or "eos": every eos token
     stop_token_id: int | None = None  # the same by its id
-    rollout_engine: Literal["group", "hf"] = "group"  # decoder of this file, or `generate` (always used in plain rows)
+    # what samples: group, the decoder of this file, for group rows; hf, `generate` of transformers; or a function of
+    # your own, file.py:function, see `own_engine`
+    rollout_engine: str = "group"
     local_rollout_forward_batch_size: int = 64  # completions per forward pass where no gradient is needed
 
 
@@ -487,6 +489,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     functions = load_functions(args.reward_fns, "reward_fns", tokenizer, train_rows[0])
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
 
+    engine = args.rollout_engine
+    if engine not in ("group", "hf"):
+        engine = load_function(engine, f"--rollout_engine {engine}")
+
     # 2. Where the run begins: at update 0, or at a checkpoint. `state` is what a checkpoint holds besides the weights.
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
     batch_size = k * B * world
@@ -514,11 +520,14 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     flag, path = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, flag, path, trained=True)
     layout = choose_layout(policy, args, all_rows)
+    if layout == "plain" and engine == "group":
+        engine = args.rollout_engine = "hf"
     sampling = {
         "response_length": args.response_length,
         "stop_ids": on_first_rank(lambda: stop_token_ids(args, policy, tokenizer)),
-        "engine": args.rollout_engine if layout == "group" else "hf",
+        "engine": engine,
         "chunk_size": args.local_rollout_forward_batch_size,
+        "max_length": max(len(row["prompt_ids"]) for row in all_rows) + args.response_length,
     }
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
     rewards = functions
@@ -538,7 +547,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             f"updates {first} to {num_updates} of {B * world} prompts x {k} completions, of {len(train_rows):,} "
             f"prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}\n"
             f"learning rate {args.learning_rate:g}, completions of up to {args.response_length} tokens, forward passes "
-            f"in {args.dtype}, layout {layout}, rollout engine {sampling['engine']}",
+            f"in {args.dtype}, layout {layout}, rollout engine {args.rollout_engine}",
             flush=True,
         )
         found, scored, start = {}, False, clock(device)
@@ -547,6 +556,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         at_the_end.enter_context(saved_on_error(output, state, policy, optimizer, tokenizer, args.save_total_limit))
         for done in range(first, num_updates + 1):
             if done > first:
+                sampling["version"] = done - 1
                 # Train. All random numbers of an update depend on the seed, its number and the rank alone.
                 seeds = np.random.SeedSequence([args.seed, done - 1, rank])
                 transformers.set_seed(int(seeds.generate_state(1)[0]))
@@ -571,7 +581,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                     save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit)
 
             # Evaluate. A run that was told to stop exits here; the resumed one starts here, with the same evaluation.
-            samples = []
+            samples, sampling["version"] = [], done
             if done in evaluations:
                 bar.write(f"\nHeld-out completions after {done} of {num_updates} updates, sampled:")
                 modes = ["sampled", "greedy"] if done in (0, num_updates) else ["sampled"]
@@ -1039,20 +1049,24 @@ def rollout(
     temperature: float,
     response_length: int,
     stop_ids: list[int],
-    engine: str = "group",
+    engine: str | Callable = "group",
     chunk_size: int = 64,
+    version: int = 0,
+    max_length: int | None = None,
 ):
     """k completions of each row's prompt: a Batch, and the log-probs (k, B, R) that its tokens had when they were
     sampled, of softmax(logits / temperature), 0 where masked. Evaluations call it with k = 1, and with temperature 0
-    for greedy completions. To sample by another engine, replace this function by one that returns the same."""
-    prompts = (x.to(model.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
-    chunks = zip(*(x.split(max(1, chunk_size // k)) for x in prompts), strict=True)  # of ids and mask
-    if engine == "group":
-        tokens, logprobs = decode(model, chunks, k, temperature, response_length, stop_ids)
-        batch = make_batch(rows, tokens, stop_ids)
+    for greedy completions. Engine: "group", "hf" or a function (see own_engine) that gets version and max_length."""
+    if callable(engine):
+        sampled = own_engine(engine, model, rows, k, temperature, response_length, stop_ids, version, max_length)
     else:
-        tokens = generate(model, chunks, k, temperature, response_length, stop_ids)
-        batch = make_batch(rows, tokens, stop_ids)
+        prompts = (x.to(model.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
+        chunks = zip(*(x.split(max(1, chunk_size // k)) for x in prompts), strict=True)  # of ids and mask
+        sample_chunks = {"group": decode, "hf": generate}[engine]
+        sampled = sample_chunks(model, chunks, k, temperature, response_length, stop_ids)
+    tokens, logprobs = sampled
+    batch = make_batch(rows, tokens, stop_ids)
+    if logprobs is None:
         logprobs = chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)
     return batch, logprobs.masked_fill(~batch.response_mask, 0.0)
 
@@ -1072,7 +1086,8 @@ def decode(model, chunks, k, temperature, R, stop_ids):
 
 
 def generate(model, chunks, k, temperature, R, stop_ids):
-    """Tokens (k, B, R) by `generate` of transformers, in plain rows and by the full softmax(logits / temperature)."""
+    """Tokens (k, B, R) by `generate` of transformers, in plain rows and by the full softmax(logits / temperature); None
+    for their log-probs."""
     config, parts = model.generation_config, []
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=R,
@@ -1087,7 +1102,49 @@ def generate(model, chunks, k, temperature, R, stop_ids):
         tokens = model.generate(ids.repeat(k, 1), attention_mask=mask.repeat(k, 1).long())[:, ids.shape[1] :]
         parts.append(F.pad(tokens, (0, R - tokens.shape[1])).unflatten(0, (k, len(ids))))
     model.generation_config = config  # is saved later as it was loaded
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1), None
+
+
+def own_engine(engine: Callable, model, rows, k, temperature, R, stop_ids, version, max_length):
+    """Tokens (k, B, R) and their log-probs by a function of the user's, for vLLM, SGLang or any server:
+
+        generate(model, prompt_ids, *, k, temperature, response_length, stop_ids, seed, version, max_length)
+
+    model: the whole policy in --dtype, on its device; its weights have changed if `version` has. prompt_ids: B lists of
+    token ids. Returns tokens [B][k], lists of ids that end with their first stop token or have response_length ids, and
+    their log-probs under softmax(logits / temperature), [B][k] lists of floats, or None: then they are computed here.
+    No prompt and completion together have more than max_length tokens. The first rank samples for all ranks.
+    """
+    prompts = gather([row["prompt_ids"] for row in rows])
+    options = {"k": k, "temperature": temperature, "response_length": R, "stop_ids": stop_ids, "version": version}
+    options |= {"seed": int(torch.randint(2**31, ())), "max_length": max_length}
+    tokens, logprobs = on_first_rank(lambda: engine(model, prompts, **options))
+    check_completions(tokens, logprobs, len(prompts), k, R, stop_ids, model.config.get_text_config().vocab_size)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def own(values, dtype):
+        """The part of this rank, (k, B, R), padded."""
+        padded = [[[*x, *[0] * (R - len(x))] for x in group] for group in values[rank::world]]
+        return torch.tensor(padded, dtype=dtype, device=model.device).transpose(0, 1)
+
+    return own(tokens, torch.long), None if logprobs is None else own(logprobs, torch.float32)
+
+
+def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
+    """Refuses what a rollout engine may not return."""
+    flag = "--rollout_engine: it"
+    require([len(group) for group in tokens] == [k] * B, f"{flag} must return {k} completions for each of {B} prompts")
+    for b, group in enumerate(tokens):
+        for j, ids in enumerate(group):
+            what = f"{flag} returned, as completion {j} of prompt {b},"
+            require(all(0 <= x < vocabulary for x in ids), f"{what} a token that the model does not have")
+            stops = [t for t, x in enumerate(ids) if x in stop_ids]
+            ends = stops == [len(ids) - 1] if stops else len(ids) == R
+            require(ends and len(ids) <= R, f"{what} {len(ids)} tokens that do not end with their first stop token")
+            if logprobs is not None:
+                numbers = logprobs[b][j]
+                require(len(numbers) == len(ids), f"{what} {len(ids)} tokens, but {len(numbers)} log-probs")
+                require(all(map(math.isfinite, numbers)), f"{what} a log-prob that is not finite")
 
 
 class Decoder:
