@@ -384,13 +384,14 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 if not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
                 # An entropy bonus would be: losses = losses - coefficient * entropy.sum(-1)
+                noted["policy/entropy_avg"].append(entropy.detach()[real])
                 losses = finite("the loss", losses * weight)
+                del entropy  # otherwise backward keeps a copy of all log-probs (n, vocabulary) for it
                 (losses.sum() / (k * mini_batch)).backward()  # summed over micro-batches: the mini-batch's mean
 
                 noted["loss/policy_avg"].append(losses.detach())
                 noted["policy/approxkl_avg"].append(0.5 * log_ratio.square())
                 noted["policy/clipfrac_avg"].append(clipped)
-                noted["policy/entropy_avg"].append(entropy.detach()[real])
                 noted["val/ratio"].append((new.detach() - old)[real].double().exp())
 
             if args.sharding == "ddp":

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import types
+import weakref
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
@@ -1475,6 +1476,21 @@ def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     assert (entropy - (-whole.exp() * whole).sum(-1) * mask).abs().max() < 1e-5
     exact = flat_grad(expected.square().sum(), model)
     assert (gradient - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_no_table_of_log_probs_outlives_the_backward_pass(train, monkeypatch):
+    """... for the sake of an entropy whose gradient nobody has asked for."""
+    tables, alive, log_softmax = [], [], F.log_softmax
+
+    def noted(*args, **options):
+        table = log_softmax(*args, **options)
+        tables.append(weakref.ref(table.untyped_storage()))
+        return table
+
+    monkeypatch.setattr(F, "log_softmax", noted)
+    spy(monkeypatch, "average_gradients", lambda *_: alive.append([x for x in tables if x() is not None]))
+    train()
+    assert tables and alive == [[]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
