@@ -99,6 +99,10 @@ class Rollout:
     # what samples: group, the decoder of this file, for group rows; hf, `generate` of transformers; or a function of
     # your own, file.py:function, see `own_engine`
     rollout_engine: str = "group"
+    # multiply the loss by w = π_old / μ, where μ is what sampled; truncate: by min(w, cap); mask: by w if it is between
+    # 1/cap and cap, else by 0
+    rollout_correction: Literal["off", "truncate", "mask"] = "off"
+    rollout_correction_cap: float = 2.0  # C, at least 1
     local_rollout_forward_batch_size: int = 64  # completions per forward pass without gradients
 
 
@@ -245,12 +249,15 @@ def advantage(rewards, estimator: str = "rloo"):
     return advantages.masked_fill(n < 2, math.nan).to(rewards.dtype)
 
 
-def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float | None, ratio_level: str = "sequence"):
-    """Σ_t max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7).
+def policy_loss(
+    new, old, advantages, mask, clip_low: float, clip_high: float | None, ratio_level: str = "sequence", weight=1.0
+):
+    """Σ_t w max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7).
 
     new, old (k, B, R): log-probs under the policy now and before the update. Advantages (k, B, 1 or R): one per
     completion or per token. A ratio is per completion, exp(Σ_t new_t - old_t), or per token, exp(new_t - old_t).
-    Padding (mask false) is ignored. Also returns, for each ratio that counts, (n,): log ρ, and if the clip was active.
+    `weight` w is 1 or of the ratios' shape, see rollout_weight. Padding (mask false) is ignored. Also returns, for each
+    ratio that counts, (n,): log ρ, and if the clip was active.
     """
     log_ratio = (new - old) * mask  # (k, B, R)
     if ratio_level == "sequence":
@@ -259,8 +266,28 @@ def policy_loss(new, old, advantages, mask, clip_low: float, clip_high: float | 
     ratio = log_ratio.clamp(max=80.0).exp()  # an infinite ratio would have a NaN gradient even where it is clipped
     loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
-    per_completion = (torch.max(loss, clipped_loss) * mask).sum(-1)
+    per_completion = (torch.max(loss, clipped_loss) * weight * mask).sum(-1)
     return per_completion, log_ratio.detach()[mask], (clipped_loss > loss)[mask]
+
+
+def rollout_weight(old, sampled, mask, correction: str, cap: float, ratio_level: str = "sequence"):
+    """Weights (k, B, 1 or R) of the loss of completions that were sampled by μ, which is never exactly the policy π_old
+    that is trained: another engine's kernels, or bfloat16. old, sampled (k, B, R): log-probs under π_old and μ; w is
+    exp(Σ_t old_t - sampled_t) per completion, or exp(old_t - sampled_t) per token. Also returns w.
+
+    off: 1
+    truncate: min(w, cap) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training")
+    mask: w where 1 / cap ≤ w ≤ cap, else 0 (IcePop, Zhao et al. 2025, ringtech.notion.site/icepop)
+    """
+    log_w = (old - sampled) * mask  # (k, B, R)
+    if ratio_level == "sequence":
+        log_w = log_w.sum(-1, keepdim=True)  # (k, B, 1)
+    w = log_w.clamp(max=80.0).exp()
+    if correction == "truncate":
+        return w.clamp(max=cap), w
+    if correction == "mask":
+        return w * ((w >= 1 / cap) & (w <= cap)), w
+    return torch.ones_like(w), w
 
 
 def kl_penalty(new, ref_logprobs, mask):
@@ -323,11 +350,22 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     rollout_logprobs = rollout_logprobs.masked_fill(~mask, 0.0)
     times.append(clock(device))
 
-    # 2. KL of each token from the reference (the k1 estimator), in nats, 0 where masked; 0 without a reference.
-    ref_logprobs = rollout_logprobs
+    # 2. KL of each token from the reference (the k1 estimator), in nats, 0 where masked; 0 without a reference. The
+    # policy's log-probs are those of the rollout, or of training where the difference of the two is corrected.
+    # No cache: with one, all blocks of log-probs would share a bfloat16 copy of the head and sum its gradient in it.
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+    ratio_level = args.ratio_level or default_ratio_level(args)
+    logprobs = rollout_logprobs
+    if args.rollout_correction != "off":
+        with autocast:
+            logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
+    correction, w = rollout_weight(
+        logprobs, rollout_logprobs, mask, args.rollout_correction, args.rollout_correction_cap, ratio_level
+    )
+    ref_logprobs = logprobs
     if reference is not None:
         ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
-    kl = finite("a log-prob of the policy or of the reference", rollout_logprobs - ref_logprobs)
+    kl = finite("a log-prob of the policy or of the reference", logprobs - ref_logprobs)
     times.append(clock(device))
 
     # 3. Scores (k, B): raw, then after penalty, normalisation and clipping. NaN: no reward applies.
@@ -357,11 +395,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one epoch of one mini-batch this is REINFORCE.
     # The old log-probs are computed anew: those of the rollout are rounded differently, which would look like a change
     # of the policy. In the first mini-batch it has not changed yet: they are the new log-probs, detached, and ρ = 1.
-    ratio_level = args.ratio_level or default_ratio_level(args)
     micro_batch = args.per_device_train_batch_size // k  # in prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
-    # No cache: with one, all blocks of log-probs would share a bfloat16 copy of the head and sum its gradient in it.
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
     old_logprobs = torch.empty_like(rollout_logprobs)
     if args.num_mini_batches > 1:  # later ones see a changed policy
         with autocast:
@@ -379,7 +414,14 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 old = old_logprobs[:, micro]
 
                 losses, log_ratio, clipped = policy_loss(
-                    new, old, advantages[:, micro], real, args.cliprange, args.cliprange_high, ratio_level
+                    new,
+                    old,
+                    advantages[:, micro],
+                    real,
+                    args.cliprange,
+                    args.cliprange_high,
+                    ratio_level,
+                    correction[:, micro],
                 )
                 if not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
@@ -413,6 +455,10 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     noted["completions/mean_length"] = [mask.sum(-1)]
     noted["completions/clipped_ratio"] = [~ended]
     noted["completions/in_loss"] = [in_loss]
+    if args.rollout_correction != "off":
+        counted = w[mask[..., : w.shape[-1]]].double()
+        noted["val/rollout_weight"] = [counted]
+        noted["val/rollout_weight_squared"] = [counted.square()]
     for name, values in by_reward.items():
         noted[f"rewards/{name}/mean"] = [values]
         noted[f"rewards/{name}/applied"] = [~values.isnan()]
@@ -423,6 +469,11 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     for name in by_reward:
         metrics[f"rewards/{name}/std"] = float(stats[f"rewards/{name}/mean"][1])
     metrics["val/ratio_var"] = float(stats["val/ratio"][1]) ** 2
+    if args.rollout_correction != "off":
+        metrics["val/rollout_weight_max"] = max(gather([float(counted.max())]))
+        metrics["val/rollout_weight_share"] = metrics["val/rollout_weight"] ** 2 / metrics.pop(
+            "val/rollout_weight_squared"
+        )
     metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
     metrics["lr"] = optimizer.param_groups[0]["lr"]
     metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
@@ -1999,6 +2050,7 @@ def resolve_args(args: Args) -> Args:
 
 LEAST = {  # minimum of numeric flags; 0 for those not listed
     "rloo_k": 2,
+    "rollout_correction_cap": 1,
     "temperature": 1e-6,
     "max_prompt_length": 1,
     "response_length": 1,

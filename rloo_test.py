@@ -478,6 +478,73 @@ def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_v
     assert second_moment(with_baseline) < 0.9 * second_moment(without_baseline)
 
 
+@pytest.mark.parametrize("level", ["sequence", "token"])
+@pytest.mark.parametrize("correction", ["off", "truncate", "mask"])
+def test_the_weights_of_a_mismatch_equal_the_formula_in_loops(correction, level):
+    torch.manual_seed(0)
+    old, sampled, cap = torch.randn(2, 3, 4), torch.randn(2, 3, 4), 1.5
+    mask = torch.arange(4) < torch.randint(1, 5, (2, 3, 1))
+    weight, w = rloo.rollout_weight(old, sampled, mask, correction, cap, level)
+    for j, b in itertools.product(range(2), range(3)):
+        logs = [(old - sampled)[j, b, t].item() for t in range(4) if mask[j, b, t]]
+        exact = [math.exp(x) for x in ([sum(logs)] if level == "sequence" else logs)]
+        used = {
+            "off": [1.0 for _ in exact],
+            "truncate": [min(x, cap) for x in exact],
+            "mask": [x if 1 / cap <= x <= cap else 0.0 for x in exact],
+        }[correction]
+        assert w[j, b, : len(exact)].tolist() == pytest.approx(exact, rel=1e-5)
+        assert weight[j, b, : len(used)].tolist() == pytest.approx(used, rel=1e-5)
+
+
+def test_untruncated_weights_make_the_update_of_another_samplers_completions_exact():
+    """As in the test of the exact gradient above, but the pairs come from the reference, μ: without the weights the
+    mean gradient of the loss is wrong, with them it is -∇ E[score - β KL(π ‖ π_ref)] under π."""
+    beta, T, R = 0.4, 0.8, 3
+    policy, sampler = tiny_model(vocab_size=3), tiny_model(vocab_size=3, seed=1)
+    batch = one_completion_each([2, 0], enumerate_completions(3, R))
+    n = len(batch.rows)
+    logprobs, _ = rloo.completion_logprobs(policy, batch, T)
+    with torch.no_grad():
+        sampled, _ = rloo.completion_logprobs(sampler, batch, T)
+    scores = torch.randn(1, n, generator=torch.Generator().manual_seed(3)) + 3
+    probability = logprobs[0].sum(-1).exp()
+    exact = -flat_grad((probability * (scores - beta * (logprobs - sampled).sum(-1))[0]).sum(), policy)
+
+    first, second = (x.flatten() for x in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij"))
+    pairs = torch.stack([first, second])
+    new, mask, mu = logprobs[0][pairs], batch.response_mask[0][pairs], sampled[0][pairs]
+    kl = ((new - mu) * mask).detach()
+    chance = mu.sum(-1).exp().prod(0)  # of each pair
+    rewards = rloo.rlhf_reward(scores[0][pairs], kl, beta)[..., None]
+
+    def error(advantages, correction: str) -> float:
+        weight, _ = rloo.rollout_weight(new.detach(), mu, mask, correction, math.inf)
+        losses, _, _ = rloo.policy_loss(new, new.detach(), advantages, mask, 0.2, 0.2, "sequence", weight)
+        return ((flat_grad((losses.mean(0) * chance).sum(), policy) - exact).abs().max() / exact.abs().max()).item()
+
+    assert error(rewards, "truncate") < 2e-5  # a cap of infinity truncates nothing
+    assert error(rewards, "off") > 0.05
+
+
+@pytest.mark.parametrize("correction", ["off", "truncate", "mask"])
+def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeypatch, correction):
+    """The log-probs at sampling are changed by up to 0.3: the KL is that of training's log-probs, the loss is weighted,
+    and the ratio of the first step stays 1."""
+    noise = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)) * 0.6 - 0.3
+    spy(monkeypatch, "rollout", lambda inputs, output: (output[0], (output[1] + noise) * output[0].response_mask))
+    seen = spy(monkeypatch, "policy_loss")
+    (metrics,), _ = train(rollout_correction=correction, rollout_correction_cap=1.2)
+    weight = seen[-1][0][7].flatten()
+    assert metrics["val/ratio"] == 1 and 0.1 < metrics["val/rollout_logprob_gap"] < 0.2
+    if correction == "off":
+        assert (weight == 1).all() and "val/rollout_weight" not in metrics and abs(metrics["objective/kl"]) > 1e-3
+    else:
+        assert metrics["objective/kl"] == pytest.approx(0, abs=1e-5)
+        assert weight.max() <= 1.2001 and (weight == 0).any() == (correction == "mask")
+        assert 0 < metrics["val/rollout_weight_share"] < 1 < metrics["val/rollout_weight_max"]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Whole updates, repeated in the plainest way: float64, a row per completion, loops over completions and tokens, nothing
 # from rloo.py. Completion c = (j, b) is number j of prompt b. Numbers are Python's, but for what needs a gradient.
