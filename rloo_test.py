@@ -3166,18 +3166,15 @@ def test_what_an_engine_may_not_return(tokens, logprobs, message):
 
 
 def test_two_processes_share_the_completions_of_one_engine(tiny, tmp_path):
-    """The first rank calls it with the prompts of both, in float32 and with sharded weights."""
-    for sharding in ("ddp", "fsdp"):
-        (tmp_path / sharding).mkdir()
-        line = command(tiny, tmp_path / sharding / "out", per_device_train_batch_size=8, total_episodes=32)
-        line += ["--rollout_engine", f"{__file__}:engine_by_generate", "--sharding", sharding]
-        run = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", *line]
-        done = shell(run, HERE, NOTES=str(tmp_path / sharding))
-        assert done.returncode == 0, done.stderr
-        calls = [json.loads(line) for line in (tmp_path / sharding / "calls").read_text().splitlines()]
-        assert [call[0] for call in calls] == [8, 8]
-        for update in read_metrics(tmp_path / sharding / "out"):
-            assert update["val/rollout_logprob_gap"] < 1e-5 and update["val/ratio"] == 1
+    """The first rank calls it with the prompts of both, and with the whole policy, whose weights are sharded."""
+    line = command(tiny, tmp_path / "out", per_device_train_batch_size=8, total_episodes=32, sharding="fsdp")
+    line += ["--rollout_engine", f"{__file__}:engine_by_generate"]
+    run = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", *line]
+    done = shell(run, HERE, NOTES=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(call)[0] for call in (tmp_path / "calls").read_text().splitlines()] == [8, 8]
+    for update in read_metrics(tmp_path / "out"):
+        assert update["val/rollout_logprob_gap"] < 1e-5 and update["val/ratio"] == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
