@@ -16,7 +16,6 @@ import time
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 SETTINGS = {  # further arguments of vllm.LLM, by the device of the policy
     "cpu": {"kv_cache_memory_bytes": 2**30, "enable_chunked_prefill": False},  # with it, seeds end vLLM
@@ -43,33 +42,33 @@ def generate(model, prompt_ids, *, k, temperature, response_length, stop_ids, se
         except (EOFError, OSError) as error:
             raise RuntimeError("vLLM's process has ended; what it said is above") from error
     newest = version
-    return [[x[i : i + k] for i in range(0, len(x), k)] for x in (tokens, logprobs)]
+    groups = range(0, len(tokens), k)
+    return [tokens[i : i + k] for i in groups], [logprobs[i : i + k] for i in groups]
 
 
 def write_weights(model, folder):
-    """A checkpoint of the model that has a tied head twice, since vLLM is told that no weights are tied."""
-    from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
-
-    weights, seen = {}, set()
-    for name, weight in model.state_dict().items():
-        weights[name] = weight.clone() if weight.data_ptr() in seen else weight.contiguous()
+    """The model as a checkpoint that has a tied head as well: left out, it would keep its first weights in vLLM."""
+    weights, seen = model.state_dict(), set()
+    for name, weight in weights.items():
+        if weight.data_ptr() in seen:
+            weights[name] = weight.clone()  # `save_pretrained` leaves out what shares its memory with other weights
         seen.add(weight.data_ptr())
-    weights = revert_weight_conversion(model, weights)  # names as in a checkpoint
-    save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
-    model.config.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
 
 
 def start() -> Connection:
     """The pipe to a new process that runs `serve`."""
-    if importlib.util.find_spec("vllm") is None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # this folder, which has the same name, has no origin
         raise ModuleNotFoundError("vLLM is not installed: benchmark/vllm/README.md says how")
+    import torch  # here, so that vLLM's process imports it its own way
+
     ours, theirs = Pipe()
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the trainer
-    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())]
-    subprocess.Popen(command, env={"VLLM_LOGGING_LEVEL": "ERROR"} | environment, pass_fds=[theirs.fileno()])
+    environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as many as the trainer
+    command = [sys.executable, "-W", "ignore", __file__, str(theirs.fileno()), str(os.getpid())]
+    subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
     theirs.close()
     return ours
 
