@@ -287,7 +287,7 @@ def divided(advantages: torch.Tensor, rewards: torch.Tensor, divide: str) -> tor
 
 
 def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages (k, B) or (k, B, R) and weights (k, B) of an update, by rloo.py's functions in the order of `update`;
+    """Advantages (k, B, 1 or R) and weights (k, B) of an update, by rloo.py's functions in the order of `update`;
     scores, k3 (k, B), kl, mask (k, B, R)."""
     ended = torch.ones_like(scores, dtype=torch.bool)
     scores = rloo.shape_scores(scores, ended, None, option.normalize_reward, option.reward_clip_range)
@@ -295,18 +295,15 @@ def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float)
         scores = scores - kl_coef * k3
     reward_kl_coef = kl_coef if option.kl == "k1 in reward" else 0.0
     rewards = rloo.rlhf_reward(scores, kl, reward_kl_coef, option.kl_level)
-    advantages = rloo.advantage(rewards, option.advantage_estimator)
-    if option.kl_level == "token":
-        advantages = advantages.masked_fill(~mask, math.nan)
+    advantages = rloo.advantage(rewards, option.advantage_estimator).view(*scores.shape, -1)
+    advantages = advantages.masked_fill(~mask[..., : advantages.shape[-1]], math.nan)
     advantages = (rloo.standardize(advantages) if option.normalize_advantage else advantages).nan_to_num(0.0)
     rewards = rloo.rlhf_reward(scores, kl, reward_kl_coef)
     if option.divide:
-        advantages = divided(advantages, rewards, option.divide)
+        advantages = divided(advantages[..., 0], rewards, option.divide)[..., None]
     if not option.baseline:
-        advantages = rewards
-    if option.loss_aggregation != "sequence" and option.kl_level == "sequence":
-        advantages = advantages[..., None].expand(mask.shape)
-    return advantages, rloo.loss_weight(mask.sum(-1), option.loss_aggregation)
+        advantages = rewards[..., None]
+    return advantages, rloo.loss_weight(mask.sum(-1), ended, option.loss_aggregation)
 
 
 def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
@@ -328,7 +325,8 @@ def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     ]
     advantages, weight = (torch.cat(x, dim=1) for x in zip(*found))
     old, new = new, new.clone().requires_grad_()
-    losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2)
+    level = rloo.default_ratio_level(option)
+    losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2, level)
     if option.kl in ("k3 in loss", "k3 in both"):
         losses = losses + case.kl_coef * rloo.kl_penalty(new, ref, mask)
     (slope,) = torch.autograd.grad((losses * weight).sum() / (k * B), new)  # an update's loss: the mean of its k·B

@@ -224,7 +224,7 @@ def test_gradients_are_those_of_the_log_probs_and_the_estimate_that_of_rloo():
     rewards = torch.arange(8.0).view(4, 2).square()
     new, _ = estimators.rloo.completion_logprobs(policy, batch, 0.7)
     A = estimators.rloo.advantage(rewards)
-    losses, _, _ = estimators.rloo.policy_loss(new, new.detach(), A, batch.response_mask, 0.2, 0.2)
+    losses, _, _ = estimators.rloo.policy_loss(new, new.detach(), A[..., None], batch.response_mask, 0.2, 0.2)
     exact = -torch.cat([x.flatten() for x in torch.autograd.grad(losses.mean(), list(policy.parameters()))])
     ours = torch.einsum("jb,jbw->w", A, found) / 8
     assert (ours - exact).norm() < 1e-4 * exact.norm()

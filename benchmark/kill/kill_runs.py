@@ -55,6 +55,7 @@ def train(folder: Path, models: Path, output: Path):
         "rloo_k": 2,
         "gradient_accumulation_steps": 1,
         "total_episodes": 80,
+        "learning_rate": 5e-4,
         "save_steps": 1,
         "num_sample_generations": 2,
         "device": "cpu",

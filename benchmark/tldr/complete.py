@@ -1,6 +1,6 @@
 """Completions of a checkpoint, sampled or greedy, by the engine that rloo.py trains with, as JSON Lines for judge.py.
 
-    python benchmark/tldr/complete.py --sft_model_path runs/my_run --output rloo.jsonl                   # greedy
+    python benchmark/tldr/complete.py --sft_model_path runs/my_run --output rloo.jsonl    # greedy; flags of the run
     python benchmark/tldr/complete.py --sft_model_path my/sft --output samples.jsonl --temperature 0.7 --n 4
 
 One line per completion: {"post": number of the row in its split, "sample": 0 ... n - 1, "prompt": as in the dataset,
@@ -32,22 +32,52 @@ class Args:
     sft_model_path: str  # checkpoint: a run's output_dir, a checkpoint in it, or a Hub id
     output: str  # .jsonl file; never overwritten
     model_name_or_path: str | None = None  # tokenizer; if not given, that of sft_model_path
-    dataset_name: str = str(rloo.MINI_TLDR)  # .jsonl file, folder of <split>.jsonl, or Hub id
-    dataset_test_split: str = "test"  # split to complete
+    dataset_name: str | None = (
+        None  # .jsonl file, folder of <split>.jsonl, or Hub id; default: the run's, or mini TL;DR
+    )
+    dataset_test_split: str | None = None  # split to complete; default: test, or what the run held out of its data
     posts: int | None = None  # number of posts to complete, from the first; if not given, all
-    max_prompt_length: int = 512  # in tokens; longer prompts are left out
+    max_prompt_length: int | None = None  # in tokens; longer prompts are left out; default: the run's, or 512
     n: int = 1  # completions per prompt
     temperature: float = 0.0  # 0: greedy
-    response_length: int = 53  # maximum length of a completion, in tokens
-    stop_token: str | None = None  # text of the token that ends a completion; if not given, or "eos": all eos tokens
+    response_length: int | None = None  # maximum length of a completion, in tokens; default: the run's, or 53
+    stop_token: str | None = None  # text of the token that ends a completion; default: the run's; "eos": all eos tokens
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the model
     seed: int = 1  # seed of sampling
     local_rollout_forward_batch_size: int = 64  # completions that are sampled together
     device: str | None = None  # if not given, cuda if there is one
 
 
+def flags_of_run(checkpoint: str) -> dict:
+    """The flags of the run that left a checkpoint, from the args.json beside or above it; {} if there is none."""
+    for folder in (Path(checkpoint), Path(checkpoint).parent):
+        if (folder / "args.json").is_file():
+            return json.loads((folder / "args.json").read_text())
+    return {}
+
+
+def held_out(args: Args, run: dict, tokenizer) -> list[dict]:
+    """The rows to complete: those of the split, or those that the run held out of the split on which it was trained."""
+    found = rloo.load_rows(args.dataset_name, args.dataset_test_split or "test")
+    if found is None and args.dataset_test_split is None and args.dataset_name == run.get("dataset_name"):
+        _, rows = rloo.load_data(rloo.Args(**run), tokenizer)
+        found = [row["columns"] for row in rows]
+    require(found is not None, f"--dataset_test_split {args.dataset_test_split}: {args.dataset_name} has no such split")
+    return found
+
+
 def main(args: Args):
     require_new(args.output, ".jsonl")
+    run = flags_of_run(args.sft_model_path)
+    defaults = {
+        "dataset_name": str(rloo.MINI_TLDR),
+        "max_prompt_length": 512,
+        "response_length": 53,
+        "stop_token": None,
+    }
+    for flag, default in defaults.items():
+        if getattr(args, flag) is None:
+            setattr(args, flag, run.get(flag, default))
     for flag in ("n", "posts", "max_prompt_length", "response_length", "local_rollout_forward_batch_size"):
         value = getattr(args, flag)
         require(value is None or value > 0, f"--{flag} {value}: must be above 0")
@@ -65,15 +95,15 @@ def main(args: Args):
         model_name_or_path=args.model_name_or_path or args.sft_model_path,
         response_length=args.response_length,
         stop_token=args.stop_token,
+        stop_token_id=run.get("stop_token_id") if args.stop_token is None else None,
     )
 
     tokenizer = rloo.load_tokenizer(flags, "--model_name_or_path or --sft_model_path", flags.model_name_or_path)
-    found = rloo.load_rows(args.dataset_name, args.dataset_test_split)
-    require(found is not None, f"--dataset_test_split {args.dataset_test_split}: {args.dataset_name} has no such split")
+    found = held_out(args, run, tokenizer)
     numbered = [row | {"post": number} for number, row in enumerate(found[: args.posts])]
     rows = rloo.prepare_rows(numbered, tokenizer, args.max_prompt_length, args.dataset_name)
     model = rloo.load_model(flags, "--sft_model_path", args.sft_model_path, trained=False)
-    layout = rloo.fit(model, flags, rows)
+    layout = rloo.choose_layout(model, flags, rows)
     sampling = {
         "response_length": args.response_length,
         "stop_ids": rloo.stop_token_ids(flags, model, tokenizer),

@@ -161,6 +161,33 @@ def test_mistakes_of_tldr_sh(flags, message):
 # ---- complete.py -----------------------------------------------------------------------------------------------------
 
 
+def test_a_runs_folder_tells_its_data_held_out_rows_lengths_and_stop_token(tmp_path):
+    """Rows that were held out of a single file are those that the run did not train on."""
+    rows = [{"prompt": f"I lost {i} keys. TL;DR:", "n": i} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    flags = [
+        "--dataset_name",
+        tmp_path / "rows.jsonl",
+        "--output_dir",
+        out,
+        "--stop_token",
+        ".",
+        "--response_length",
+        7,
+    ]
+    flags += ["--sft_model_path", rloo.MINI_TLDR / "sft", "--reward_model_path", rloo.MINI_TLDR / "reward"]
+    flags += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--total_episodes", 4]
+    flags += ["--save_steps", 1, "--device", "cpu"]
+    rloo.main(rloo.parse_args([str(flag) for flag in flags]))
+    for checkpoint in (out, out / "checkpoint-1"):
+        output = tmp_path / f"{checkpoint.name}.jsonl"
+        complete.main(complete.Args(sft_model_path=str(checkpoint), output=str(output), device="cpu"))
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [line["columns"] for line in lines] == [{"n": 18}, {"n": 19}]
+        assert all(line["tokens"] <= 7 and line["ended"] == line["completion"].endswith(".") for line in lines)
+
+
 def run_complete(path: Path, **flags) -> list[dict]:
     complete.main(
         complete.Args(

@@ -332,7 +332,7 @@ def run_trl(python: str, job: dict) -> dict:
 
     out = Path(job["out"])
     out.mkdir(parents=True, exist_ok=True)
-    defaults = dataclasses.asdict(rloo.parse_args([]))
+    defaults = dataclasses.asdict(rloo.resolve_args(rloo.parse_args([])))
     (out / "job.json").write_text(json.dumps(job | {"defaults": defaults}))
     call([python, __file__, "--trl_job", out / "job.json"])
     return json.loads((out / "result.json").read_text())
