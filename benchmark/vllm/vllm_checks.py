@@ -31,6 +31,7 @@ from statistics import median
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for rloo.py
@@ -103,22 +104,21 @@ def length_distribution(P, last: int, R: int):
 
 
 def chi_square(observed, expected) -> tuple[float, int]:
-    """χ² and degrees of freedom of counts over cells; cells that expect less than 5 are put together."""
-    order = expected.argsort()
-    rare = expected[order].cumsum(0) < 5
-    rare[: min(len(rare), int(rare.sum()) + 1)] = True  # with the one that makes them 5
-    rare |= expected[order] < 5
-    observed, expected = observed[order], expected[order]
+    """χ² and degrees of freedom of counts over cells. Cells that expect less than 5 are put together, with the next
+    one if they still expect less than 5."""
+    expected, order = expected.sort()
+    observed = observed[order]
+    rare = (expected < 5) | (expected.cumsum(0) - expected < 5)
     observed = torch.cat([observed[rare].sum()[None], observed[~rare]])
     expected = torch.cat([expected[rare].sum()[None], expected[~rare]])
     return ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
 
 
-def p_value(chi2: float, freedom: int) -> float:
+def p_value(chi2: float, freedom: float) -> float:
     return torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(chi2 / 2).double()).item()
 
 
-def sampler_tests(groups, P, last: int, R: int) -> dict[str, tuple[float, int]]:
+def sampler_tests(groups, P, last: int, R: int) -> dict[str, tuple[float, float]]:
     """χ² and degrees of freedom of each test on completions [B][k] of prompts that end with the token `last`."""
     V = len(P)
     k = len(groups[0])
@@ -160,9 +160,9 @@ def sampler_tests(groups, P, last: int, R: int) -> dict[str, tuple[float, int]]:
     mean = (exact * steps).sum()
     variance = (exact * (steps - mean) ** 2).sum()
     kurtosis = (exact * (steps - mean) ** 4).sum() / variance**2
-    squares = (lengths.double().view(-1, k).mean(1) - mean) ** 2 * k / variance  # of mean 1
-    error = (2 + (kurtosis - 3) / k) / len(groups)  # variance of the mean of `squares`
-    tests["groups' mean length"] = ((squares.mean() - 1) ** 2 / error).item(), 1
+    squares = (lengths.double().view(-1, k).mean(1) - mean) ** 2 * k / variance  # like χ² with 1 degree of freedom,
+    scale = 2 / (2 + (kurtosis - 3) / k)  # but their variance is 2 / scale
+    tests["groups' mean length"] = (scale * squares.sum()).item(), (scale * len(groups)).item()
     return tests
 
 
@@ -318,6 +318,7 @@ def main():
     parser.add_argument("--output", type=Path, default=HERE / "vllm_checks.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    transformers.logging.disable_progress_bar()
     checks = {"sampler": check_sampler, "gap": check_gap, "speed": check_speed}
     found = checks[args.check](args)
     known = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
