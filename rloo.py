@@ -94,7 +94,9 @@ class Rollout:
     temperature: float = 0.7  # of sampling; log-probs are of the same softmax(logits / temperature)
     stop_token: str | None = None  # text of the token that ends a completion; default, or "eos": every eos token
     stop_token_id: int | None = None  # the same by its id
-    rollout_engine: Literal["group", "hf"] = "group"  # decoder of this file, or `generate` (always used in plain rows)
+    # what samples: group, the decoder of this file, for group rows; hf, `generate` of transformers; or a function of
+    # your own, file.py:function, see `own_engine`
+    rollout_engine: str = "group"
     local_rollout_forward_batch_size: int = 64  # completions per forward pass where no gradient is needed
 
 
@@ -479,8 +481,17 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     train_rows, test_rows = load_data(args, tokenizer)
     all_rows = train_rows + test_rows
     test_rows = test_rows[: len(test_rows) // world * world]  # all ranks evaluate on equally many
+    cut = sum(len(row["reference_ids"]) >= args.response_length for row in test_rows)
+    if cut:
+        print(
+            f"{cut} of {len(test_rows)} references are cut to --response_length {args.response_length} in comparisons"
+        )
     functions = load_functions(args.reward_fns, "reward_fns", tokenizer, train_rows[0])
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
+
+    engine = args.rollout_engine
+    if engine not in ("group", "hf"):
+        engine = load_function(engine, f"--rollout_engine {engine}")
 
     # 2. Where the run begins: at update 0, or at a checkpoint. `state` is what a checkpoint holds besides the weights.
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
@@ -509,23 +520,21 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     flag, path = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, flag, path, trained=True)
     layout = choose_layout(policy, args, all_rows)
+    if layout == "plain" and engine == "group":
+        engine = args.rollout_engine = "hf"
     sampling = {
         "response_length": args.response_length,
         "stop_ids": on_first_rank(lambda: stop_token_ids(args, policy, tokenizer)),
-        "engine": args.rollout_engine if layout == "group" else "hf",
+        "engine": engine,
         "chunk_size": args.local_rollout_forward_batch_size,
+        "max_length": max(len(row["prompt_ids"]) for row in all_rows) + args.response_length,
     }
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
     rewards = functions
     if args.reward_model_path:
         vocabulary = policy.config.get_text_config().vocab_size
         rewards = load_reward_model(args, tokenizer, all_rows, vocabulary) | functions
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
-    )
-    decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
-    warmup = math.ceil(args.warmup_ratio * num_updates)
-    schedule = transformers.get_scheduler(decay, optimizer, warmup, num_updates)
+    optimizer, learning_rate = make_optimizer(args, policy, num_updates)
     if resumed:
         load_moments(resumed[0], policy, optimizer)
     state["steps"] = steps_taken(optimizer)
@@ -538,7 +547,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             f"updates {first} to {num_updates} of {B * world} prompts x {k} completions, of {len(train_rows):,} "
             f"prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}\n"
             f"learning rate {args.learning_rate:g}, completions of up to {args.response_length} tokens, forward passes "
-            f"in {args.dtype}, layout {layout}, rollout engine {sampling['engine']}",
+            f"in {args.dtype}, layout {layout}, rollout engine {args.rollout_engine}",
             flush=True,
         )
         found, scored, start = {}, False, clock(device)
@@ -547,10 +556,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         at_the_end.enter_context(saved_on_error(output, state, policy, optimizer, tokenizer, args.save_total_limit))
         for done in range(first, num_updates + 1):
             if done > first:
+                sampling["version"] = done - 1
                 # Train. All random numbers of an update depend on the seed, its number and the rank alone.
                 seeds = np.random.SeedSequence([args.seed, done - 1, rank])
                 transformers.set_seed(int(seeds.generate_state(1)[0]))
-                optimizer.param_groups[0]["lr"] = args.learning_rate * schedule.lr_lambdas[0](done - 1)
+                optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
                 begin, n = ((done - 1) * world + rank) * B, len(train_rows)
                 rows = [train_rows[shuffled(n, args.seed, i // n)[i % n]] for i in range(begin, begin + B)]
                 metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
@@ -571,7 +581,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                     save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit)
 
             # Evaluate. A run that was told to stop exits here; the resumed one starts here, with the same evaluation.
-            samples = []
+            samples, sampling["version"] = [], done
             if done in evaluations:
                 bar.write(f"\nHeld-out completions after {done} of {num_updates} updates, sampled:")
                 modes = ["sampled", "greedy"] if done in (0, num_updates) else ["sampled"]
@@ -585,18 +595,15 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
 
             # Write the metrics; the first line has the evaluation before training as well.
+            metrics = dict(state["metrics"])
             if done == 0:
                 state["before"] = found
-            line = dict(state["metrics"])
+            elif samples:
+                metrics |= {f"eval/{name}": value for name, value in found.items()}
             if done == min(1, num_updates):
-                line |= {f"eval_before/{name}": value for name, value in state["before"].items()}
-            if done and samples:
-                line |= {f"eval/{name}": value for name, value in found.items()}
+                metrics |= {f"eval_before/{name}": value for name, value in state["before"].items()}
             if rank == 0:
-                append(output / "completions.jsonl", [{"update": done, **sample} for sample in samples])
-                append(output / "metrics.jsonl", [line] if line else [])
-            if rank == 0 and args.track:
-                log_to_wandb(line, samples, done)
+                write(output, done, metrics, samples, args.track)
 
     # 5. The trained policy, and what training has changed.
     if num_updates:
@@ -607,6 +614,17 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     result = f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. {result}")
     return gains
+
+
+def make_optimizer(args, policy, num_updates):
+    """AdamW, and the learning rate as a function of the number of updates done."""
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+    )
+    decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
+    warmup = math.ceil(args.warmup_ratio * num_updates)
+    (factor,) = transformers.get_scheduler(decay, optimizer, warmup, num_updates).lr_lambdas
+    return optimizer, lambda done: args.learning_rate * factor(done)
 
 
 @lru_cache(maxsize=2)
@@ -683,18 +701,17 @@ def lengths(output: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in output.glob("*.jsonl")}
 
 
-def append(path: Path, items: list[dict]):
-    """Adds a line of JSON per item to a file."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(item) + "\n" for item in items)
-
-
-def log_to_wandb(metrics: dict, samples: list[dict], update):
-    """Logs the metrics of an update, and the completions of its evaluation as a table."""
-    wandb = importlib.import_module("wandb")
-    if samples:
-        metrics = metrics | {"completions": wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])}
-    wandb.log(metrics, step=update)
+def write(output: Path, update, metrics: dict, samples: list[dict], track: bool):
+    """Appends the metrics of an update, and the completions of its evaluation, one line of JSON for each."""
+    with open(output / "completions.jsonl", "a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"update": update, **sample}) + "\n" for sample in samples)
+    with open(output / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.writelines([json.dumps(metrics) + "\n"] if metrics else [])
+    if track:
+        wandb = importlib.import_module("wandb")
+        if samples:
+            metrics = metrics | {"completions": wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])}
+        wandb.log(metrics, step=update)
 
 
 def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: list[str], signals):
@@ -1032,20 +1049,24 @@ def rollout(
     temperature: float,
     response_length: int,
     stop_ids: list[int],
-    engine: str = "group",
+    engine: str | Callable = "group",
     chunk_size: int = 64,
+    version: int = 0,
+    max_length: int | None = None,
 ):
     """k completions of each row's prompt: a Batch, and the log-probs (k, B, R) that its tokens had when they were
     sampled, of softmax(logits / temperature), 0 where masked. Evaluations call it with k = 1, and with temperature 0
-    for greedy completions. To sample by another engine, replace this function by one that returns the same."""
-    prompts = (x.to(model.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
-    chunks = zip(*(x.split(max(1, chunk_size // k)) for x in prompts), strict=True)  # of ids and mask
-    if engine == "group":
-        tokens, logprobs = decode(model, chunks, k, temperature, response_length, stop_ids)
-        batch = make_batch(rows, tokens, stop_ids)
+    for greedy completions. Engine: "group", "hf" or a function (see own_engine) that gets version and max_length."""
+    if callable(engine):
+        sampled = own_engine(engine, model, rows, k, temperature, response_length, stop_ids, version, max_length)
     else:
-        tokens = generate(model, chunks, k, temperature, response_length, stop_ids)
-        batch = make_batch(rows, tokens, stop_ids)
+        prompts = (x.to(model.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
+        chunks = zip(*(x.split(max(1, chunk_size // k)) for x in prompts), strict=True)  # of ids and mask
+        sample_chunks = {"group": decode, "hf": generate}[engine]
+        sampled = sample_chunks(model, chunks, k, temperature, response_length, stop_ids)
+    tokens, logprobs = sampled
+    batch = make_batch(rows, tokens, stop_ids)
+    if logprobs is None:
         logprobs = chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)
     return batch, logprobs.masked_fill(~batch.response_mask, 0.0)
 
@@ -1065,7 +1086,8 @@ def decode(model, chunks, k, temperature, R, stop_ids):
 
 
 def generate(model, chunks, k, temperature, R, stop_ids):
-    """Tokens (k, B, R) by `generate` of transformers, in plain rows and by the full softmax(logits / temperature)."""
+    """Tokens (k, B, R) by `generate` of transformers, in plain rows and by the full softmax(logits / temperature); None
+    for their log-probs."""
     config, parts = model.generation_config, []
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=R,
@@ -1080,7 +1102,49 @@ def generate(model, chunks, k, temperature, R, stop_ids):
         tokens = model.generate(ids.repeat(k, 1), attention_mask=mask.repeat(k, 1).long())[:, ids.shape[1] :]
         parts.append(F.pad(tokens, (0, R - tokens.shape[1])).unflatten(0, (k, len(ids))))
     model.generation_config = config  # is saved later as it was loaded
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1), None
+
+
+def own_engine(engine: Callable, model, rows, k, temperature, R, stop_ids, version, max_length):
+    """Tokens (k, B, R) and their log-probs by a function of the user's, for vLLM, SGLang or any server:
+
+        generate(model, prompt_ids, *, k, temperature, response_length, stop_ids, seed, version, max_length)
+
+    model: the whole policy in --dtype, on its device; its weights have changed if `version` has. prompt_ids: B lists of
+    token ids. Returns tokens [B][k], lists of ids that end with their first stop token or have response_length ids, and
+    their log-probs under softmax(logits / temperature), [B][k] lists of floats, or None: then they are computed here.
+    No prompt and completion together have more than max_length tokens. The first rank samples for all ranks.
+    """
+    prompts = gather([row["prompt_ids"] for row in rows])
+    options = {"k": k, "temperature": temperature, "response_length": R, "stop_ids": stop_ids, "version": version}
+    options |= {"seed": int(torch.randint(2**31, ())), "max_length": max_length}
+    tokens, logprobs = on_first_rank(lambda: engine(model, prompts, **options))
+    check_completions(tokens, logprobs, len(prompts), k, R, stop_ids, model.config.get_text_config().vocab_size)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def own(values, dtype):
+        """The part of this rank, (k, B, R), padded."""
+        padded = [[[*x, *[0] * (R - len(x))] for x in group] for group in values[rank::world]]
+        return torch.tensor(padded, dtype=dtype, device=model.device).transpose(0, 1)
+
+    return own(tokens, torch.long), None if logprobs is None else own(logprobs, torch.float32)
+
+
+def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
+    """Refuses what a rollout engine may not return."""
+    flag = "--rollout_engine: it"
+    require([len(group) for group in tokens] == [k] * B, f"{flag} must return {k} completions for each of {B} prompts")
+    for b, group in enumerate(tokens):
+        for j, ids in enumerate(group):
+            what = f"{flag} returned, as completion {j} of prompt {b},"
+            require(all(0 <= x < vocabulary for x in ids), f"{what} a token that the model does not have")
+            stops = [t for t, x in enumerate(ids) if x in stop_ids]
+            ends = stops == [len(ids) - 1] if stops else len(ids) == R
+            require(ends and len(ids) <= R, f"{what} {len(ids)} tokens that do not end with their first stop token")
+            if logprobs is not None:
+                numbers = logprobs[b][j]
+                require(len(numbers) == len(ids), f"{what} {len(ids)} tokens, but {len(numbers)} log-probs")
+                require(all(map(math.isfinite, numbers)), f"{what} a log-prob that is not finite")
 
 
 class Decoder:
@@ -1914,25 +1978,22 @@ LEAST = {  # of flags that are numbers; of all others 0
 
 def command_line(argv: list[str] | None = None):
     """`python rloo.py argv`: a mistake ends it with one line and status 1, SIGTERM and Ctrl-C after this update."""
-    rank, process, signals = int(os.environ.get("RANK", 0)), os.getpid(), []
+    rank, signals = int(os.environ.get("RANK", 0)), []
     if rank > 0:  # one process speaks for all
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     def note(number: int, frame):
-        if os.getpid() != process:  # started by a reward function: it ends by SIGTERM, and Ctrl-C is not meant for it
-            if number == signal.SIGTERM:
-                os._exit(128 + number)
-            return
         if rank == 0 and not signals:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
                 os.write(2, b"\nrloo.py stops: it finishes and saves this update. Ctrl-C again ends it now.\n")
         signal.signal(signal.SIGINT, note if "RANK" in os.environ else signal.SIG_DFL)  # torchrun may send each twice
         signals.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number, in_child in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN)):
         signal.signal(number, note)
+        os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))  # processes of reward functions
     try:
         main(parse_args(argv), signals)
         if dist.is_initialized():

@@ -2735,7 +2735,7 @@ def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch):
         train()
 
 
-def test_references_are_as_long_as_completions_at_most(train, tmp_path, monkeypatch):
+def test_references_are_as_long_as_completions_at_most(train, tmp_path, monkeypatch, capsys):
     """Longer ones might not fit into the models' positions."""
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b " * 99}) + "\n")
     (tmp_path / "data").mkdir()
@@ -2744,6 +2744,7 @@ def test_references_are_as_long_as_completions_at_most(train, tmp_path, monkeypa
     seen = spy(monkeypatch, "make_batch")
     train(dataset_name=str(tmp_path / "data"), num_eval_prompts=1, total_episodes=0)
     assert {batch.responses.shape[-1] for _, batch in seen} == {6}
+    assert capsys.readouterr().out.count("1 of 1 references are cut to --response_length 6 in comparisons") == 1
 
 
 def test_resume_begins_a_run_and_repeats_nothing_of_a_finished_one_whose_checkpoints_are_models(train, tmp_path):
@@ -3020,6 +3021,76 @@ def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tin
 
     counts = kill_runs.run(tmp_path / "kill", kills=5, seed=1, models=tiny, data=tiny / "data")
     assert counts["kills"] == 5 and counts["runs"] >= 1 and counts["differences"] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A rollout engine of the user's
+
+
+def engine_by_generate(model, prompt_ids, *, k, temperature, response_length, stop_ids, seed, version, max_length):
+    """As a server would: one prompt after the other; log-probs for every second call only. Notes how it was called."""
+    found, given = [], not os.environ.get("NO_LOGPROBS")
+    assert max(map(len, prompt_ids)) + response_length <= max_length
+    if "NOTES" in os.environ:
+        with open(f"{os.environ['NOTES']}/calls", "a") as file:
+            file.write(json.dumps([len(prompt_ids), k, temperature, seed, version]) + "\n")
+    torch.manual_seed(seed)
+    for ids in prompt_ids:
+        batch, logprobs = rloo.rollout(model, [{"prompt_ids": ids}], k, temperature, response_length, stop_ids, "hf")
+        lengths = batch.response_mask.sum(-1)[:, 0].tolist()
+        found.append((batch.completion_ids(), [x[:n] for x, n in zip(logprobs[:, 0].tolist(), lengths)]))
+    tokens, logprobs = zip(*found)
+    return tokens, logprobs if given else None
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_an_engine_of_ones_own_samples_for_updates_and_evaluations(train, tmp_path, monkeypatch, logprobs):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    if not logprobs:
+        monkeypatch.setenv("NO_LOGPROBS", "1")
+    metrics, _ = train(rollout_engine=f"{__file__}:engine_by_generate", total_episodes=32, num_eval_prompts=4)
+    assert [update["val/ratio"] for update in metrics] == [1, 1]
+    assert all(update["val/rollout_logprob_gap"] < 1e-5 and update["grad_norm"] > 0 for update in metrics)
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    prompts, k, temperature, seeds, versions = zip(*calls)
+    assert (prompts, k) == ((4, 4, 8, 8, 4, 4), (1, 1, 2, 2, 1, 1)) and temperature == (1, 0, 1, 1, 1, 0)
+    assert versions == (0, 0, 0, 1, 2, 2) and len({seeds[0], *seeds[2:4]}) == 3 and seeds[0] == seeds[4]
+
+
+@pytest.mark.parametrize(
+    "tokens, logprobs, message",
+    [
+        ([[[5, 0]]], None, "must return 2 completions for each of 1 prompts"),
+        ([[[5, 0], [5, 16]]], None, "completion 1 of prompt 0, a token that the model does not have"),
+        ([[[5, 0], [5, 5]]], None, "completion 1 of prompt 0, 2 tokens that do not end with their first stop token"),
+        ([[[5, 0], [0, 0]]], None, "completion 1 of prompt 0, 2 tokens that do not end with their first stop token"),
+        ([[[5, 0], [5] * 4]], None, "completion 1 of prompt 0, 4 tokens that do not end"),
+        ([[[5, 0], []]], None, "completion 1 of prompt 0, 0 tokens that do not end"),
+        ([[[5, 0], [0]]], [[[0.0, 0.0], [0.0, 0.0]]], "completion 1 of prompt 0, 1 tokens, but 2 log-probs"),
+        ([[[5, 0], [0]]], [[[0.0, math.nan], [0.0]]], "completion 0 of prompt 0, a log-prob that is not finite"),
+    ],
+)
+def test_what_an_engine_may_not_return(tokens, logprobs, message):
+    with pytest.raises(
+        InputError, match=f"^--rollout_engine: it {message}|^--rollout_engine: it returned, as {message}"
+    ):
+        rloo.check_completions(tokens, logprobs, 1, 2, 3, [0], 16)
+    rloo.check_completions([[[5, 0], [5, 5, 5]]], [[[0.0, 0.0], [0.0] * 3]], 1, 2, 3, [0], 16)
+
+
+def test_two_processes_share_the_completions_of_one_engine(tiny, tmp_path):
+    """The first rank calls it with the prompts of both, in float32 and with sharded weights."""
+    for sharding in ("ddp", "fsdp"):
+        (tmp_path / sharding).mkdir()
+        line = command(tiny, tmp_path / sharding / "out", per_device_train_batch_size=8, total_episodes=32)
+        line += ["--rollout_engine", f"{__file__}:engine_by_generate", "--sharding", sharding]
+        run = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", *line]
+        done = shell(run, HERE, NOTES=str(tmp_path / sharding))
+        assert done.returncode == 0, done.stderr
+        calls = [json.loads(line) for line in (tmp_path / sharding / "calls").read_text().splitlines()]
+        assert [call[0] for call in calls] == [8, 8]
+        for update in read_metrics(tmp_path / sharding / "out"):
+            assert update["val/rollout_logprob_gap"] < 1e-5 and update["val/ratio"] == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3514,7 +3585,7 @@ def note_prompts(prompts, completions, completion_ids, **columns):
 
 
 def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_path):
-    line = command(tiny, tmp_path / "out", per_device_train_batch_size=8, total_episodes=32)
+    line = command(tiny, tmp_path / "out", per_device_train_batch_size=8, total_episodes=32, response_length=40)
     done = shell(
         [
             "-m",
@@ -3530,7 +3601,7 @@ def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_p
         NOTES=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("The policy and its tokenizer:") == 1 and done.stderr.count("| 2/2 [") == 1
+    assert done.stdout.count("The policy and its tokenizer:") == 1 and done.stderr.count(" 0/2 ") == 1
     noted = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
     assert len({number for number, _ in noted}) == len(noted) == 4  # no two of 2 ranks x 2 updates draw the same
     prompts = [json.loads(line)["prompt"] for line in (tiny / "data" / "train.jsonl").read_text().splitlines()]
