@@ -46,19 +46,18 @@ STOP = 0  # the stop token of the chain
 TEMPERATURE = 0.7
 
 
-def complete(engine, model, prompts, k, R, seed, version, stop_ids=(STOP,), temperature=TEMPERATURE):
-    """k completions of each prompt by an engine: lists [B][k] of tokens, and of log-probs."""
-    if engine == "vllm":
-        options = {"k": k, "temperature": temperature, "response_length": R, "stop_ids": list(stop_ids)}
-        longest = model.config.max_position_embeddings
-        return vllm_engine.generate(model, prompts, seed=seed, version=version, max_length=longest, **options)
+def complete(engine, model, prompts, k, R, seed, version=0, stop_ids=(STOP,), temperature=TEMPERATURE):
+    """k completions of each prompt by an engine: lists [B][k] of tokens, and of their log-probs as tensors."""
     torch.manual_seed(seed)
+    model.set_attn_implementation("sdpa")  # the group engine changes it
+    options = {"version": version, "max_length": model.config.max_position_embeddings, "chunk_size": 256}
+    options["engine"] = vllm_engine.generate if engine == "vllm" else engine
     rows = [{"prompt_ids": ids} for ids in prompts]
-    batch, logprobs = rloo.rollout(model, rows, k, temperature, R, list(stop_ids), engine=engine, chunk_size=256)
+    batch, logprobs = rloo.rollout(model, rows, k, temperature, R, list(stop_ids), **options)
     lengths = batch.response_mask.sum(-1).tolist()
     pairs = [[(j, b) for j in range(k)] for b in range(len(prompts))]
     tokens = [[batch.responses[j, b, : lengths[j][b]].tolist() for j, b in group] for group in pairs]
-    return tokens, [[logprobs[j, b, : lengths[j][b]].tolist() for j, b in group] for group in pairs]
+    return tokens, [[logprobs[j, b, : lengths[j][b]] for j, b in group] for group in pairs]
 
 
 # ---- Sampler ---------------------------------------------------------------------------------------------------------
@@ -114,11 +113,11 @@ def chi_square(observed, expected) -> tuple[float, int]:
     return ((observed - expected) ** 2 / expected).sum().item(), len(expected) - 1
 
 
-def p_value(chi2: float, freedom: float) -> float:
+def p_value(chi2: float, freedom: int) -> float:
     return torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(chi2 / 2).double()).item()
 
 
-def sampler_tests(groups, P, last: int, R: int) -> dict[str, tuple[float, float]]:
+def sampler_tests(groups, P, last: int, R: int) -> dict[str, tuple[float, int]]:
     """χ² and degrees of freedom of each test on completions [B][k] of prompts that end with the token `last`."""
     V = len(P)
     k = len(groups[0])
@@ -160,9 +159,9 @@ def sampler_tests(groups, P, last: int, R: int) -> dict[str, tuple[float, float]
     mean = (exact * steps).sum()
     variance = (exact * (steps - mean) ** 2).sum()
     kurtosis = (exact * (steps - mean) ** 4).sum() / variance**2
-    squares = (lengths.double().view(-1, k).mean(1) - mean) ** 2 * k / variance  # like χ² with 1 degree of freedom,
-    scale = 2 / (2 + (kurtosis - 3) / k)  # but their variance is 2 / scale
-    tests["groups' mean length"] = (scale * squares.sum()).item(), (scale * len(groups)).item()
+    squares = (lengths.double().view(-1, k).mean(1) - mean) ** 2 * k / variance  # of mean 1
+    error = (2 + (kurtosis - 3) / k) / len(groups)  # variance of the mean of `squares`
+    tests["groups' mean length"] = ((squares.mean() - 1) ** 2 / error).item(), 1
     return tests
 
 
@@ -181,7 +180,7 @@ def check_sampler(args) -> dict:
         runs, sums = [], {}
         for seed in range(1, args.seeds + 1):
             begin = time.time()
-            groups, _ = complete(engine, model, prompts, k, R, seed, version=0)
+            groups, _ = complete(engine, model, prompts, k, R, seed)
             tests = sampler_tests(groups, P, last, R)
             length = sum(len(ids) for group in groups for ids in group) / len(prompts) / k
             runs.append(
@@ -248,7 +247,7 @@ def check_gap(args) -> dict:
             gaps = {"transformers": [], "training": []}
             for b, prompt in enumerate(prompts):
                 for j in range(k):
-                    given = torch.tensor(sampled[b][j])
+                    given = sampled[b][j]
                     gaps["transformers"].append(given - plain_logprobs(model, prompt, groups[b][j], temperature))
                     gaps["training"].append(given - training[b][j])
             line = {"tokens": sum(len(gap) for gap in gaps["training"])}
@@ -273,10 +272,10 @@ def random_policy(width: int, layers: int, vocabulary: int = 50304) -> GPTNeoXFo
 def check_speed(args) -> dict:
     """Seconds of a rollout by each engine in turn, and of sending new weights to vLLM."""
     policy, prompts, stop_ids = read_policy(HERE.parent / "mini_tldr" / "sft", 32)
-    long = torch.randint(50304, (8, 256), generator=torch.Generator().manual_seed(1)).tolist()
+    long = torch.randint(50304, (4, 256), generator=torch.Generator().manual_seed(1)).tolist()
     cases = {
         "embedded policy, 32 prompts, k = 4, R = 48": (policy, prompts, 4, 48, stop_ids),
-        "pythia-70m's shape, 8 prompts of 256, k = 8, R = 256": (random_policy(512, 6), long, 8, 256, [STOP]),
+        "pythia-70m's shape, 4 prompts of 256, k = 8, R = 128": (random_policy(512, 6), long, 8, 128, [STOP]),
     }
     found = {}
     for name, (model, prompts, k, R, stop_ids) in cases.items():
@@ -313,10 +312,12 @@ def main():
     parser.add_argument("--prompts", type=int, default=128, help="sampler, gap")
     parser.add_argument("--rloo_k", type=int, default=4, help="sampler, gap: completions per prompt")
     parser.add_argument("--response_length", type=int, default=256, help="sampler")
-    parser.add_argument("--rounds", type=int, default=5, help="speed")
+    parser.add_argument("--rounds", type=int, default=3, help="speed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=HERE / "vllm_checks.json")
     args = parser.parse_args()
+    if args.prompts * args.rloo_k < 400 or args.rloo_k % 2:
+        parser.error("the tests need at least 400 completions, --prompts times --rloo_k, and an even --rloo_k")
     torch.set_num_threads(args.threads)
     transformers.logging.disable_progress_bar()
     checks = {"sampler": check_sampler, "gap": check_gap, "speed": check_speed}
