@@ -444,7 +444,8 @@ def main(stages: tuple[Stage, ...] = get_args(Stage), quick: bool = False):
     for stage in stages:
         print(f"{time.strftime('%T')} {stage}", flush=True)
         if stage == "report":
-            report.write(study)
+            report.write_tables(study)
+            report.draw_pictures(study)
         else:
             getattr(study, "sample_all_best_of_n" if stage == "best_of_n" else stage)()
 

@@ -1,6 +1,5 @@
 """Tables in README.md and pictures, of what the study has found so far. `frontier.py --stages report` makes them."""
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -152,7 +151,7 @@ def long_table(study, settings) -> str:
     return markdown(rows)
 
 
-def noisy_table(study, settings) -> str:
+def along_table(study, settings) -> str:
     rows = [["run", "episodes", "its reward model", "embedded task's", "gold score", "gold win rate, %", "KL, nats"]]
     for setting in settings:
         for seed, curve in having(study, setting, study.plan.seeds, "curve").items():
@@ -280,33 +279,38 @@ def noisy_picture(plt, study, settings, path: Path):
     plt.close(figure)
 
 
-def write(study):
+def write_tables(study):
     """Tables into README.md, between the lines that name them, or, where there is no such page, into tables.md."""
-    frontier, noisy, hot = study.long_settings(), study.noisy_settings(), study.hot_settings()
+    hot, noisy = study.hot_settings(), study.noisy_settings()
     tables = {
         "sweep": sweep_table(study),
         "compare": compare_table(study),
         "best of n": best_of_n_table(study),
-        "long": long_table(study, [*frontier, *hot, *noisy]),
-        "noisy": noisy_table(study, [*hot, *noisy]),
+        "long": long_table(study, [*study.long_settings(), *hot, *noisy]),
+        "over-optimisation": along_table(study, [*hot, *noisy]),
     }
     page = study.results / "README.md"
     if page.is_file():
         text = page.read_text(encoding="utf-8")
         for name, table in tables.items():
             begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-            text = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{table}\n{end}", text, flags=re.DOTALL)  # noqa: B023
-        page.write_text(text, encoding="utf-8")
+            if begin in text:
+                before, rest = text.split(begin)
+                text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
     else:
         page = study.results / "tables.md"
-        page.write_text("\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()) + "\n", encoding="utf-8")
+        text = "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()) + "\n"
+    page.write_text(text, encoding="utf-8")
     print(f"tables: {page}")
+
+
+def draw_pictures(study):
     try:
         import matplotlib.pyplot as plt
     except ImportError:
         print("pictures need matplotlib: pip install matplotlib")
         return
     plt.switch_backend("Agg")
-    frontier_picture(plt, study, frontier, study.results / "frontier.png")
-    episodes_picture(plt, study, frontier, study.results / "episodes.png")
-    noisy_picture(plt, study, [*hot, *noisy], study.results / "overoptimisation.png")
+    frontier_picture(plt, study, study.long_settings(), study.results / "frontier.png")
+    episodes_picture(plt, study, study.long_settings(), study.results / "episodes.png")
+    noisy_picture(plt, study, [*study.hot_settings(), *study.noisy_settings()], study.results / "overoptimisation.png")
