@@ -8,13 +8,14 @@ The stages, in their order:
 
     sweep      settings of 6,400 episodes, measured on fresh validation posts; the best becomes `chosen`
     compare    chosen against the default that it may replace, five seeds each, on fresh test posts
+    time       both in turn, on all cores, which should have nothing else to do
     best_of_n  the best of n samples, of the SFT policy and of trained ones, by the reward model
     long       25,600 episodes for several β, and of reward models from noisy comparisons, measured along the way
     report     tables in README.md and pictures, of what is there
 
-Runs are made one at a time, on one thread. What is found is written at once to runs.json (a record for each run),
-posts.json (what `compare` needs of each post) and best_of_n.json; what has its record there is not made again, and a
-run that was stopped goes on. Training output is in runs/frontier, which may be deleted.
+Runs are made one at a time and, but for `time`, on one thread. What is found is written at once to runs.json (a record
+for each run), posts.json (what `compare` needs of each post) and best_of_n.json; what has its record there is not made
+again, and a run that was stopped goes on. Training output is in runs/frontier, which may be deleted.
 """
 
 import json
@@ -22,6 +23,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -37,8 +39,9 @@ import torch
 import tyro
 
 HERE = Path(__file__).resolve().parent
-Stage = Literal["sweep", "compare", "best_of_n", "long", "report"]
+Stage = Literal["sweep", "compare", "time", "best_of_n", "long", "report"]
 SAMPLES = 2  # completions sampled for each post
+QUIET = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
 COST_LIMIT = 1.2  # of a run of 6,400 episodes, relative to the old default's
 
 
@@ -118,9 +121,11 @@ class Plan:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     validation_posts: int = 2_000
     test_posts: int = 5_000
-    curve_posts: int = 1_000
+    curve_posts: int = 2_000
     """test posts on which a long run is measured along the way"""
     curve_points: int = 8
+    rounds: int = 3
+    timed_episodes: int = 1_920
     betas: tuple[float, ...] = (0.05, 0.0, 0.01, 0.02, 0.1)
     hot_betas: tuple[float, ...] = (0.02, 0.0)
     noisy_betas: tuple[float, ...] = (0.0, 0.05)
@@ -145,8 +150,10 @@ def quick_plan() -> Plan:
         seeds=(1, 2),
         validation_posts=200,
         test_posts=300,
-        curve_posts=200,
+        curve_posts=100,
         curve_points=4,
+        rounds=1,
+        timed_episodes=640,
         betas=(0.05, 0.0),
         hot_betas=(),
         noisy_betas=(0.0,),
@@ -201,6 +208,12 @@ def cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def seconds_of_updates(folder: Path) -> list[float]:
+    """The time of each update of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [sum(value for key, value in line.items() if key.startswith("time/")) for line in lines]
+
+
 # ---- The study -------------------------------------------------------------------------------------------------------
 
 
@@ -240,8 +253,7 @@ class Study:
         if setting.reward:
             command += ["--reward_model_path", str(self.reward_model(setting.reward).relative_to(measure.ROOT))]
         updates = -(-setting.episodes // setting.size)
-        extra = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
-        extra += ["--save_steps", str(updates // checkpoints if checkpoints else 0)]
+        extra = [*QUIET, "--save_steps", str(updates // checkpoints if checkpoints else 0)]
         extra += ["--save_total_limit", str(max(2, checkpoints))]
         if not (folder / "model.safetensors").is_file():
             print(f"{time.strftime('%T')} training {name}", flush=True)
@@ -259,7 +271,6 @@ class Study:
             if not begun:
                 self.runs.add(name, cpu_seconds=round(cpu_seconds_of_children() - before, 1))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        seconds = sum(value for line in lines for key, value in line.items() if key.startswith("time/"))
         last = lines[-max(1, len(lines) // 20) :]  # the last twentieth of the updates
         names = ["objective/kl", "objective/scores", "objective/entropy", "grad_norm", "policy/clipfrac_avg"]
         training = {key: float(np.mean([line[key] for line in last])) for key in names if key in last[0]}
@@ -268,7 +279,7 @@ class Study:
             name,
             command=" ".join(["python", *command]),
             seed=seed,
-            seconds_of_updates=round(seconds, 1),
+            seconds_of_updates=round(sum(seconds_of_updates(folder)), 1),
             training={key: round(value, 4) for key, value in training.items()},
         )
         return folder
@@ -361,7 +372,32 @@ class Study:
             found, _ = self.grade(measure.TASK / "sft", "test", self.plan.test_posts, 1, greedy=True)
             self.runs.add("sft", test=found)
 
-    # 3. Best-of-n.
+    # 3. Time.
+    def time(self):
+        """Seconds of short runs of chosen and the old default, in turn: the training alone, as their time/* have it."""
+        chosen = self.chosen()
+        if chosen is None or self.runs.value("time", "rounds") == self.plan.rounds:
+            return
+        seconds = {"old": [], "chosen": []}
+        for _ in range(self.plan.rounds):
+            for name, setting in (("old", self.plan.old), ("chosen", chosen)):
+                short = replace(setting, episodes=self.plan.timed_episodes)
+                with tempfile.TemporaryDirectory() as folder:
+                    command = [sys.executable, *short.command(1), *QUIET, "--output_dir", folder]
+                    threads = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+                    subprocess.run(command, cwd=measure.ROOT, env=threads, check=True, capture_output=True)
+                    seconds[name].append(round(sum(seconds_of_updates(Path(folder))[1:]), 2))  # the first warms up
+        ratios = [ours / old for ours, old in zip(seconds["chosen"], seconds["old"])]
+        print(f"time: {seconds}, chosen over old {np.mean(ratios):.3f}", flush=True)
+        self.runs.add(
+            "time",
+            rounds=self.plan.rounds,
+            threads=os.cpu_count(),
+            seconds=seconds,
+            ratios=np.round(ratios, 3).tolist(),
+        )
+
+    # 4. Best-of-n.
     def sample_best_of_n(self, name: str, folder: Path, most: int, posts: int):
         """Measures of best-of-n for n = 1, 2, 4, ... `most`, from `most` samples of each of the first test posts."""
         if name not in self.best_of_n.all:
@@ -382,7 +418,7 @@ class Study:
             if name not in self.best_of_n.all and (folder / "model.safetensors").is_file():
                 self.sample_best_of_n(name, folder, min(16, self.plan.most), self.plan.best_of_n_posts // 2)
 
-    # 4. Long runs.
+    # 5. Long runs.
     def long_settings(self) -> list[Setting]:
         base = replace(self.chosen() or self.plan.old, episodes=self.plan.long_episodes)
         return [replace(base, beta=beta) for beta in self.plan.betas]

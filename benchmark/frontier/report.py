@@ -206,12 +206,12 @@ def frontier_picture(plt, study, settings, path: Path):
         axis.set_xlabel("√KL from the SFT policy, √nats")
         axis.set_title(title)
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8, loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
     episodes = settings[0].episodes
     figure.suptitle(
         f"RLOO over {episodes:,} episodes (equal evaluation points) and best-of-n, by the distance from the SFT policy"
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -249,8 +249,8 @@ def episodes_picture(plt, study, settings, path: Path):
     axis.set_ylabel("gold win rate over the references, %, sampled at T = 0.7")
     axis.set_title("RLOO by episodes, and the best of n samples of the SFT policy (band: range of seeds)")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right", fontsize=9)
-    figure.tight_layout()
+    figure.legend(*axis.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
