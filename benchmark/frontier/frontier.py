@@ -94,18 +94,15 @@ OLD = Setting()  # the default to be replaced, or kept
 
 # The first grid, with one seed.
 GRID = [Setting(lr, size, beta) for beta in (0.05, 0.02) for lr in (5e-4, 2.5e-4) for size in (32, 64, 128)]
-GRID += [Setting(lr=1e-3, size=size) for size in (32, 64, 128)]
+GRID += [Setting(lr=1e-3)]
 
 
 def around(best: Setting) -> list[Setting]:
     """The second grid, with one seed: what differs from the best of the first in one thing."""
     found = [replace(best, lr=round(best.lr * factor, 6)) for factor in (0.7, 1.4)]
-    found += [replace(best, size=size) for size in (best.size // 2, best.size * 2)]
-    found += [replace(best, beta=beta) for beta in (0.0, 0.01, 0.02, 0.05, 0.1)]
-    found += [replace(best, size=best.size * minis, minis=minis) for minis in (2, 4)]
-    found += [replace(best, epochs=2)]
-    found += [replace(best, k=k) for k in (2, 8)]
-    return [setting for setting in found if setting != best]
+    found += [replace(best, size=best.size // 2), replace(best, beta=0.1), replace(best, k=8), replace(best, epochs=2)]
+    found += [replace(best, size=best.size * 4, minis=4)]  # steps of the same size, four for each rollout
+    return found
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ def quick_plan() -> Plan:
         hot_betas=(),
         noisy_betas=(0.0,),
         noisy=("noisy25",),
-        long_episodes=2_560,
+        long_episodes=1_920,
         most=16,
         best_of_n_posts=100,
         longest_episodes=0,
@@ -253,7 +250,7 @@ class Study:
         if setting.reward:
             command += ["--reward_model_path", str(self.reward_model(setting.reward).relative_to(measure.ROOT))]
         updates = -(-setting.episodes // setting.size)
-        extra = [*QUIET, "--save_steps", str(updates // checkpoints if checkpoints else 0)]
+        extra = [*QUIET, "--save_steps", str(-(-updates // checkpoints) if checkpoints else 0)]
         extra += ["--save_total_limit", str(max(2, checkpoints))]
         if not (folder / "model.safetensors").is_file():
             print(f"{time.strftime('%T')} training {name}", flush=True)
