@@ -61,15 +61,20 @@ class Setting:
     """mini-batches per epoch"""
     k: int = 4
     episodes: int = 6_400
+    warmup: float = 0.0
+    """part of the run over which the learning rate rises"""
+    eps: float = 1e-8
+    """of Adam"""
     reward: str = ""
     """the embedded task's reward model, or one that is trained here: noisy10, noisy25"""
 
     @property
     def name(self) -> str:
         parts = [f"lr{self.lr:g}", f"size{self.size}", f"beta{self.beta:g}"]
-        for key in ("epochs", "minis", "k", "episodes", "reward"):
-            if getattr(self, key) != getattr(Setting(), key):
-                parts.append(f"{key}{getattr(self, key)}".replace("reward", ""))
+        for key in ("epochs", "minis", "k", "warmup", "eps", "episodes", "reward"):
+            value = getattr(self, key)
+            if value != getattr(Setting(), key):
+                parts.append(value if key == "reward" else f"{key}{value:g}")
         return "_".join(parts)
 
     def command(self, seed: int) -> list[str]:
@@ -87,6 +92,10 @@ class Setting:
             "rloo_k": self.k,
             "total_episodes": self.episodes,
         }
+        if self.warmup:
+            flags["warmup_ratio"] = self.warmup
+        if self.eps != Setting.eps:
+            flags["adam_eps"] = self.eps
         return ["rloo.py", *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))]
 
 
@@ -102,6 +111,8 @@ def around(best: Setting) -> list[Setting]:
     found = [replace(best, lr=round(best.lr * factor, 6)) for factor in (0.7, 1.4)]
     found += [replace(best, size=best.size // 2), replace(best, beta=0.1), replace(best, k=8), replace(best, epochs=2)]
     found += [replace(best, size=best.size * 4, minis=4)]  # steps of the same size, four for each rollout
+    found += [replace(best, warmup=0.1)]
+    found += [replace(best, lr=best.lr * 2, eps=1e-3)]  # near the root mean square of a clipped gradient
     return found
 
 

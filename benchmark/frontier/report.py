@@ -61,7 +61,7 @@ def sweep_table(study) -> str:
     for setting in order:
         extra = [
             f"{key} {getattr(setting, key)}"
-            for key in ("epochs", "minis", "k")
+            for key in ("epochs", "minis", "k", "warmup", "eps")
             if getattr(setting, key) != getattr(plan.old, key)
         ]
         note = {plan.old: " (today's)", chosen: " **(chosen)**"}.get(setting, "")
