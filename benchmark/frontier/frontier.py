@@ -124,7 +124,7 @@ class Plan:
     grid: tuple[Setting, ...] = tuple(GRID)
     second_grid: int = 99
     """settings of the second grid, at most"""
-    finalists: int = 4
+    finalists: int = 3
     few_seeds: tuple[int, ...] = (1, 2, 3)
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     validation_posts: int = 2_000
