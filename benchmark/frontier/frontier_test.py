@@ -148,7 +148,7 @@ def test_the_choice_is_by_the_mean_over_seeds_of_the_finalists(tmp_path):
 def test_what_costs_too_much_is_no_finalist(tmp_path):
     old, middle, small = small_plan().grid
     wins = {(setting, seed): win for setting, win in ((old, 0.60), (middle, 0.62), (small, 0.63)) for seed in (1, 2)}
-    study = study_with(tmp_path, wins, small_plan(), seconds={small: 97.0})
+    study = study_with(tmp_path, wins, small_plan(), seconds={small: 113.0})
     assert study.finalists() == [middle, old]
     assert study.chosen() == middle
 
