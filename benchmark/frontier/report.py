@@ -19,6 +19,8 @@ COLUMNS = [
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    if not body:
+        return "*(not measured yet)*"
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
@@ -182,6 +184,8 @@ def curves(study, setting) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
 
 def frontier_picture(plt, study, settings, path: Path):
     """What is gained over √KL, by RLOO and by best-of-n."""
+    if not any(curves(study, setting) for setting in settings):
+        return
     figure, axes = plt.subplots(1, 3, figsize=(15, 5))
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings)))
     for axis, (name, title, factor) in zip(axes, PANELS):
@@ -218,6 +222,8 @@ def frontier_picture(plt, study, settings, path: Path):
 
 def episodes_picture(plt, study, settings, path: Path):
     """Gold win rate over episodes, with what best-of-n reaches as lines."""
+    if not any(curves(study, setting) for setting in settings):
+        return
     figure, axis = plt.subplots(figsize=(9, 5.5))
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings)))
     last = 0
