@@ -182,13 +182,21 @@ def quick_plan() -> Plan:
 class Records:
     """A JSON file of name -> record, written anew, under another name first, at each change."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, compact: bool = False):
         self.path = path
-        self.all: dict[str, dict] = json.loads(path.read_text()) if path.is_file() else {}
+        self.compact = compact
+        self.all: dict[str, dict] = {}
+        self.read()
+
+    def read(self):
+        if self.path.is_file():
+            self.all = json.loads(self.path.read_text())
 
     def add(self, name: str, **found):
+        self.read()  # another stage may be writing as well
         self.all[name] = self.all.get(name, {}) | found
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(self.all.items())]
+        separators = (",", ":") if self.compact else None
+        lines = [f"{json.dumps(x)}: {json.dumps(self.all[x], separators=separators)}" for x in sorted(self.all)]
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         unfinished.replace(self.path)
@@ -239,7 +247,7 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True, exist_ok=True)
         self.runs = Records(results / "runs.json")
-        self.posts = Records(results / "posts.json")
+        self.posts = Records(results / "posts.json", compact=True)
         self.best_of_n = Records(results / "best_of_n.json")
 
     @lru_cache(maxsize=1)  # noqa: B019  (there is one study in a process)
@@ -362,11 +370,10 @@ class Study:
         if self.runs.value(name, "test") is None:
             folder = self.train(setting, seed)
             found, grades = self.grade(folder, "test", self.plan.test_posts, seed, greedy=True)
-            per_post = {
-                f"{mode}/{key}": np.rint(values[key].mean(1) * self.post_units).astype(int).tolist()
-                for mode, values in grades.items()
-                for key in ("win", "gold")
-            }
+            per_post = {}
+            for mode, measured in (("sampled", "win"), ("sampled", "gold"), ("greedy", "win")):
+                twentieths = np.rint(grades[mode][measured].mean(1) * self.post_units)
+                per_post[f"{mode}/{measured}"] = twentieths.astype(int).tolist()
             self.posts.add(name, **per_post)
             self.runs.add(name, test=found)
             print(f"{name}: win on test posts {found['sampled']['win']['mean']:.4f}", flush=True)
