@@ -1,0 +1,81 @@
+"""The arithmetic of the study: arrays in, numbers out."""
+
+import math
+
+import numpy as np
+
+
+def best_of_n_weights(scores: np.ndarray, n: int) -> np.ndarray:
+    """The probability of each of N samples (..., N) to have the highest score among n of them, drawn at random.
+
+    The mean of a measure with these weights is the unbiased estimate of its mean over best-of-n. Equal scores share
+    their probability."""
+    total = scores.shape[-1]
+    below = (scores[..., None, :] < scores[..., :, None]).sum(-1)  # samples with a lower score
+    equal = (scores[..., None, :] == scores[..., :, None]).sum(-1)  # with the same, its own among them
+    ways = np.array([math.comb(m, n) / math.comb(total, n) for m in range(total + 1)])
+    return (ways[below + equal] - ways[below]) / equal
+
+
+def kl_bound(n: int) -> float:
+    """KL of best-of-n from what it samples from, in nats, if no completion is ever drawn twice; else less."""
+    return math.log(n) - (n - 1) / n
+
+
+def kl_below_bound(probability: np.ndarray, quantile: np.ndarray, n: int) -> np.ndarray:
+    """By how much completions of a certain `probability` lower the KL of best-of-n below its bound.
+
+    Completions are points on [0, 1] in the order of their scores, each an interval [a, b] as long as it is probable; b
+    is its quantile. Best-of-n has the density n u^(n-1) there, and the bound is its KL from the uniform density. A
+    completion is one outcome, whatever point of its interval was drawn, so that what the density does within the
+    interval does not count: E[log n u^(n-1)] - log((b^n - a^n) / (b - a)), the mean over the interval."""
+    b = np.clip(np.maximum(quantile, probability), 1e-12, 1.0)
+    a = np.maximum(b - probability, 0.0)
+    r = a / b
+    mass = -np.expm1(n * np.log(np.maximum(r, 1e-300)))  # 1 - r^n
+    edge = np.where(r > 0, r**n * np.log(np.maximum(r, 1e-300)), 0.0)
+    mean_log = np.log(b) - edge / np.maximum(mass, 1e-300) - 1 / n
+    inside = math.log(n) + (n - 1) * mean_log
+    atom = n * np.log(b) + np.log(np.maximum(mass, 1e-300)) - np.log(np.maximum(b - a, 1e-300))
+    return np.where(probability < 1e-6, 0.0, np.maximum(inside - atom, 0.0))
+
+
+def best_of_n(grades: dict[str, np.ndarray], n: int, choose_by: str = "score") -> dict[str, dict[str, float]]:
+    """Measures of best-of-n from N samples of each post: name -> mean over posts and its standard error.
+
+    "kl" is that from the SFT policy: the log-ratio, policy to SFT policy, of the completions chosen, plus "own_kl",
+    that of best-of-n from the policy that it samples."""
+    weights = best_of_n_weights(grades[choose_by], n)
+    probability = np.exp(grades["logprob"])
+    scores = grades[choose_by]
+    quantile = (scores[..., None, :] <= scores[..., :, None]).mean(-1)
+    own = kl_bound(n) - kl_below_bound(probability, quantile, n) if n > 1 else np.zeros_like(probability)
+    values = {name: x for name, x in grades.items() if name not in ("kl", "logprob")}
+    values |= {"kl": grades["kl"] + own, "own_kl": own}
+    return {name: mean_over_posts((weights * x).sum(-1)) for name, x in values.items()}
+
+
+def mean_over_posts(per_post: np.ndarray) -> dict[str, float]:
+    """Mean and standard error, rounded for the records."""
+    error = per_post.std(ddof=1) / math.sqrt(len(per_post)) if len(per_post) > 1 else math.nan
+    return {"mean": round(float(per_post.mean()), 5), "stderr": round(float(error), 5)}
+
+
+def mean_and_error(values) -> tuple[float, float]:
+    """Mean over seeds and its standard error, NaN for one seed."""
+    values = np.asarray(values, float)
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def bootstrap_interval(differences: np.ndarray, times: int = 10_000, seed: int = 1) -> tuple[float, float]:
+    """The 95% interval of the mean of `differences` (seeds, posts): seeds and posts are both drawn again."""
+    rng = np.random.default_rng(seed)
+    seeds, posts = differences.shape
+    means = np.empty(times)
+    for begin in range(0, times, 500):  # in parts, which saves memory
+        number = min(500, times - begin)
+        seed_weights = rng.multinomial(seeds, [1 / seeds] * seeds, size=number) / seeds
+        post_weights = rng.multinomial(posts, [1 / posts] * posts, size=number) / posts
+        means[begin : begin + number] = ((seed_weights @ differences) * post_weights).sum(1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,207 @@
+"""Tests of the study of what RLOO can reach: posts, estimates, choice, records.
+
+python -m pytest -q benchmark/frontier/frontier_test.py
+"""
+
+import itertools
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import estimates  # noqa: E402
+import frontier  # noqa: E402
+import measure  # noqa: E402
+import report  # noqa: E402
+
+import rloo  # noqa: E402
+
+# ---- Posts -----------------------------------------------------------------------------------------------------------
+
+
+def test_fresh_posts_share_no_combination_of_facts():
+    kinds = [measure.shipped_combinations()]
+    for kind, size in measure.FRESH.items():
+        combinations = [measure.combination(post) for post in measure.fresh_posts(kind)]
+        assert len(set(combinations)) == size  # none twice
+        kinds.append(set(combinations))
+    for one, other in itertools.combinations(kinds, 2):
+        assert not one & other
+
+
+def test_fresh_posts_are_always_the_same():
+    first = measure.fresh_posts("test", 5)
+    measure.all_fresh_posts.cache_clear()
+    assert measure.fresh_posts("test", 5) == first
+    assert measure.fresh_posts("test")[:5] == first
+    assert measure.fresh_posts("validation", 5) != first
+
+
+# ---- Estimates -------------------------------------------------------------------------------------------------------
+
+
+def test_best_of_n_is_the_mean_over_all_choices_of_n():
+    rng = np.random.default_rng(1)
+    scores, values = rng.integers(0, 4, (3, 7)).astype(float), rng.normal(size=(3, 7))  # with ties
+    for n in (1, 2, 3, 7):
+        weights = estimates.best_of_n_weights(scores, n)
+        for line in range(3):
+            means = []
+            for chosen in itertools.combinations(range(7), n):
+                highest = max(scores[line, i] for i in chosen)
+                means.append(np.mean([values[line, i] for i in chosen if scores[line, i] == highest]))
+            assert math.isclose((weights[line] * values[line]).sum(), np.mean(means), abs_tol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 4, 64])
+def test_kl_of_best_of_n_is_exact_where_completions_repeat(n):
+    probability = np.random.default_rng(1).dirichlet(np.ones(6))  # in the order of their scores
+    quantile = np.cumsum(probability)
+    chosen = quantile**n - (quantile - probability).clip(0) ** n
+    exact = (chosen * np.log(chosen / probability))[chosen > 0].sum()
+    below = (chosen * estimates.kl_below_bound(probability, quantile, n)).sum()
+    assert math.isclose(estimates.kl_bound(n) - below, exact, rel_tol=1e-6)
+
+
+def test_kl_of_best_of_n_is_the_bound_where_nothing_repeats():
+    below = estimates.kl_below_bound(np.array([1e-9, 1e-5]), np.array([0.5, 1.0]), 16)
+    assert np.all(below < 1e-6)
+
+
+def test_best_of_one_is_the_mean():
+    rng = np.random.default_rng(1)
+    grades = {name: rng.normal(size=(4, 8)) for name in ("score", "win", "kl")} | {"logprob": -np.full((4, 8), 9.0)}
+    found = estimates.best_of_n(grades, 1)
+    assert math.isclose(found["win"]["mean"], grades["win"].mean(), abs_tol=1e-5)
+    assert math.isclose(found["kl"]["mean"], grades["kl"].mean(), abs_tol=1e-5)
+
+
+def test_bootstrap_interval():
+    rng = np.random.default_rng(1)
+    differences = rng.normal(1.0, 1.0, (5, 400))
+    low, high = estimates.bootstrap_interval(differences, times=2_000)
+    assert low < differences.mean() < high
+    assert high - low < 0.5
+    assert estimates.bootstrap_interval(np.full((3, 10), 2.0), times=100) == pytest.approx((2.0, 2.0))
+
+
+def test_wins():
+    gold, reference = np.array([[1.0, 2.0], [3.0, 0.1 + 0.2]]), np.array([[1.0], [0.3]])
+    assert measure.wins(gold, reference).tolist() == [[0.5, 1.0], [1.0, 0.5]]
+
+
+# ---- Settings and the choice of one ----------------------------------------------------------------------------------
+
+
+def all_settings():
+    plan = frontier.Plan()
+    return [plan.old, *plan.grid, *frontier.around(plan.grid[0]), replace(plan.old, reward="noisy10")]
+
+
+def test_names_are_unique():
+    settings = set(all_settings())
+    assert len({setting.name for setting in settings}) == len(settings)
+
+
+def test_commands_are_of_rloo_and_have_the_completions_that_they_say():
+    for setting in all_settings():
+        args = rloo.parse_args(setting.command(seed=3)[1:])
+        steps = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        assert steps * args.num_mini_batches == setting.size
+        assert (args.seed, args.learning_rate, args.kl_coef) == (3, setting.lr, setting.beta)
+        assert (args.rloo_k, args.num_ppo_epochs, args.total_episodes) == (4, 1, 6_400) or setting != frontier.OLD
+
+
+def study_with(tmp_path, wins: dict, plan=None, seconds=None):
+    """A study whose runs have been found to win so often: (setting, seed) -> share."""
+    study = frontier.Study(plan or frontier.Plan(), tmp_path / "runs", tmp_path / "results")
+    measures = {name: {"mean": 1.0, "stderr": 0.1} for name in ("score", "gold", "kl", "length")}
+    for (setting, seed), win in wins.items():
+        found = {"sampled": measures | {"win": {"mean": win, "stderr": 0.01}}}
+        found["greedy"] = found["sampled"]
+        cost = (seconds or {}).get(setting, 80.0)
+        study.runs.add(f"{setting.name}__{seed}", validation=found, cpu_seconds=cost)
+    return study
+
+
+def small_plan(**changes):
+    grid = (frontier.OLD, replace(frontier.OLD, size=64), replace(frontier.OLD, size=32))
+    return replace(frontier.Plan(), grid=grid, second_grid=0, finalists=2, few_seeds=(1, 2), **changes)
+
+
+def test_the_choice_is_by_the_mean_over_seeds_of_the_finalists(tmp_path):
+    old, middle, small = small_plan().grid
+    wins = {(old, 1): 0.60, (old, 2): 0.60, (middle, 1): 0.62, (small, 1): 0.63, (small, 2): 0.61}
+    study = study_with(tmp_path, wins, small_plan())
+    assert study.finalists() == [small, middle]
+    assert study.chosen() is None  # a finalist lacks a seed
+    study = study_with(tmp_path, wins | {(middle, 2): 0.64}, small_plan())
+    assert study.chosen() == middle
+
+
+def test_what_costs_too_much_is_no_finalist(tmp_path):
+    old, middle, small = small_plan().grid
+    wins = {(setting, seed): win for setting, win in ((old, 0.60), (middle, 0.62), (small, 0.63)) for seed in (1, 2)}
+    study = study_with(tmp_path, wins, small_plan(), seconds={small: 113.0})
+    assert study.finalists() == [middle, old]
+    assert study.chosen() == middle
+
+
+def test_what_is_recorded_is_not_made_again(tmp_path, monkeypatch):
+    study = study_with(tmp_path, {(frontier.OLD, 1): 0.6})
+    monkeypatch.setattr(study, "train", lambda *_: pytest.fail("trained again"))
+    study.validate(frontier.OLD, 1)
+    again = frontier.Study(frontier.Plan(), tmp_path / "runs", tmp_path / "results")
+    assert again.runs.value(f"{frontier.OLD.name}__1", "validation", "sampled", "win", "mean") == 0.6
+    assert again.runs.value("no such run", "validation") is None
+
+
+def test_records_are_json_with_a_line_for_each(tmp_path):
+    records = frontier.Records(tmp_path / "records.json")
+    records.add("b", one=1)
+    records.add("a", two=[2])
+    records.add("b", three=3.5)
+    assert json.loads(records.path.read_text()) == {"a": {"two": [2]}, "b": {"one": 1, "three": 3.5}}
+    assert len(records.path.read_text().splitlines()) == 4
+
+
+# ---- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_tables_are_written_between_their_marks(tmp_path):
+    old, middle, small = small_plan().grid
+    wins = {(setting, seed): win for setting, win in ((old, 0.60), (middle, 0.62), (small, 0.63)) for seed in (1, 2)}
+    study = study_with(tmp_path, wins, small_plan())
+    page = study.results / "README.md"
+    page.write_text("before\n<!-- sweep -->\nold table\n<!-- end of sweep -->\nafter\n")
+    report.write_tables(study)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old table" not in text
+    assert "| 63.0 ± 0.0 |" in text
+    assert "**(chosen)**" in text
+
+
+# ---- The models ------------------------------------------------------------------------------------------------------
+
+
+def test_values_belong_to_their_posts():
+    engine, posts = measure.Engine(chunk_size=4), measure.fresh_posts("validation", 6)
+    found = measure.grade(engine, engine.reference, posts, 1, seed=1, temperature=0.0)
+    turned = measure.grade(engine, engine.reference, posts[::-1], 1, seed=1, temperature=0.0)
+    for name, values in found.items():
+        assert np.allclose(values, turned[name][::-1], atol=1e-4), name
+    assert not found["kl"].any()
+
+
+def test_the_policy_has_no_kl_from_itself():
+    engine, posts = measure.Engine(), measure.fresh_posts("validation", 4)
+    again = engine.policy(measure.TASK / "sft")  # not known to be the reference
+    found = measure.grade(engine, again, posts, 2, seed=1)
+    assert found["kl"].shape == (4, 2)
+    assert np.abs(found["kl"]).max() < 1e-3

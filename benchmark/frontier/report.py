@@ -1,0 +1,322 @@
+"""Tables in README.md and pictures, of what the study has found so far. `frontier.py --stages report` makes them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import estimates
+import numpy as np
+
+# A column of a table: title, where its number is in a run's measures, factor, decimals.
+COLUMNS = [
+    ("gold win rate, %", ("sampled", "win"), 100, 1),
+    ("greedy, %", ("greedy", "win"), 100, 1),
+    ("gold score", ("sampled", "gold"), 1, 2),
+    ("reward model", ("sampled", "score"), 1, 2),
+    ("KL, nats", ("sampled", "kl"), 1, 2),
+    ("tokens", ("sampled", "length"), 1, 1),
+]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    if not body:
+        return "*(not measured yet)*"
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
+
+
+def cell(values: Sequence[dict], factor: float, decimals: int) -> str:
+    """Mean ± standard error: over seeds or, of one seed, over posts, which is marked by brackets."""
+    if len(values) == 1:
+        mean, error = values[0]["mean"], values[0]["stderr"]
+        return f"{factor * mean:.{decimals}f} (± {factor * error:.{decimals}f})"
+    mean, error = estimates.mean_and_error([value["mean"] for value in values])
+    return f"{factor * mean:.{decimals}f} ± {factor * error:.{decimals}f}"
+
+
+def measures(found: Sequence[dict]) -> list[str]:
+    """The cells of COLUMNS for the measures of several seeds."""
+    return [cell([x[mode][key] for x in found], factor, digits) for _, (mode, key), factor, digits in COLUMNS]
+
+
+def having(study, setting, seeds: Iterable[int], part: str) -> dict[int, dict]:
+    """seed -> a part of the record, of the seeds that have it."""
+    found = {seed: study.runs.value(f"{setting.name}__{seed}", part) for seed in seeds}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+# ---- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def sweep_table(study) -> str:
+    plan = study.plan
+    settings = list(dict.fromkeys([plan.old, *plan.grid]))
+    if all(having(study, setting, [1], "validation") for setting in plan.grid):
+        settings = list(dict.fromkeys([*settings, *study.second_grid()]))
+    chosen = study.chosen()
+    found = {setting: having(study, setting, plan.few_seeds, "validation") for setting in settings}
+    found = {setting: list(parts.values()) for setting, parts in found.items() if parts}
+    order = sorted(
+        found, key=lambda x: (-len(found[x]), -np.mean([part["sampled"]["win"]["mean"] for part in found[x]]))
+    )
+    head = ["learning rate", "completions per update", "β", "else", "seeds", *(column[0] for column in COLUMNS), "time"]
+    rows = [head]
+    for setting in order:
+        extra = [
+            f"{key} {getattr(setting, key)}"
+            for key in ("epochs", "minis", "k", "warmup", "eps")
+            if getattr(setting, key) != getattr(plan.old, key)
+        ]
+        note = {plan.old: " (today's)", chosen: " **(chosen)**"}.get(setting, "")
+        line = [
+            f"{setting.lr:g}{note}",
+            str(setting.size),
+            f"{setting.beta:g}",
+            ", ".join(extra),
+            str(len(found[setting])),
+        ]
+        cost = study.cost(setting)
+        rows.append([*line, *measures(found[setting]), "" if np.isnan(cost) else f"{cost:.2f}"])
+    return markdown(rows)
+
+
+def compare_table(study) -> str:
+    plan, chosen = study.plan, study.chosen()
+    settings = [setting for setting in dict.fromkeys((plan.old, chosen)) if setting is not None]
+    start = study.runs.value("sft", "test")
+    rows = [["", "seeds", *(column[0] for column in COLUMNS)]]
+    if start:
+        rows.append(["SFT policy", "", *measures([start])])
+    found = {setting: having(study, setting, plan.seeds, "test") for setting in settings}
+    for setting in settings:
+        if found[setting]:
+            name = "today's default" if setting == plan.old else "chosen"
+            rows.append([name, str(len(found[setting])), *measures(list(found[setting].values()))])
+    lines = [markdown(rows)]
+    shared = [seed for seed in plan.seeds if all(seed in parts for parts in found.values())]
+    if len(settings) == 2 and shared:
+        lines.append("")
+        for key, title, factor, unit in (
+            ("sampled/win", "gold win rate, sampled", 100, " points"),
+            ("greedy/win", "gold win rate, greedy", 100, " points"),
+            ("sampled/gold", "gold score, sampled", 1, ""),
+        ):
+            values = [
+                np.array([study.posts.value(f"{setting.name}__{seed}", key) for seed in shared]) / study.post_units
+                for setting in settings
+            ]
+            difference = values[1] - values[0]
+            low, high = estimates.bootstrap_interval(difference)
+            per_seed = ", ".join(f"{factor * x:+.2f}" for x in difference.mean(1))
+            lines.append(
+                f"- {title}, chosen minus today's: {factor * difference.mean():+.2f}{unit} "
+                f"[{factor * low:+.2f}, {factor * high:+.2f}]; seed by seed {per_seed}"
+            )
+    return "\n".join(lines)
+
+
+def best_of_n_table(study) -> str:
+    head = [
+        "samples of",
+        "best of",
+        "gold win rate, %",
+        "gold score",
+        "reward model",
+        "KL, nats",
+        "bound of the KL from its own policy",
+    ]
+    rows = [head]
+    for name, record in study.best_of_n.all.items():
+        for n, found in record["by_n"].items():
+            rows.append(
+                [
+                    "SFT policy" if name == "sft" else f"`{name}`",
+                    n,
+                    cell([found["win"]], 100, 1),
+                    cell([found["gold"]], 1, 2),
+                    cell([found["score"]], 1, 2),
+                    cell([found["kl"]], 1, 2),
+                    f"{found['kl_bound']:.2f}",
+                ]
+            )
+    return markdown(rows)
+
+
+def long_table(study, settings) -> str:
+    rows = [["run", "seeds", *(column[0] for column in COLUMNS), "norms clipped, %"]]
+    for setting in settings:
+        found = having(study, setting, study.plan.seeds, "test")
+        if found:
+            norms = [study.runs.value(f"{setting.name}__{seed}", "training", "clipped_norms") for seed in found]
+            rows.append(
+                [f"`{setting.name}`", str(len(found)), *measures(list(found.values())), f"{100 * np.mean(norms):.0f}"]
+            )
+    return markdown(rows)
+
+
+def along_table(study, settings) -> str:
+    rows = [["run", "episodes", "its reward model", "embedded task's", "gold score", "gold win rate, %", "KL, nats"]]
+    for setting in settings:
+        for seed, curve in having(study, setting, study.plan.seeds, "curve").items():
+            for point in curve:
+                found = point["sampled"]
+                numbers = [("proxy", 1, 2), ("score", 1, 2), ("gold", 1, 2), ("win", 100, 1), ("kl", 1, 2)]
+                cells = [cell([found[key]], factor, digits) if key in found else "" for key, factor, digits in numbers]
+                rows.append([f"`{setting.name}__{seed}`", f"{point['episode']:,}", *cells])
+    return markdown(rows)
+
+
+# ---- Pictures --------------------------------------------------------------------------------------------------------
+
+PANELS = [("score", "reward model's score", 1), ("gold", "gold score", 1), ("win", "gold win rate, %", 100)]
+
+
+def curves(study, setting) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+    """Episodes, and measure -> its values (seeds, points), of a setting's runs; None where there are none."""
+    found = list(having(study, setting, study.plan.seeds, "curve").values())
+    if not found:
+        return None
+    values = {
+        name: np.array([[point["sampled"][name]["mean"] for point in curve] for curve in found])
+        for name in found[0][0]["sampled"]
+    }
+    return np.array([point["episode"] for point in found[0]]), values
+
+
+def frontier_picture(plt, study, settings, path: Path):
+    """What is gained over √KL, by RLOO and by best-of-n."""
+    if not any(curves(study, setting) for setting in settings):
+        return
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5))
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings)))
+    for axis, (name, title, factor) in zip(axes, PANELS):
+        for setting, colour in zip(settings, colours):
+            found = curves(study, setting)
+            if found:
+                _, values = found
+                seeds = len(values["kl"])
+                label = f"RLOO, β = {setting.beta:g} ({seeds} seed{'s' if seeds > 1 else ''})"
+                for i in range(seeds):
+                    x = np.sqrt(np.maximum(values["kl"][i], 0))
+                    axis.plot(
+                        x, factor * values[name][i], "o-", ms=3, lw=1, color=colour, label=label if i == 0 else None
+                    )
+        sft = study.best_of_n.value("sft", "by_n")
+        if sft:
+            x = [np.sqrt(point["kl"]["mean"]) for point in sft.values()]
+            y = [factor * point[name]["mean"] for point in sft.values()]
+            axis.plot(x, y, "s--", color="black", ms=4, label=f"best of 1 … {max(map(int, sft))} of the SFT policy")
+            for n, a, b in zip(sft, x, y):
+                axis.annotate(n, (a, b), textcoords="offset points", xytext=(-3, 6), ha="right", fontsize=8)
+        axis.set_xlabel("√KL from the SFT policy, √nats")
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
+    episodes = settings[0].episodes
+    figure.suptitle(
+        f"RLOO over {episodes:,} episodes (equal evaluation points) and best-of-n, by the distance from the SFT policy"
+    )
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def episodes_picture(plt, study, settings, path: Path):
+    """Gold win rate over episodes, with what best-of-n reaches as lines."""
+    if not any(curves(study, setting) for setting in settings):
+        return
+    figure, axis = plt.subplots(figsize=(9, 5.5))
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings)))
+    last = 0
+    for setting, colour in zip(settings, colours):
+        found = curves(study, setting)
+        if found:
+            episodes, values = found
+            wins = 100 * values["win"]
+            seeds = len(wins)
+            axis.plot(
+                episodes, wins.mean(0), "o-", ms=3, color=colour, label=f"RLOO, β = {setting.beta:g} (seeds: {seeds})"
+            )
+            if seeds > 1:
+                axis.fill_between(episodes, wins.min(0), wins.max(0), color=colour, alpha=0.15, lw=0)
+            last = max(last, episodes[-1])
+    for n, point in (study.best_of_n.value("sft", "by_n") or {}).items():
+        if n in ("1", "4", "16", "64"):
+            height = 100 * point["win"]["mean"]
+            axis.axhline(height, color="grey", lw=1, ls=":")
+            axis.annotate(
+                f"best of {n}" if n != "1" else "SFT policy",
+                (last, height),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="right",
+                fontsize=9,
+            )
+    axis.set_xlabel("episodes")
+    axis.set_ylabel("gold win rate over the references, %, sampled at T = 0.7")
+    axis.set_title("RLOO by episodes, and the best of n samples of the SFT policy (band: range of seeds)")
+    axis.grid(alpha=0.3)
+    figure.legend(*axis.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def noisy_picture(plt, study, settings, path: Path):
+    """The score that is trained on and the gold score, over √KL."""
+    settings = [setting for setting in settings if curves(study, setting)]
+    if not settings:
+        return
+    figure, axes = plt.subplots(1, len(settings), figsize=(4.2 * len(settings), 4.5), sharey=True, squeeze=False)
+    for axis, setting in zip(axes[0], settings):
+        _, values = curves(study, setting)
+        proxy = "proxy" if "proxy" in values else "score"
+        for name, label, colour in ((proxy, "reward model trained on", "tab:orange"), ("gold", "gold", "tab:blue")):
+            for i in range(len(values["kl"])):
+                x = np.sqrt(np.maximum(values["kl"][i], 0))
+                gained = values[name][i] - values[name][i][0]
+                axis.plot(x, gained, "o-", ms=3, color=colour, label=label if i == 0 else None)
+        axis.set_title(f"{setting.reward or 'embedded'}, lr {setting.lr:g}, β = {setting.beta:g}", fontsize=10)
+        axis.set_xlabel("√KL, √nats")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("score gained over the SFT policy")
+    axes[0][0].legend(fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def write_tables(study):
+    """Tables into README.md, between the lines that name them, or, where there is no such page, into tables.md."""
+    hot, noisy = study.hot_settings(), study.noisy_settings()
+    tables = {
+        "sweep": sweep_table(study),
+        "compare": compare_table(study),
+        "best of n": best_of_n_table(study),
+        "long": long_table(study, [*study.long_settings(), *hot, *noisy]),
+        "over-optimisation": along_table(study, [*hot, *noisy]),
+    }
+    page = study.results / "README.md"
+    if page.is_file():
+        text = page.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+            if begin in text:
+                before, rest = text.split(begin)
+                text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    else:
+        page = study.results / "tables.md"
+        text = "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()) + "\n"
+    page.write_text(text, encoding="utf-8")
+    print(f"tables: {page}")
+
+
+def draw_pictures(study):
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("pictures need matplotlib: pip install matplotlib")
+        return
+    plt.switch_backend("Agg")
+    frontier_picture(plt, study, study.long_settings(), study.results / "frontier.png")
+    episodes_picture(plt, study, study.long_settings(), study.results / "episodes.png")
+    noisy_picture(plt, study, [*study.hot_settings(), *study.noisy_settings()], study.results / "overoptimisation.png")
