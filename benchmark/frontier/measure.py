@@ -96,7 +96,8 @@ class Engine:
         self.rewards = {}
         for name, path in ({"score": TASK / "reward"} | (reward_models or {})).items():
             self.args.reward_model_path = str(path)
-            self.rewards[name] = rloo.load_reward_model(self.args, self.tokenizer, trial)
+            vocabulary = self.reference.config.vocab_size
+            self.rewards[name] = rloo.load_reward_model(self.args, self.tokenizer, trial, vocabulary)
         self.stop_ids = rloo.stop_token_ids(self.args, self.reference, self.tokenizer)
 
     def rows(self, posts: list[dict]) -> list[dict]:
