@@ -71,8 +71,8 @@ class Models:
     sft_model_path: str | None = None  # policy to train, also the reference; default: model_name_or_path
     model_name_or_path: str | None = None  # where the tokenizer comes from; default: sft_model_path
     reward_model_path: str | None = None  # sequence classifier with one label that scores prompt + completion
-    # of forward passes; trained weights, log-probs and losses are always float32; default: bfloat16 on a GPU that
-    # supports it, float32 elsewhere and for mini TL;DR
+    # data type of forward passes; trained weights, log-probs and losses are always float32; default: bfloat16 on a GPU
+    # that supports it, float32 elsewhere and if neither a data set nor a model is given
     dtype: Literal["float32", "bfloat16"] | None = None
     attn_implementation: str | None = None  # attention kernel; --layout group needs sdpa
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
@@ -96,13 +96,13 @@ class Rollout:
     temperature: float = 0.7  # for sampling; log-probs also use softmax(logits / temperature)
     stop_token: str | None = None  # text of the one token that ends a completion; default or "eos": any eos token
     stop_token_id: int | None = None  # id of that token, instead of --stop_token
-    # what samples: group, the decoder of this file, for group rows; hf, `generate` of transformers; or a function of
-    # your own, file.py:function, see `own_engine`
+    # how completions are generated: group, by the decoder in this file (with plain rows, hf is used instead); hf, by
+    # `generate` of transformers; or file.py:function, by a function of your own, see `own_engine`
     rollout_engine: str = "group"
-    # multiply the loss by w = π_old / μ, where μ is what sampled; truncate: by min(w, cap); mask: by w if it is between
-    # 1/cap and cap, else by 0
+    # weight of the policy loss if completions come from a sampler μ other than π_old, with w = π_old / μ; off: 1;
+    # truncate: min(w, cap); mask: w if 1/cap ≤ w ≤ cap, else 0
     rollout_correction: Literal["off", "truncate", "mask"] = "off"
-    rollout_correction_cap: float = 2.0  # C, at least 1
+    rollout_correction_cap: float = 2.0  # cap in --rollout_correction, at least 1
     local_rollout_forward_batch_size: int = 64  # completions per forward pass without gradients
 
 
@@ -147,7 +147,7 @@ class BatchSize:
     per_device_train_batch_size: int = 64  # completions per forward and backward pass, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 2  # forward and backward passes per optimizer step (TRL: 1)
     # completions in the whole run, rounded up to whole updates; 0: only evaluate; default: one pass over the training
-    # prompts, with k completions each; for mini TL;DR 6,400
+    # prompts, with k completions each; 6,400 if neither a data set nor a model is given
     total_episodes: int | None = None
 
 
@@ -187,7 +187,8 @@ class Scale:
 
     # group: one row per prompt with its k completions; plain: one row per completion; auto: group if the model can
     layout: Literal["auto", "group", "plain"] = "auto"
-    sharding: Literal["ddp", "fsdp"] = "ddp"  # each process holds all weights (ddp) or a part (fsdp, FSDP2)
+    # each process holds all weights (ddp) or a shard (fsdp, FSDP2); in rollouts fsdp adds a full copy in --dtype
+    sharding: Literal["ddp", "fsdp"] = "ddp"
     gradient_checkpointing: bool = False  # recompute the layers' activations in backward instead of keeping them
     offload_reference: bool = False  # keep the reference and the reward model on the CPU while idle
 
@@ -221,31 +222,31 @@ def rlhf_reward(scores, kl, kl_coef: float, kl_level: str = "sequence"):
 
 
 def advantage(rewards, estimator: str = "rloo"):
-    """Advantages A = r - baseline, in the shape of the rewards: (k, B), or (k, B, R) with a baseline for each t. It is
+    """Advantages A = r - baseline for rewards r (k, B), or (k, B, R) with one baseline per token. The baseline is
 
     rloo: the mean of the other k - 1 completions of the prompt; the default, unbiased
     drgrpo: the mean of all k, its own included: A is (k - 1) / k of rloo's (Liu et al. 2025, arXiv:2503.20783)
     grpo: as drgrpo, with A divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300)
     reinforce: the mean over the whole update and all ranks
 
-    A NaN reward (no score) is left out of all baselines. Its advantage is NaN; so is that of a reward with nothing to
-    be compared to.
+    NaN rewards (no score) are excluded from every baseline, and their advantages are NaN. The advantage of a reward is
+    also NaN if no other reward remains to compare it with.
     """
     r = rewards.double()  # sums are exact, so equal rewards have advantage 0
     n = (~r.isnan()).sum(0)
     if estimator == "rloo":
-        advantages = r - (r.nansum(0) - r) / (n - 1)
-    elif estimator == "drgrpo":
-        advantages = r - r.nansum(0) / n
-    elif estimator == "grpo":
-        advantages = r - r.nansum(0) / n
-        std = (advantages.square().nansum(0) / (n - 1)).sqrt()
-        advantages = advantages / (std + 1e-4)
+        baseline = (r.nansum(0) - r) / (n - 1)
+    elif estimator in ("drgrpo", "grpo"):
+        baseline = r.nansum(0) / n
     elif estimator == "reinforce":
         n = sum_over_ranks(n.sum(0))
-        advantages = r - sum_over_ranks(r.nansum(0).sum(0)) / n
+        baseline = sum_over_ranks(r.nansum(0).sum(0)) / n
     else:
         raise ValueError(f"advantage estimator {estimator!r}: must be rloo, drgrpo, grpo or reinforce")
+    advantages = r - baseline
+    if estimator == "grpo":
+        std = (advantages.square().nansum(0) / (n - 1)).sqrt()
+        advantages = advantages / (std + 1e-4)
     return advantages.masked_fill(n < 2, math.nan).to(rewards.dtype)
 
 
@@ -256,8 +257,8 @@ def policy_loss(
 
     new, old (k, B, R): log-probs under the policy now and before the update. Advantages (k, B, 1 or R): one per
     completion or per token. A ratio is per completion, exp(Σ_t new_t - old_t), or per token, exp(new_t - old_t).
-    `weight` w is 1 or of the ratios' shape, see rollout_weight. Padding (mask false) is ignored. Also returns, for each
-    ratio that counts, (n,): log ρ, and if the clip was active.
+    `weight` w is 1 or of the ratios' shape, see rollout_weight. Padding (mask false) is ignored. Also returns
+    log ρ and whether the clip was active, both (n,), for the n ratios that are not padding.
     """
     log_ratio = (new - old) * mask  # (k, B, R)
     if ratio_level == "sequence":
@@ -271,9 +272,9 @@ def policy_loss(
 
 
 def rollout_weight(old, sampled, mask, correction: str, cap: float, ratio_level: str = "sequence"):
-    """Weights (k, B, 1 or R) of the loss of completions that were sampled by μ, which is never exactly the policy π_old
-    that is trained: another engine's kernels, or bfloat16. old, sampled (k, B, R): log-probs under π_old and μ; w is
-    exp(Σ_t old_t - sampled_t) per completion, or exp(old_t - sampled_t) per token. Also returns w.
+    """Loss weights (k, B, 1 or R) that correct for sampling from μ instead of the trained policy π_old. The two differ
+    if the sampler uses other kernels or bfloat16. old, sampled (k, B, R): log-probs under π_old and μ. The ratio w is
+    exp(Σ_t old_t - sampled_t) per completion, or exp(old_t - sampled_t) per token; it is returned too.
 
     off: 1
     truncate: min(w, cap) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training")
@@ -351,7 +352,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     times.append(clock(device))
 
     # 2. KL of each token from the reference (the k1 estimator), in nats, 0 where masked; 0 without a reference. The
-    # policy's log-probs are those of the rollout, or of training where the difference of the two is corrected.
+    # policy's log-probs are the rollout's, or with --rollout_correction those of a forward pass as in training.
     # No cache: with one, all blocks of log-probs would share a bfloat16 copy of the head and sum its gradient in it.
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
     ratio_level = args.ratio_level or default_ratio_level(args)
@@ -387,9 +388,9 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         advantages = standardize(advantages)
     advantages = advantages.nan_to_num(0.0)
 
-    # The completions in the loss. To drop groups whose scores are all equal, as dynamic sampling does, add
-    # in_loss &= ~equal_groups(scores). To also leave them out of the denominator of means over completions, add
-    # weights = weights / mean_and_std(in_loss[:, mini].float())[0].clamp(min=1e-9) after loss_weight.
+    # The completions in the loss. To filter groups with equal scores, as DAPO's dynamic sampling does (which also
+    # samples others in their place), add in_loss = in_loss & ~equal_groups(scores) below. To exclude them from the
+    # denominator of means too, add weights /= mean_and_std(in_loss[:, mini])[0].clamp(min=1e-9) after loss_weight.
     in_loss = scored & ended if args.mask_truncated_completions else scored
 
     # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one epoch of one mini-batch this is REINFORCE.
@@ -397,8 +398,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     # of the policy. In the first mini-batch it has not changed yet: they are the new log-probs, detached, and ρ = 1.
     micro_batch = args.per_device_train_batch_size // k  # in prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
-    old_logprobs = torch.empty_like(rollout_logprobs)
-    if args.num_mini_batches > 1:  # later ones see a changed policy
+    old_logprobs = logprobs.clone()
+    if args.num_mini_batches > 1 and args.rollout_correction == "off":  # later ones see a changed policy
         with autocast:
             old_logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
     for epoch in range(args.num_ppo_epochs):
@@ -538,7 +539,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     tokenizer = load_tokenizer(args, "--model_name_or_path or --sft_model_path", args.model_name_or_path)
     train_rows, test_rows = load_data(args, tokenizer)
     all_rows = train_rows + test_rows
-    test_rows = test_rows[: len(test_rows) // world * world]  # all ranks evaluate on equally many
+    test_rows = test_rows[: len(test_rows) // world * world]  # the same number for each rank
     cut = sum(len(row["reference_ids"]) >= args.response_length for row in test_rows)
     if cut:
         print(f"{cut} of {len(test_rows)} references are cut to --response_length {args.response_length} for grading")
@@ -693,7 +694,7 @@ def shuffled(n, seed, epoch) -> np.ndarray:
 def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
     if metrics["grad_norm"] == 0:
-        say_once("an update had no gradient: in every group, rewards are all equal or None, or nothing is in the loss")
+        say_once("an update had gradient 0: no completion is in the loss, or the rewards within each group are equal")
     if metrics["completions/clipped_ratio"] > 0.5:
         say_once(
             f"most completions are cut at --response_length {args.response_length}: raise it, or set "
@@ -826,6 +827,7 @@ def with_references(batch: "Batch", stop_ids) -> "Batch":
     and ended by a stop token. A row without a reference gets its own completion; that grade is not used."""
     R = batch.responses.shape[-1]
     found = [row["reference_ids"] or own for row, own in zip(batch.rows, batch.responses[0].tolist())]
+    # Filled up with stop tokens, of which the first counts.
     references = batch.responses.new_tensor([[(ids[: R - 1] + stop_ids[:1] * R)[:R] for ids in found]])
     return make_batch(batch.rows, torch.cat([batch.responses, references]), stop_ids)
 
@@ -926,36 +928,38 @@ def causal_mask(real):
 
 def group_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The attention of rollouts and group rows, as `transformers` calls it: query (B, H, n, D), key and value
-    (B, h, m, D); returns (B, n, H, D) and None. In rollouts a mask (B, 1, n, m) says who sees whom. Group rows have
+    (B, h, ≥ m, D); returns (B, n, H, D) and None. In rollouts a mask (B, 1, n, m) says who sees whom. Group rows have
     n = m = P + k·R slots and a mask (B, 1, S, S) of a prompt and one completion, S = P + R: prompts attend to
     themselves, each lane to its prompt and itself. That costs P² + k·R·(P + R); one large mask costs (P + k·R)²."""
-    if attention_mask is None:  # the model is called without our mask, as by `generate`
+    if attention_mask is None:  # causal rows without padding, as `generate` and plain rows may have
         return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
     g = query.shape[1] // key.shape[1]  # query heads that share a key head
     dtype = value.dtype  # autocast casts queries and keys to it as well
     if not hasattr(attention_mask, "lanes"):
-        bias, m = attention_bias(attention_mask, g, dtype), attention_mask.shape[-1]  # the cache may be longer
+        n, m = attention_mask.shape[2:]  # the cache may have more slots
+        bias = attention_bias(attention_mask, 0, n, m, g, dtype)
         out = masked_attention(query, key[:, :, :m], value[:, :, :m], bias, scaling)
         return out.transpose(1, 2).contiguous(), None
 
-    P, k, biases = attention_mask.lanes
-    if (g, dtype) not in biases:
-        of_prompts = attention_bias(attention_mask[:, :, :P, :P], g, dtype)
-        of_lanes = attention_bias(attention_mask[:, :, P:], g, dtype)
-        biases[g, dtype] = of_prompts, of_lanes
-    of_prompts, of_lanes = biases[g, dtype]
-    prompts = masked_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], of_prompts, scaling)
+    P, k = attention_mask.lanes
+    S = attention_mask.shape[-1]
+    bias = attention_bias(attention_mask, 0, P, P, g, dtype)
+    prompts = masked_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], bias, scaling)
     # Recomputed in backward, so that the lanes' copies of the prompt's keys and values are not kept for it.
-    lanes = checkpoint(lanes_attention, query, key, value, of_lanes, scaling, P, k, use_reentrant=False)
+    bias = attention_bias(attention_mask, P, S, S, g, dtype)
+    lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
     return torch.cat([prompts.transpose(1, 2), lanes], dim=1), None
 
 
-def attention_bias(mask, g, dtype):
-    """A bool mask (B, 1, n, m) as a bias of the scores, repeated for the g query heads that share a key head,
-    (B, 1, g·n, m). In memory each row begins at a multiple of 8, which fast kernels require."""
-    m = mask.shape[-1]
-    bias = (~mask).to(dtype) * torch.finfo(dtype).min
-    return F.pad(bias, (0, -m % 8)).repeat(1, 1, g, 1)[..., :m]
+def attention_bias(mask, begin, end, m, g, dtype):
+    """A bool mask of the queries begin … end - 1 over the first m keys as a bias of the scores, (B, 1, g·n, m): repeated
+    for the g query heads that share a key head. The first layer makes it and keeps it with the mask, for all layers. In
+    memory each row begins at a multiple of 8, which fast kernels require."""
+    biases = vars(mask).setdefault("biases", {})
+    if (begin, g, dtype) not in biases:
+        bias = (~mask[:, :, begin:end, :m]).to(dtype) * torch.finfo(dtype).min
+        biases[begin, g, dtype] = F.pad(bias, (0, -m % 8)).repeat(1, 1, g, 1)[..., :m]
+    return biases[begin, g, dtype]
 
 
 def masked_attention(query, key, value, bias, scaling):
@@ -1020,7 +1024,7 @@ def group_hidden(model, batch: Batch):
     real = F.pad(batch.prompt_mask, (0, R), value=True)  # of a prompt and one completion, (B, P + R)
     positions = positions_of(real)
     mask = causal_mask(real)
-    mask.lanes = P, k, {}  # for group_attention; the first layer stores the biases for all layers in {}
+    mask.lanes = P, k  # transformers hands the mask to every layer as it is, so group_attention finds them there
 
     ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)
     positions = torch.cat([positions[:, :P], positions[:, P:].repeat_interleave(k, dim=1)], dim=1)
@@ -1176,8 +1180,9 @@ def own_engine(engine: Callable, model, rows, k, temperature, R, stop_ids, versi
 
     model: the whole policy in --dtype, on its device; its weights have changed if `version` has. prompt_ids: B lists of
     token ids. Returns tokens [B][k], lists of ids that end with their first stop token or have response_length ids, and
-    their log-probs under softmax(logits / temperature), [B][k] lists of floats, or None: then they are computed here.
-    No prompt and completion together have more than max_length tokens. The first rank samples for all ranks.
+    their log-probs under softmax(logits / temperature), [B][k] lists of floats, or None: then they are computed here,
+    so --rollout_correction does not see how the engine's differ. No prompt and completion together have more than
+    max_length tokens. The first rank samples for all ranks.
     """
     prompts = gather([row["prompt_ids"] for row in rows])
     options = {"k": k, "temperature": temperature, "response_length": R, "stop_ids": stop_ids, "version": version}
@@ -1202,9 +1207,8 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
         for j, ids in enumerate(group):
             what = f"{flag} returned, as completion {j} of prompt {b},"
             require(all(0 <= x < vocabulary for x in ids), f"{what} a token that the model does not have")
-            stops = [t for t, x in enumerate(ids) if x in stop_ids]
-            ends = stops == [len(ids) - 1] if stops else len(ids) == R
-            require(ends and len(ids) <= R, f"{what} {len(ids)} tokens that do not end with their first stop token")
+            length = next((t + 1 for t, x in enumerate(ids[:R]) if x in stop_ids), R)  # that it must have
+            require(len(ids) == length, f"{what} {len(ids)} tokens that do not end with their first stop token")
             if logprobs is not None:
                 numbers = logprobs[b][j]
                 require(len(numbers) == len(ids), f"{what} {len(ids)} tokens, but {len(numbers)} log-probs")
@@ -1242,11 +1246,9 @@ class Decoder:
         for t in range(self.R - 1):
             if t % 4 == 3 and self.all_ended(t):  # the check waits for the device, so not each time
                 break
-            visible = P + self.k * min(self.R, (t // span + 1) * span)
-            if captured:
-                self.replay(visible)
-            else:
-                self.step(visible)
+            length = min(self.R, (t // span + 1) * span)  # t + 1 tokens per completion, rounded up to whole spans
+            run = self.replay if captured else self.step
+            run(P + self.k * length)
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
     def read_prompts(self, prompt_ids, prompt_mask):
@@ -1283,8 +1285,8 @@ class Decoder:
         return bool(torch.isin(self.tokens[..., : t + 1], self.stop_ids).any(-1).all())
 
     def can_capture(self, prompt_ids, prompt_mask) -> bool:
-        """Whether CUDA can capture a step. The first call tries a step without a graph: libraries initialize, the cache
-        is allocated, and a wait for the device raises an error."""
+        """Whether CUDA can capture a step. The first call runs one step without a graph, which initializes libraries,
+        allocates the cache, and raises an error if the step waits for the device."""
         if Decoder.graphs_work and not self.graphs:
             with torch.random.fork_rng([prompt_ids.device], device_type="cuda"):  # draws nothing from the run
                 self.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])
@@ -1326,7 +1328,7 @@ def sample(logits, temperature):
         tokens = logprobs.argmax(-1)
     else:
         cumulative = logprobs.exp().cumsum(-1)
-        point = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]  # in the interval of one token
+        point = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]  # the token is the first above it
         tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
 
@@ -1395,7 +1397,8 @@ def token_reward(model, layout, chunk_size, batch: Batch) -> dict:
     """The scores of a reward model that reads the policy's tokens."""
     with on_device(model, batch.responses.device):
         scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
-    return {"reward_model": finite("a score of the reward model", scores)}
+    require(scores.isfinite().all(), "a score of the reward model is not finite")
+    return {"reward_model": scores}
 
 
 def text_reward(model, own, chunk_size, tokenizer, batch: Batch) -> dict:
@@ -1557,7 +1560,7 @@ def prepare_row(row, tokenizer) -> dict:
     if isinstance(prompt, str):
         text, add_special_tokens = prompt, True
     elif len(prompt) == 1 and tokenizer.chat_template is None:
-        text, add_special_tokens = prompt[0]["content"], True
+        text, add_special_tokens = prompt[0]["content"], True  # without a template, one message is read as text
     else:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         add_special_tokens = False  # the template has them
@@ -1683,7 +1686,7 @@ def choose_layout(model, args, rows) -> str:
         return "group"
     name = type(model).__name__
     require(args.layout == "auto", f"--layout group: {name} cannot: {reason}")
-    print(f"{name}: uses --layout plain (and --rollout_engine hf if it is the policy), since {reason}")
+    print(f"{name}: falls back to --layout plain (a policy also to --rollout_engine hf), because {reason}")
     return "plain"
 
 
@@ -1714,7 +1717,7 @@ def check_logits(model):
         ours = final_logits(model, model.base_model(tokens)[0])
         theirs = type(model).forward(model, tokens).logits.float()
     require(ours.isfinite().all(), f"{name}: its logits are not finite; is the file damaged?")
-    require((theirs - ours).norm() <= 0.01 * ours.norm(), f"{name}: its own logits differ from final_logits")
+    require((theirs - ours).norm() <= 0.01 * ours.norm(), f"{name}: final_logits does not reproduce its logits")
 
 
 @fsdp_forward
@@ -1939,7 +1942,7 @@ class InputError(ValueError):
 
 
 class FunctionError(InputError):
-    """An error in a reward or judge function; raised on all processes."""
+    """An error in a function of the user's (reward, judge or rollout engine), raised on all processes."""
 
 
 def require(condition: object, message: str):
