@@ -952,7 +952,7 @@ def group_attention(module, query, key, value, attention_mask, scaling=None, **k
 
 
 def attention_bias(mask, begin, end, m, g, dtype):
-    """A bool mask of the queries begin … end - 1 over the first m keys as a bias of the scores, (B, 1, g·n, m): repeated
+    """A mask of the queries begin … end - 1 over the first m keys as a bias of the scores, (B, 1, g·n, m): repeated
     for the g query heads that share a key head. The first layer makes it and keeps it with the mask for the others. In
     memory each row begins at a multiple of 8, which fast kernels require."""
     biases = vars(mask).setdefault("biases", {})
