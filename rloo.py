@@ -935,17 +935,20 @@ def group_attention(module, query, key, value, attention_mask, scaling=None, **k
         return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
     g = query.shape[1] // key.shape[1]  # query heads that share a key head
     dtype = value.dtype  # autocast casts queries and keys to it as well
+    # Rollouts: one product under the mask as it is.
     if not hasattr(attention_mask, "lanes"):
         n, m = attention_mask.shape[2:]  # the cache may have more slots
         bias = attention_bias(attention_mask, 0, n, m, g, dtype)
         out = masked_attention(query, key[:, :, :m], value[:, :, :m], bias, scaling)
         return out.transpose(1, 2).contiguous(), None
 
+    # Group rows: first the prompts, by the first P lines and columns of the mask ...
     P, k = attention_mask.lanes
     S = attention_mask.shape[-1]
     bias = attention_bias(attention_mask, 0, P, P, g, dtype)
     prompts = masked_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], bias, scaling)
-    # Recomputed in backward, so that the lanes' copies of the prompt's keys and values are not kept for it.
+
+    # ... then the lanes, all by its other lines. Their copies of the prompt's keys and values are made again in backward.
     bias = attention_bias(attention_mask, P, S, S, g, dtype)
     lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
     return torch.cat([prompts.transpose(1, 2), lanes], dim=1), None
@@ -1239,15 +1242,16 @@ class Decoder:
     def generate(self, prompt_ids, prompt_mask):
         """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary."""
         P = prompt_ids.shape[1]
-        captured = prompt_ids.is_cuda and self.R > 1 and self.can_capture(prompt_ids, prompt_mask)
-        # A graph for each quarter of R, so that early steps read less of the cache; without graphs, exact at each step.
-        span = max(128, math.ceil(self.R / 4)) if captured else 1
+        by_graphs = prompt_ids.is_cuda and self.R > 1 and self.can_capture(prompt_ids, prompt_mask)
+        # A step sees t + 1 tokens of each completion. A graph has one size, so by graphs it sees as many as there are at
+        # the end of its span: a quarter of R, at least 128. The mask hides those that are still to come.
+        span = max(128, math.ceil(self.R / 4)) if by_graphs else 1
         self.read_prompts(prompt_ids, prompt_mask)
         for t in range(self.R - 1):
             if t % 4 == 3 and self.all_ended(t):  # the check waits for the device, so not each time
                 break
-            length = min(self.R, (t // span + 1) * span)  # t + 1 tokens per completion, rounded up to whole spans
-            run = self.replay if captured else self.step
+            length = min(self.R, (t // span + 1) * span)
+            run = self.replay if by_graphs else self.step
             run(P + self.k * length)
         return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
 
@@ -1654,8 +1658,11 @@ def shard(model, device, home: torch.device, dtype):
     """Shards a model by FSDP2: each rank keeps a part of its weights, at `home`. A layer is gathered in `dtype`, on the
     device, when it is needed. So embeddings and the residual stream are in `dtype` too; without sharding, in float32.
     The first rank, which has read the weights and buffers, sends them to the others."""
-    weights, buffers = (model.state_dict(), [*model.buffers()]) if dist.get_rank() == 0 else ({}, None)
+    # 1. The first rank keeps weights and buffers aside; the model itself becomes empty on all ranks.
+    weights, buffers = (model.state_dict(), [*model.buffers()]) if is_first_rank() else ({}, None)
     model.to("meta").tie_weights()
+
+    # 2. Each layer is gathered and freed on its own, and so is all the rest together: embedding, norm and head.
     options = {
         "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32),
@@ -1664,7 +1671,10 @@ def shard(model, device, home: torch.device, dtype):
     for module in [*layers_of(model), model]:
         fsdp.fully_shard(module, reshard_after_forward=True, **options)
     model.set_reduce_scatter_unused_params(True)  # such as an expert without tokens on this rank
-    model.forward = lambda function, *args, **options: function(model, *args, **options)  # see fsdp_forward
+    # FSDP gathers the rest when the model is called, so a call takes what is to run: see fsdp_forward.
+    model.forward = lambda function, *args, **options: function(model, *args, **options)
+
+    # 3. The shards get their memory, then their part of the first rank's weights.
     model.to_empty(device=home).tie_weights()
     state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
     for mine, theirs in zip(model.buffers(), on_first_rank(lambda: buffers), strict=True):
