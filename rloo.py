@@ -948,7 +948,7 @@ def group_attention(module, query, key, value, attention_mask, scaling=None, **k
     bias = attention_bias(attention_mask, 0, P, P, g, dtype)
     prompts = masked_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], bias, scaling)
 
-    # ... then the lanes, all by its other lines. Their copies of the prompt's keys and values are made again in backward.
+    # ... then the lanes, by its other lines. Their copies of the prompt's keys and values are made again in backward.
     bias = attention_bias(attention_mask, P, S, S, g, dtype)
     lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
     return torch.cat([prompts.transpose(1, 2), lanes], dim=1), None
@@ -1243,8 +1243,8 @@ class Decoder:
         """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary."""
         P = prompt_ids.shape[1]
         by_graphs = prompt_ids.is_cuda and self.R > 1 and self.can_capture(prompt_ids, prompt_mask)
-        # A step sees t + 1 tokens of each completion. A graph has one size, so by graphs it sees as many as there are at
-        # the end of its span: a quarter of R, at least 128. The mask hides those that are still to come.
+        # A step sees t + 1 tokens of each completion. A graph has one size, so by graphs it sees as many as there are
+        # at the end of its span: a quarter of R, at least 128. The mask hides those that are still to come.
         span = max(128, math.ceil(self.R / 4)) if by_graphs else 1
         self.read_prompts(prompt_ids, prompt_mask)
         for t in range(self.R - 1):
