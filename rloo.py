@@ -928,16 +928,23 @@ def causal_mask(real):
 
 def group_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The attention of rollouts and group rows, as `transformers` calls it: query (B, H, n, D), key and value
-    (B, h, ≥ m, D); returns (B, n, H, D) and None. In rollouts a mask (B, 1, n, m) says who sees whom. Group rows have
-    n = m = P + k·R slots and a mask (B, 1, S, S) of a prompt and one completion, S = P + R: prompts attend to
-    themselves, each lane to its prompt and itself. That costs P² + k·R·(P + R); one large mask costs (P + k·R)²."""
+    (B, h, ≥ m, D); returns (B, n, H, D) and None. The mask tells what the rows are:
+
+    usual rows: mask (B, 1, n, m), who sees whom
+    the running lanes of a rollout, in a step: mask.step, see step_attention
+    group rows: mask.lanes = P, k, and the mask (B, 1, S, S) of a prompt and one completion, S = P + R; n = m = P + k·R.
+        Prompts attend to themselves, each lane to its prompt and itself. That costs P² + k·R·(P + R) products; one
+        large mask would cost (P + k·R)².
+    """
     if attention_mask is None:  # causal rows without padding, as `generate` and plain rows may have
         return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
     g = query.shape[1] // key.shape[1]  # query heads that share a key head
     dtype = value.dtype  # autocast casts queries and keys to it as well
-    # Rollouts: one product under the mask as it is.
+    if hasattr(attention_mask, "step"):
+        prompt = attention_mask.step.prompts.layers[module.layer_idx]
+        return step_attention(query, key, value, prompt.keys, prompt.values, attention_mask.step, scaling), None
     if not hasattr(attention_mask, "lanes"):
-        n, m = attention_mask.shape[2:]  # the cache may have more slots
+        n, m = attention_mask.shape[2:]  # `generate` may have a cache of more slots
         bias = attention_bias(attention_mask, 0, n, m, g, dtype)
         out = masked_attention(query, key[:, :, :m], value[:, :, :m], bias, scaling)
         return out.transpose(1, 2).contiguous(), None
@@ -995,6 +1002,55 @@ def prompt_and_own(x, P, k):
     prompt = x[:, :, None, :P].expand(-1, -1, k, -1, -1)  # (B, h, k, P, D)
     own = x[:, :, P:].unflatten(2, (-1, k)).transpose(2, 3)  # (B, h, k, R, D)
     return torch.cat([prompt, own], dim=3).flatten(1, 2)
+
+
+class Step(NamedTuple):
+    """A step of a rollout: one query of each of N running lanes, which belong to b prompts with k lanes each."""
+
+    prompts: Cache  # keys and values of the prompts, (b, h, P, D) in each layer
+    prompt_bias: (
+        torch.Tensor
+    )  # (b, 1, 1, P): 0 for the slots that a prompt's lanes see, a large negative number elsewhere
+    own_bias: torch.Tensor  # (1, 1, 1, n): the same for the first n slots of the lanes' own keys and values
+    place: torch.Tensor  # (N,): where the lane is in the list of the b·k lanes
+    k: int
+
+
+def step_attention(query, key, value, prompt_key, prompt_value, step: Step, scaling):
+    """Attention of queries (N, H, 1, D) of running lanes over their prompts' keys (b, h, P, D) and their own, the first
+    n of (N, h, R, D); returns (N, 1, H, D). The keys of a prompt are read once for all of its lanes (Juravsky et al.
+    2024, "Hydragen", arXiv:2402.05099)."""
+    N, H, _, D = query.shape
+    b, h = prompt_key.shape[:2]
+    g, k, n = H // h, step.k, step.own_bias.shape[-1]
+
+    # The prompt: the queries of its lanes become rows of one product. Lanes that are not running have query 0.
+    q = query.new_zeros(b * k, H, D).index_copy(0, step.place, query[:, :, 0])
+    q = q.reshape(b, k, h, g, D).transpose(1, 2)  # (b, h, k, g, D)
+    q = q.reshape(b, h, k * g, D)
+    out, total = attention_and_total(q, prompt_key, prompt_value, step.prompt_bias, scaling)
+    both = torch.cat([out.float(), total], dim=-1)  # (b, h, k·g, D + 1)
+    both = both.unflatten(2, (k, g)).transpose(1, 2)  # (b, k, h, g, D + 1)
+    both = both.flatten(0, 1)[step.place]  # (N, h, g, D + 1)
+    out, total = both[..., :-1], both[..., -1:]
+
+    # The lane's own tokens, and the two parts together: in the softmax over both, each has the weight of its total.
+    q = query.reshape(N, h, g, D)
+    own, own_total = attention_and_total(q, key[:, :, :n], value[:, :, :n], step.own_bias, scaling)
+    out = torch.lerp(out, own.float(), (own_total - total).sigmoid())
+    return out.to(value.dtype).reshape(N, 1, H, -1)
+
+
+def attention_and_total(query, key, value, bias, scaling):
+    """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D), and the logarithm of the sum over
+    the keys of exp(score), (..., n, 1) in float32. CPUs have one kernel for all of it."""
+    if query.is_cpu and query.shape[-1] == value.shape[-1]:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, total = kernel(query, key, value, attn_mask=bias, scale=scaling)
+        return out, total[..., None]
+    scores = (query @ key.mT).float() * scaling + bias
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores - total).exp().to(value.dtype) @ value, total
 
 
 transformers.AttentionInterface.register("lanes", lambda *args, **kwargs: group_attention(*args, **kwargs))
@@ -1145,10 +1201,11 @@ def decode(model, chunks, k, temperature, R, stop_ids):
     """Tokens and their log-probs (k, B, R) by the Decoder, for chunks of prompts: ids and mask (b, P)."""
     decoder, parts = None, []
     for ids, mask in chunks:
-        if model.device.type == "cpu":  # elsewhere chunks keep one shape, so that they can replay the same graphs
+        if model.device.type == "cpu":
             longest = int(mask.sum(1).max())
             ids, mask = ids[:, -longest:], mask[:, -longest:]
-        if decoder is None or decoder.prompt_mask.shape != mask.shape:
+        # On a GPU chunks have one shape, but for the last, so that they can replay the same graphs.
+        if decoder is None or model.device.type == "cpu" or decoder.prompt_mask.shape != mask.shape:
             decoder = None  # frees the old cache before the new one is allocated
             decoder = Decoder(model, *mask.shape, k, R, temperature, stop_ids)
         parts.append(decoder.generate(ids, mask))
@@ -1219,9 +1276,9 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
 
 
 class Decoder:
-    """Samples k completions of up to R tokens for each of B prompts of P slots, in group rows: reads the prompts, then
-    one token per completion and step. Shapes and addresses are static and no step waits for the device, so that CUDA
-    can replay a step as a graph."""
+    """Samples k completions of up to R tokens for each of B prompts of P slots. It reads the prompts once, then a token
+    of each running lane per step. By CUDA graphs all lanes run to the end: a step can be replayed because its shapes
+    and addresses are static and it never waits for the device."""
 
     graphs_work = True  # False once CUDA could not capture a step
 
@@ -1229,64 +1286,94 @@ class Decoder:
         device = model.device
         self.model, self.k, self.R, self.temperature = model, k, R, temperature
         self.stop_ids = torch.tensor(stop_ids, device=device)
-        self.prompt_mask = torch.zeros(B, P, dtype=torch.bool, device=device)
         self.t = torch.zeros(1, dtype=torch.long, device=device)  # index of the newest token
-        self.tokens = torch.zeros(B, k, R, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(B, k, R, device=device)
-        # The cache appends what is read. It counts its slots on the device, so that a replayed graph also advances it.
-        self.cache = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P + k * R))
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # visible slots -> a captured step
+        self.tokens = torch.zeros(B * k, R, dtype=torch.long, device=device)  # lane b·k + j is completion (j, b)
+        self.logprobs = torch.zeros(B * k, R, device=device)
+        self.running = torch.arange(B * k, device=device)  # the N lanes that have not left
+        # What a step reads: the prompts that have a running lane, and the running lanes. The caches count their slots
+        # on the device, so that a replayed graph also advances them.
+        self.prompt_mask = torch.zeros(B, P, dtype=torch.bool, device=device)
+        self.prompts = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))  # (B, h, P, D) per layer
+        self.own = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=R))  # (N, h, R, D) per layer
+        self.place = self.running  # of the running lanes among all lanes of these prompts
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # tokens that a lane sees -> a captured step
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # memory that all graphs share
         model.set_attn_implementation("lanes")
 
     def generate(self, prompt_ids, prompt_mask):
-        """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary."""
-        P = prompt_ids.shape[1]
+        """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary. Where lanes
+        leave, it can be called only once."""
         by_graphs = prompt_ids.is_cuda and self.R > 1 and self.can_capture(prompt_ids, prompt_mask)
-        # A step sees t + 1 tokens of each completion. A graph has one size, so by graphs it sees as many as there are
-        # at the end of its span: a quarter of R, at least 128. The mask hides those that are still to come.
+        # A step sees t + 1 tokens of each lane. A graph has one size, so by graphs it sees as many as there are at the
+        # end of its span: a quarter of R, at least 128. Those still to come are hidden.
         span = max(128, math.ceil(self.R / 4)) if by_graphs else 1
+        run = self.replay if by_graphs else self.step
         self.read_prompts(prompt_ids, prompt_mask)
         for t in range(self.R - 1):
-            if t % 4 == 3 and self.all_ended(t):  # the check waits for the device, so not each time
-                break
-            length = min(self.R, (t // span + 1) * span)
-            run = self.replay if by_graphs else self.step
-            run(P + self.k * length)
-        return self.tokens.transpose(0, 1).clone(), self.logprobs.transpose(0, 1).clone()
+            if t % 4 == 3:  # the check waits for the device, so not each time
+                ended = torch.isin(self.tokens[self.running, : t + 1], self.stop_ids).any(-1)
+                if ended.all():
+                    break
+                if not by_graphs and ended.float().mean() > 0.2:
+                    self.leave(ended)
+            run(min(self.R, (t // span + 1) * span))
+        return [x.unflatten(0, (-1, self.k)).transpose(0, 1).clone() for x in (self.tokens, self.logprobs)]
 
     def read_prompts(self, prompt_ids, prompt_mask):
-        """Begins anew: reads the prompts and samples token 0 of each completion."""
+        """Begins anew: reads the prompts and samples token 0 of each lane."""
         self.prompt_mask.copy_(prompt_mask)
         self.t.zero_()
-        self.cache.reset()
-        self.read(prompt_ids, causal_mask(prompt_mask), positions_of(prompt_mask), last=1)
-
-    def step(self, visible):
-        """Reads token t of each completion, which sees the first `visible` slots of the cache; samples token t + 1."""
-        (B, P), k = self.prompt_mask.shape, self.k
-        # Slot P + s of the cache holds token s // k of lane s % k.
-        slot = torch.arange(visible - P, device=self.t.device)
-        own = (slot % k == slot[:k, None]) & (slot // k <= self.t)  # (k, visible - P)
-        mask = torch.cat([self.prompt_mask[:, None].expand(B, k, P), own.expand(B, -1, -1)], dim=2)[:, None]
-        positions = (self.prompt_mask.sum(1, keepdim=True) + self.t).expand(B, k)
-        ids = self.tokens.index_select(2, self.t).squeeze(2)
-        self.t.add_(1)
-        self.read(ids, mask, positions, last=k)
-
-    def read(self, ids, mask, positions, last):
-        """Reads tokens (B, n) into the next n slots of the cache; samples token t of each lane from the `last`."""
+        self.prompts.reset()
+        self.own.reset()
         hidden = self.model.base_model(
-            ids, attention_mask=mask, position_ids=positions, use_cache=True, past_key_values=self.cache
+            prompt_ids,
+            attention_mask=causal_mask(prompt_mask),
+            position_ids=positions_of(prompt_mask),
+            use_cache=True,
+            past_key_values=self.prompts,
         )[0]
-        hidden = hidden[:, -last:].expand(-1, self.k, -1)  # (B, k, H)
-        tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature)
-        self.tokens.index_copy_(2, self.t, tokens[..., None])
-        self.logprobs.index_copy_(2, self.t, logprobs[..., None])
+        self.append(hidden[:, -1].repeat_interleave(self.k, dim=0))
 
-    def all_ended(self, t) -> bool:
-        """Whether each completion has a stop token among its tokens 0 … t."""
-        return bool(torch.isin(self.tokens[..., : t + 1], self.stop_ids).any(-1).all())
+    def step(self, length):
+        """Reads token t of each running lane, which sees its prompt and its own first `length` slots, of which those
+        after token t are hidden. Samples token t + 1."""
+        least = torch.finfo(torch.float32).min
+        mask = self.prompt_mask[:, None, None]  # what `transformers` passes on to group_attention
+        mask.step = Step(
+            prompts=self.prompts,
+            prompt_bias=~mask * least,
+            own_bias=(torch.arange(length, device=mask.device) > self.t)[None, None, None] * least,
+            place=self.place,
+            k=self.k,
+        )
+        prompt_lengths = self.prompt_mask.sum(1)
+        hidden = self.model.base_model(
+            self.tokens[self.running, self.t][:, None],
+            attention_mask=mask,
+            position_ids=(prompt_lengths[self.place // self.k] + self.t)[:, None],
+            use_cache=True,
+            past_key_values=self.own,
+        )[0]
+        self.t.add_(1)
+        self.append(hidden[:, 0])
+
+    def append(self, hidden):
+        """Samples token t of the running lanes from hidden states (N, H)."""
+        # Random numbers for all lanes: what a lane draws does not depend on which others have left.
+        uniform = torch.rand(len(self.tokens), 1, device=hidden.device)[self.running]
+        tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature, uniform)
+        self.tokens[self.running, self.t] = tokens
+        self.logprobs[self.running, self.t] = logprobs
+
+    def leave(self, ended):
+        """Removes the running lanes that have `ended` (N,), and the prompts that have no running lane then."""
+        kept = (~ended).nonzero().squeeze(1)
+        prompts, prompt = (self.place[kept] // self.k).unique(return_inverse=True)
+        self.place = prompt * self.k + self.place[kept] % self.k
+        self.running = self.running[kept]
+        self.own.reorder_cache(kept)
+        self.prompt_mask = self.prompt_mask[prompts]
+        self.prompts.reorder_cache(prompts)
 
     def can_capture(self, prompt_ids, prompt_mask) -> bool:
         """Whether CUDA can capture a step. The first call runs one step without a graph, which initializes libraries,
@@ -1296,24 +1383,24 @@ class Decoder:
                 self.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])
                 torch.cuda.set_sync_debug_mode("error")
                 try:
-                    self.step(prompt_ids.shape[1] + self.k * self.R)
+                    self.step(self.R)
                 except RuntimeError as error:
                     self.give_up_graphs(error)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
         return Decoder.graphs_work
 
-    def replay(self, visible):
+    def replay(self, length):
         """`step` as a CUDA graph, which is captured the first time."""
-        if visible not in self.graphs and Decoder.graphs_work:
+        if length not in self.graphs and Decoder.graphs_work:
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=self.pool):
-                    self.step(visible)  # records the step, does not run it
-                self.graphs[visible] = graph
+                    self.step(length)  # records the step, does not run it
+                self.graphs[length] = graph
             except RuntimeError as error:
                 self.give_up_graphs(error)
-        run = self.graphs[visible].replay if visible in self.graphs else partial(self.step, visible)
+        run = self.graphs[length].replay if length in self.graphs else partial(self.step, length)
         run()
 
     def give_up_graphs(self, error: RuntimeError):
@@ -1324,15 +1411,16 @@ class Decoder:
         say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
 
 
-def sample(logits, temperature):
-    """A token of each softmax(logits / temperature), the most likely one at temperature 0, and its log-prob, both
-    (...), for logits (..., vocabulary). Nothing here waits for the device, unlike torch.multinomial."""
+def sample(logits, temperature, uniform):
+    """A token of each softmax(logits / temperature), the most likely one at temperature 0, and its log-prob, both (n,),
+    for logits (n, vocabulary) and random numbers `uniform` (n, 1) in [0, 1). Nothing here waits for the device, unlike
+    torch.multinomial."""
     logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
         cumulative = logprobs.exp().cumsum(-1)
-        point = torch.rand_like(cumulative[..., :1]) * cumulative[..., -1:]  # the token is the first above it
+        point = uniform * cumulative[..., -1:]  # the token is the first above it
         tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
 

@@ -408,7 +408,7 @@ def test_in_bfloat16_training_and_reference_read_the_log_probs_that_were_sampled
     head, hidden = torch.nn.Linear(64, 40), torch.randn(50, 64).bfloat16()
     half = only_a_head(torch.nn.Linear(64, 40).bfloat16())
     half.get_output_embeddings().load_state_dict(head.state_dict())
-    tokens, sampled = rloo.sample(rloo.final_logits(half, hidden), 0.7)
+    tokens, sampled = rloo.sample(rloo.final_logits(half, hidden), 0.7, torch.rand(50, 1))
     reference, _ = rloo.block_logprobs(half, hidden, tokens, 0.7)
     with torch.autocast("cpu", torch.bfloat16):
         training, _ = rloo.block_logprobs(only_a_head(head), hidden.float(), tokens, 0.7)
@@ -1116,7 +1116,8 @@ def test_a_rollout_waits_for_nothing_on_the_device(family):
         model, prompt_ids, prompt_mask = tiny_model(family), torch.ones(4, 5).long(), torch.ones(4, 5).bool()
     with torch.no_grad():  # three tokens: from the fifth on it asks now and then whether all have stopped
         decoder = rloo.Decoder(model, 4, 5, 2, 3, 0.7, [0, 9])
-        decoder.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])  # makes the cache
+        decoder.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])  # makes the caches, with the step
+        decoder.step(3)
         with Copies() as copies:
             tokens, logprobs = decoder.generate(prompt_ids, prompt_mask)
     assert not copies.seen
@@ -1128,50 +1129,103 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
     it is, and it follows weights that change in place."""
     model, batch = tiny_model("llama"), random_batch()
     (B, P), k, R = batch.prompt_ids.shape, 3, 6
-    decoder = rloo.Decoder(model, B, P, k, R, 1.0, stop_ids=[0])
+    decoder = rloo.Decoder(model, B, P, k, R, 1.0, stop_ids=[])
     torch.manual_seed(0)
     with torch.no_grad():
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
         decoder.t.zero_()  # the steps once more: the first tokens stay
-        for layer in decoder.cache.layers:
-            layer.cumulative_length.fill_(P)
+        decoder.own.reset()
+        layers = decoder.prompts.layers + decoder.own.layers
 
         def addresses():
             tensors = [x for x in vars(decoder).values() if torch.is_tensor(x)]
-            for layer in decoder.cache.layers:
+            for layer in layers:
                 tensors += [layer.keys, layer.values, layer.cumulative_length]
             return [(x.data_ptr(), x.shape, x.stride()) for x in tensors]
 
         before = addresses()
-        assert len(before) >= 5 + 2 * 3
+        assert len(before) >= 6 + 2 * 2 * 3
         for t in range(R - 1):
             if t == 2:
                 for parameter in model.parameters():
                     parameter.mul_(0.9)
-            decoder.step(P + k * R)
+            decoder.step(R)
         assert addresses() == before and int(decoder.t) == R - 1
-        full = rloo.make_batch(batch.rows, decoder.tokens.transpose(0, 1), stop_ids=[99])
+        tokens, found = (x.unflatten(0, (B, k)).transpose(0, 1) for x in (decoder.tokens, decoder.logprobs))
+        full = rloo.make_batch(batch.rows, tokens, stop_ids=[99])
         old, _ = rloo.completion_logprobs(tiny_model("llama"), full, 1.0, "plain")
-        found = decoder.logprobs.transpose(0, 1)
         assert torch.allclose(found[..., :3], old[..., :3], atol=1e-5)  # tokens 0 to 2: the weights as they were
         assert not torch.allclose(found[..., 3:], old[..., 3:], atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_query_heads_that_share_keys_do_not_copy_them(family, monkeypatch):
-    """In decoding the kernel reads the cache where it lies, with as many key heads as the model has."""
-    model, batch, seen, original = tiny_model(family), random_batch(), [], F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda q, *args, **kw: seen.append(args[:2]) or original(q, *args, **kw)
-    )
+def test_a_step_reads_the_caches_where_they_are(family, monkeypatch):
+    """With as many key heads as the model has, and no copy of a prompt's keys for its lanes."""
+    model, batch, seen, original = tiny_model(family), random_batch(), [], rloo.attention_and_total
+    monkeypatch.setattr(rloo, "attention_and_total", lambda *args: seen.append(args[1:3]) or original(*args))
     decoder = rloo.Decoder(model, *batch.prompt_ids.shape, 3, 2, 1.0, stop_ids=[0])
     with torch.no_grad():
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
-    heads = getattr(model.config, "num_key_value_heads", 4)
+    heads, read = getattr(model.config, "num_key_value_heads", 4), iter(seen)
     for layer in range(2):
-        kept = decoder.cache.layers[layer]
-        for given, own in zip(seen[2 + layer], (kept.keys, kept.values), strict=True):  # after the prompts' two layers
-            assert given.shape[1] == heads and given.data_ptr() == own.data_ptr()
+        for kept in (decoder.prompts.layers[layer], decoder.own.layers[layer]):
+            for given, own in zip(next(read), (kept.keys, kept.values), strict=True):
+                assert given.shape[1] == heads and given.data_ptr() == own.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_size", [8, 6])  # 8, as the keys': by the CPU's kernel; else as on a GPU
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, value_size, dtype):
+    """With lanes that have left: a prompt with three of its lanes, one with a single lane, one with all four."""
+    torch.manual_seed(0)
+    b, k, P, R, n, H, D = 3, 4, 7, 9, 5, 4, 8
+    place = torch.tensor([0, 2, 3, 5, 8, 9, 10, 11])
+    query = torch.randn(len(place), H, 1, D, dtype=dtype)
+    key, prompt_key = (torch.randn(m, key_heads, slots, D, dtype=dtype) for m, slots in ((len(place), R), (b, P)))
+    value, prompt_value = (torch.randn(*x.shape[:3], value_size, dtype=dtype) for x in (key, prompt_key))
+    prompt_mask = torch.arange(P) >= torch.tensor([[0], [3], [6]])  # left-padded
+    visible = torch.arange(n) <= 3  # the last slot is one of those still to come
+    least = torch.finfo(torch.float32).min
+    step = rloo.Step(None, ~prompt_mask[:, None, None] * least, ~visible[None, None, None] * least, place, k)
+    found = rloo.step_attention(query, key, value, prompt_key, prompt_value, step, scaling=0.3)
+
+    keys, values = (
+        torch.cat([prompt[place // k], own[:, :, :n]], dim=2).repeat_interleave(H // key_heads, dim=1).double()
+        for prompt, own in ((prompt_key, key), (prompt_value, value))
+    )
+    seen = torch.cat([prompt_mask[place // k], visible.expand(len(place), n)], dim=1)[:, None, None]
+    scores = (query.double() @ keys.mT * 0.3).masked_fill(~seen, -math.inf)
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert torch.allclose(found.double(), expected, atol=1e-6 if dtype == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", [1, 3])
+def test_completions_do_not_depend_on_which_lanes_have_left(family, k, monkeypatch):
+    """Those that are left are what they would have been, whether ended lanes leave or not."""
+    model, left, leave = tiny_model(family), [], rloo.Decoder.leave
+
+    def note(decoder, ended):
+        leave(decoder, ended)
+        left.append((len(decoder.running), len(decoder.prompt_mask)))
+
+    def stay(decoder, ended):
+        pass
+
+    rows, found = random_batch(B=8).rows, []
+    for method in (note, stay):
+        monkeypatch.setattr(rloo.Decoder, "leave", method)
+        torch.manual_seed(1)
+        found.append(rloo.rollout(model, rows, k, 1.0, 24, [0, 5]))
+    (batch, logprobs), (whole, whole_logprobs) = found
+    assert len(left) > 1 and min(lanes for lanes, _ in left) <= k * len(rows) / 2
+    assert min(prompts for _, prompts in left) < len(rows)  # prompts have left as well
+    assert len(set(batch.response_mask.sum(-1).flatten().tolist())) > 4
+    assert torch.equal(batch.responses, whole.responses) and torch.equal(batch.ended, whole.ended)
+    assert torch.allclose(logprobs, whole_logprobs, atol=1e-5)
+    assert torch.allclose(logprobs, rloo.completion_logprobs(model, batch, 1.0, "plain")[0], atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3586,7 +3640,7 @@ def test_only_a_step_that_waits_switches_graphs_off_and_the_debug_mode_is_reset(
     monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     decoder = rloo.Decoder(tiny_model(), *batch.prompt_ids.shape, 3, 4, 1.0, stop_ids=[0])
 
-    def fail(visible):
+    def fail(length):
         raise error
 
     decoder.step = fail
@@ -3606,7 +3660,7 @@ def test_a_capture_that_fails_runs_the_step_without_a_graph(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", not_permitted)
     with torch.no_grad():
         decoder.read_prompts(batch.prompt_ids, batch.prompt_mask)
-        decoder.replay(batch.prompt_ids.shape[1] + 3 * 4)
+        decoder.replay(4)
     assert int(decoder.t) == 1 and not rloo.Decoder.graphs_work and not decoder.graphs
 
 
@@ -3614,12 +3668,14 @@ def test_a_capture_that_fails_runs_the_step_without_a_graph(monkeypatch):
 # More than one process
 
 
-def ranked(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of `sample`, no chance: completion j takes the j-th likeliest token of logits (B, k, vocabulary)."""
-    logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
-    tokens = logprobs.argsort(-1, descending=True).diagonal(dim1=1, dim2=2)
+def ranked(decoder: rloo.Decoder, hidden: torch.Tensor):
+    """In place of `Decoder.append`, no chance: completion j takes the j-th likeliest token."""
+    logprobs = F.log_softmax(rloo.final_logits(decoder.model, hidden) / (decoder.temperature or 1.0), dim=-1)
+    j = decoder.running[:, None] % decoder.k
+    tokens = logprobs.argsort(-1, descending=True).gather(1, j)
     tokens = tokens * (tokens % 5 > 0)  # some end
-    return tokens, logprobs.gather(-1, tokens[..., None]).squeeze(-1)
+    decoder.tokens[decoder.running, decoder.t] = tokens.squeeze(1)
+    decoder.logprobs[decoder.running, decoder.t] = logprobs.gather(1, tokens).squeeze(1)
 
 
 def worker(rank: int, port: int, runs: list[dict], log: Path):
@@ -3629,7 +3685,7 @@ def worker(rank: int, port: int, runs: list[dict], log: Path):
     )
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     torch.set_num_threads(1)
-    rloo.sample, load_model = ranked, rloo.load_model
+    rloo.Decoder.append, load_model = ranked, rloo.load_model
 
     def without_a_gradient(*args, **options):
         model = load_model(*args, **options)
@@ -3689,7 +3745,7 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         shutil.rmtree(tmp_path / name / "checkpoint-3")
         return flags(name, size, resume=True, **more)
 
-    monkeypatch.setattr(rloo, "sample", ranked)
+    monkeypatch.setattr(rloo.Decoder, "append", ranked)
     rloo.main(Args(**flags("one", 16)))
     rloo.main(Args(**flags("one, tied", 16, **tied)))
     rloo.main(Args(**flags("one, token", 16, **token)))
