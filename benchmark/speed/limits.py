@@ -60,7 +60,7 @@ def needed_flops(sizes: dict[str, int], prompts: list[int], responses: list[list
     Only matrix products count, and nothing that is computed again.
     - A token that is read costs 2 FLOPs per weight of the layers' linear maps, and 4 · heads · head_dim per layer and
       token that it sees, itself included: its products with their keys and with their values.
-    - Each prompt is read once, for all its completions.
+    - Each prompt is read once, for all its completions, and by all layers.
     - To sample a completion, or for its log-probs, all its tokens but the last are read. The head costs 2 FLOPs per
       weight after each of these, and once after the prompt.
     - A reward model reads the last token as well. Its head costs 2 FLOPs per hidden unit and completion.
