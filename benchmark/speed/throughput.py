@@ -1,31 +1,39 @@
-"""Speed and memory of rloo.py's group layout against plain rows, `generate` of transformers, and TRL.
+"""Speed and memory of rloo.py's group layout against plain rows, `generate` of transformers, vLLM, TRL and the machine.
 
     python benchmark/speed/throughput.py                       # decoding, phases, updates: pythia-70m, TL;DR's lengths
+    python benchmark/speed/throughput.py --vllm ../vllm-env/bin/python              # and vLLM: see vllm/README.md
     python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python    # and TRL: see requirements.txt
     python benchmark/speed/throughput.py length                # forward + backward over the completions' length
     python benchmark/speed/throughput.py memory                # memory on one and on two processes, by --sharding
     python benchmark/speed/throughput.py draw FILE.json        # the picture of numbers that are there
 
-A command's flags follow it (`length --help`). Models have a published shape and random weights: nothing is downloaded,
-and completions run to their full length (a stop token comes by chance once per vocabulary). What is compared takes
-turns, A B C A B C ..., after a warm-up of each. A ratio is the median, over the rounds, of the ratio within a round, so
-that a slow minute slows all of them.
+A command's flags follow it (`length --help`). Models have random weights: nothing is downloaded. All completions have
+--response_length tokens, unless --stop_share makes a set of stop tokens; then their lengths vary. What is compared
+takes turns, A B C A B C ..., after a warm-up of each. A ratio is the median, over the rounds, of the ratio within a
+round, so that a slow minute slows all of them; of seconds, or of seconds per real token (up to and including the stop)
+where tokens are sampled, since every engine draws its own.
 
 Without a command:
 
 decode   k completions of each prompt, by weights in --dtype: by the group engine, by rloo.py's hf engine (`generate`,
-         dynamic cache), and by `generate` with the static cache, compiled on CUDA
+         dynamic cache), by `generate` with the static cache, compiled on CUDA, and by vLLM. vLLM runs in a process of
+         its own; its start and the sending of weights are not timed.
 phases   reference log-probs and reward model without gradient, policy forward + backward: group and plain layout
-updates  `python rloo.py` in group layout and engine, in plain layout and hf engine, and TRL's RLOOTrainer, each in a
-         process of its own, without loading and first update
+updates  rloo.py in group layout and engine, in plain layout and hf engine, in group layout with vLLM as its engine (to
+         which the new weights are sent in each update), and TRL's RLOOTrainer, each in a process of its own, without
+         loading and first update
 
 Peak memory: of decode and phases the tensors that the first call, the warm-up, holds beyond what is held before it,
-counted by torch; of updates all that the process holds (on CUDA: all tensors).
+counted by torch; of updates all that the process holds (on CUDA: all tensors). vLLM's is not counted.
+
+The second table compares the work that no implementation can avoid (`needed_flops` and `needed_bytes` in limits.py)
+with what the machine can do: its rates of matrix products and of reading memory are measured in the same rounds.
 
 TRL's settings: same model folders, prompts, k, R, temperature, β, one epoch, one mini-batch, micro-batch, threads;
 sdpa; float32, or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default);
-no logging, saving, evaluation or progress bar; no vLLM. v1 generates and scores a whole update at once, with the
-dynamic cache, both its defaults, unless --trl_static_cache. v0 has its reference and reward model in --dtype.
+no logging, saving, evaluation or progress bar; no vLLM. A completion may end early there, because its stop token, eos,
+comes by chance once per vocabulary. v1 generates and scores a whole update at once, with the dynamic cache, both its
+defaults, unless --trl_static_cache. v0 has its reference and reward model in --dtype.
 
 length   One prompt of 256 tokens with 8 completions, and one of 64 tokens with 2, where there is least to share; all
          completions have R tokens. Peak memory is of the tensors that the warm-up holds beyond weights and batch.
@@ -46,36 +54,40 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Literal
+from unittest import mock
 
 import torch
 import transformers
+from limits import clock, machine_probe, model_sizes, work
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+VLLM = ROOT / "benchmark" / "vllm"
 sys.path.insert(0, str(ROOT))  # rloo.py is imported where it is needed: TRL's environments cannot
 TEMPERATURE, KL_COEF, LEARNING_RATE = 0.7, 0.05, 1e-6  # of every trainer
+NEVER = 10**9  # a stop id that no token has
 GPT_NEOX = {  # vocabulary, layers, width, heads, width of the MLP
-    "tiny": (1024, 2, 64, 4, 128),
+    "tiny": (1024, 2, 128, 4, 256),
     "pythia-70m": (50304, 6, 512, 8, 2048),
     "pythia-160m": (50304, 12, 768, 12, 3072),
     "pythia-410m": (50304, 24, 1024, 16, 4096),
     "pythia-1b": (50304, 16, 2048, 8, 8192),
 }
 LLAMA = {  # the same, and key heads; an MLP that makes a layer as large as that of the GPT-NeoX of that width above
-    "tiny-llama": (1024, 2, 64, 4, 112, 2),
+    "tiny-llama": (1024, 2, 128, 4, 224, 2),
+    "llama-17m": (8192, 4, 512, 8, 1024, 2),
+    "llama-17m-mha": (8192, 4, 512, 8, 768, 8),  # the same size without shared key heads
     "llama-70m": (50304, 6, 512, 8, 1624, 2),
 }
-Shape = Literal[
-    "tiny", "pythia-70m", "pythia-160m", "pythia-410m", "pythia-1b", "tiny-llama", "llama-70m", "qwen3-0.6b"
-]
+Shape = Literal[(*GPT_NEOX, *LLAMA, "qwen3-0.6b")]
 Dtype = Literal["float32", "bfloat16"]
 transformers.logging.disable_progress_bar()
 LAYOUTS = ("group", "plain")
@@ -89,7 +101,8 @@ class Workload:
     """What is trained on what: a model of a published shape with random weights, and random prompts."""
 
     shape: Shape = "pythia-70m"
-    """shape of policy, reference and reward model; llama-70m: pythia-70m's size, 8 heads on 2 key heads"""
+    """shape of policy, reference and reward model; llama-70m: pythia-70m's size, 8 heads on 2 key heads; llama-17m:
+    the same heads, vocabulary of 8,192; llama-17m-mha: that size with 8 key heads"""
     vocab_size: int = 0
     """tokens of the vocabulary; 0: the shape's own"""
     prompts: int = 4
@@ -154,8 +167,10 @@ class Machine:
 
 @dataclass
 class Args(Workload, Machine):
-    """Throughput of rloo.py's group layout against the plain layout, plain generate of transformers, and TRL."""
+    """Throughput of rloo.py's group layout against the plain layout, `generate` of transformers, vLLM and TRL."""
 
+    stop_share: float = 0.0
+    """share of the vocabulary that ends a completion, its probability at each step; 0: all have R tokens"""
     micro_batch: int = 0
     """completions per forward and backward pass in training; 0: all of an update"""
     rollout_batch: int = 0
@@ -166,14 +181,22 @@ class Args(Workload, Machine):
     """timed updates per process, after one to warm up"""
     skip: tuple[Literal["decode", "phases", "updates"], ...] = ()
     """a part not to measure; may be given several times"""
+    vllm: str | None = None
+    """python of an environment with vLLM"""
     trl: tuple[str, ...] = ()
     """python of an environment with TRL 0.19 or 1.x; may be given several times"""
     trl_static_cache: bool = False
     """let TRL 1.x generate with the static cache"""
-    peak_tflops: float | None = None
-    """peak of the CUDA device in --dtype, TFLOP/s; if not given, that of a measured matrix product"""
     output: str = "benchmark/speed/throughput.json"
     """all raw numbers; the picture goes beside it, as .png"""
+
+    def describe(self) -> str:
+        return super().describe() + (f", a stop at {self.stop_share:.3g} per step" if self.stop_share else "")
+
+    def stop_ids(self) -> list[int]:
+        """Ids of the tokens that end a completion: by random weights, a share of all ids has about this share of the
+        probability."""
+        return list(range(round(self.stop_share * shape_config(self).vocab_size)))
 
 
 @dataclass
@@ -227,6 +250,8 @@ def resolve_args(args: Args) -> Args:
             for name, size in sizes.items()
         ),
         (args.vocab_size and args.vocab_size < 8, f"--vocab_size {args.vocab_size}: must be at least 8"),
+        (not 0 <= args.stop_share < 1, f"--stop_share {args.stop_share}: must be at least 0 and below 1"),
+        (args.stop_share and args.trl, "--stop_share: the comparison with --trl is of completions of full length"),
         (
             args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
             f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast",
@@ -277,8 +302,7 @@ def shape_config(args: Workload):
 
 
 def write_inputs(folder: Path, args: Workload) -> dict[str, int]:
-    """Writes policy/, reward/ and data/, for transformers 4.53 as well. Returns the policy's number of parameters: in
-    total, of the body (without the embeddings) and of the head."""
+    """Writes policy/, reward/ and data/, for transformers 4.53 as well. Returns the policy's sizes."""
     torch.manual_seed(args.seed)
     config = shape_config(args)
     eos, pad = config.vocab_size - 2, config.vocab_size - 1
@@ -316,8 +340,7 @@ def write_inputs(folder: Path, args: Workload) -> dict[str, int]:
     rows = [{"prompt": "".join(f"w{i} " for i in ids)} for ids in sample_prompts(args, eos)]
     for split in ("train", "test"):  # without a test split rloo.py would hold out training rows
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    head, total = models["policy"].get_output_embeddings().weight.numel(), models["policy"].num_parameters()
-    return {"total": total, "body": total - head * (1 if config.tie_word_embeddings else 2), "head": head}
+    return model_sizes(models["policy"])
 
 
 def sample_prompts(args: Workload, words: int) -> list[list[int]]:
@@ -334,13 +357,14 @@ def alternate(lanes: dict[str, Callable[[], dict]], rounds: int) -> dict[str, li
 
 
 def timed(functions: dict[str, Callable], rounds: int, device: str) -> dict[str, list[dict]]:
-    """Seconds of each function in each of `rounds` rounds, and its peak GiB, from a round before, which warms it up."""
+    """Seconds of each function in each of `rounds` rounds, and its peak GiB, from a round before, which warms it up.
+    A function may return a dict, which is added to these and may replace them."""
     peaks = {name: added_memory(function, device) for name, function in functions.items()}
 
     def lane(name: str) -> dict:
         begin = clock(device)
-        functions[name]()
-        return {"seconds": clock(device) - begin, "peak_gb": peaks[name]}
+        more = functions[name]() or {}
+        return {"seconds": clock(device) - begin, "peak_gb": peaks[name]} | more
 
     return alternate({name: partial(lane, name) for name in functions}, rounds)
 
@@ -367,13 +391,6 @@ def touch_memory():
         torch.ones(min(12 * 2**30, free * 3 // 4), dtype=torch.uint8)
 
 
-def clock(device: str) -> float:
-    """Seconds, read once everything that was started on the device is done."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def seconds(rounds: list[dict]) -> float:
     return median(one["seconds"] for one in rounds)
 
@@ -395,13 +412,24 @@ def set_up(args: Args):
     rloo.start_processes(torch.device(args.device))
 
 
-def random_batch(args: Workload, device: str):
-    """The workload's prompts, each with k random completions of R tokens, as a Batch of rloo.py."""
+def prompt_rows(args: Workload) -> list[dict]:
+    """The workload's prompts, as rows of rloo.py."""
+    words = shape_config(args).vocab_size - 2  # without eos and padding
+    return [{"prompt_ids": ids} for ids in sample_prompts(args, words)]
+
+
+def random_batch(args: Workload, device: str, stop_ids: list[int]):
+    """The workload's prompts, each with k random completions of up to R tokens, as a Batch of rloo.py."""
     import rloo
 
-    eos = shape_config(args).vocab_size - 2  # random words are below, so that none of them ends a completion
-    responses = torch.randint(eos, (args.rloo_k, args.prompts, args.response_length), device=device)
-    return rloo.make_batch([{"prompt_ids": ids} for ids in sample_prompts(args, eos)], responses, [eos])
+    shape = (args.rloo_k, args.prompts, args.response_length)
+    responses = torch.randint(shape_config(args).vocab_size, shape, device=device)
+    return rloo.make_batch(prompt_rows(args), responses, stop_ids)
+
+
+def lengths_of(batch) -> tuple[list[int], list[list[int]]]:
+    """Numbers of real tokens of a Batch's prompts (B,) and completions (k, B)."""
+    return batch.prompt_mask.sum(-1).tolist(), batch.response_mask.sum(-1).tolist()
 
 
 def in_layout(layout: str, model):
@@ -422,12 +450,14 @@ def train(policy, batch, dtype: str, micro_batch: int, layout: str):
     policy.zero_grad()
 
 
-def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dict[str, dict]:
-    """The lanes of decode and phases, and on CUDA the use of the device."""
+def measure_layouts(folder: Path, args: Args, sizes: dict[str, int], vllm_name: str) -> tuple[dict, dict]:
+    """The lanes of decode and phases, and what the machine did in their rounds."""
     import rloo
 
     set_up(args)
-    k, size, device, found = args.rloo_k, args.rollout_batch, args.device, {}
+    k, size, device, found, machine = args.rloo_k, args.rollout_batch, args.device, {}, {}
+    stop_ids = args.stop_ids() or [NEVER]
+    probe = machine_probe(device, args.dtype)
 
     def load(auto_class, name: str, dtype: str):
         options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
@@ -435,44 +465,62 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
 
     policy, reference = (load(AutoModelForCausalLM, "policy", dtype) for dtype in ("float32", args.dtype))
     reward = load(AutoModelForSequenceClassification, "reward", args.dtype)
-    batch = random_batch(args, device)
-    assert batch.response_mask.all()
-    pad_id, never = policy.config.pad_token_id, policy.config.vocab_size  # a stop id that no token has
+    batch = random_batch(args, device, stop_ids)
+    prompts, responses = lengths_of(batch)
 
-    def group_engine(length: int):
-        rloo.rollout(in_layout("group", reference), batch.rows, k, TEMPERATURE, length, [never], "group", size)
+    def decoded(responses: list[list[int]]) -> dict:
+        return work("decode", sizes, args.dtype, prompts, responses)
 
-    def generate(length: int, cache: str):
-        for ids, mask in ([x.repeat(k, 1) for x in part[1:3]] for part in batch.chunks(size)):
+    def group_engine(length: int) -> dict:
+        model = in_layout("group", reference)
+        sampled, _ = rloo.rollout(model, batch.rows, k, TEMPERATURE, length, stop_ids, "group", size)
+        return decoded(lengths_of(sampled)[1])
+
+    def generate(length: int, cache: str) -> dict:
+        parts = []
+        for part in batch.chunks(size):
+            ids = part.prompt_ids.repeat(k, 1)
             out = in_layout("plain", reference).generate(
                 input_ids=ids,
-                attention_mask=mask.long(),
+                attention_mask=part.prompt_mask.repeat(k, 1).long(),
                 max_new_tokens=length,
                 do_sample=True,
                 top_k=0,
                 top_p=1.0,
                 temperature=TEMPERATURE,
-                eos_token_id=[never],
-                pad_token_id=pad_id,
+                eos_token_id=stop_ids,
+                pad_token_id=policy.config.pad_token_id,
                 cache_implementation=cache,
             )
-            assert out.shape[1] == ids.shape[1] + length
+            tokens = out[:, ids.shape[1] :].unflatten(0, (k, len(part.rows)))
+            parts.append(lengths_of(rloo.make_batch(part.rows, tokens, stop_ids))[1])
+        return decoded([list(itertools.chain(*lanes)) for lanes in zip(*parts)])
+
+    def by_vllm(length: int, sample: Callable) -> dict:
+        seconds, responses = sample(length)
+        return {"seconds": seconds, "peak_gb": None} | decoded(responses)
 
     @torch.no_grad()
     def read(function: Callable, model, options: list, layout: str):
         for part in batch.chunks(size):
             function(in_layout(layout, model), part, *options, layout)
 
+    def measure(part: str, lanes: dict[str, Callable]):
+        found[part] = timed(lanes | {"machine": probe}, args.repetitions, device)
+        machine[part] = found[part].pop("machine")
+
     if "decode" not in args.skip:
-        engines = {
-            "group engine": group_engine,
-            "generate, dynamic cache": partial(generate, cache=None),
-            "generate, static cache": partial(generate, cache="static"),
-        }
-        for name, length in (("decode", args.response_length), ("first token", 1)):
-            # decode and first token do not alternate: that would reallocate the static cache
-            lanes = {engine: partial(function, length) for engine, function in engines.items()}
-            found[name] = timed(lanes, args.repetitions, device)
+        with vllm_process(folder, args) if args.vllm else contextlib.nullcontext() as sample:
+            engines = {
+                "group engine": group_engine,
+                "generate, dynamic cache": partial(generate, cache=None),
+                "generate, static cache": partial(generate, cache="static"),
+            }
+            if args.vllm:
+                engines[vllm_name] = partial(by_vllm, sample=sample)
+            for name, length in (("decode", args.response_length), ("first token", 1)):
+                # decode and first token do not alternate: that would reallocate the static cache
+                measure(name, {engine: partial(function, length) for engine, function in engines.items()})
     if "phases" not in args.skip:
         phases = {
             "reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
@@ -480,110 +528,192 @@ def measure_layouts(folder: Path, args: Args, parameters: dict[str, int]) -> dic
             "training": partial(train, policy, batch, args.dtype, args.micro_batch),
         }
         for name, phase in phases.items():
-            lanes = {f"{layout} layout": partial(phase, layout) for layout in ("group", "plain")}
-            found[name] = timed(lanes, args.repetitions, device)
-    if device.startswith("cuda"):
-        lengths = [len(row["prompt_ids"]) for row in batch.rows]
-        found["device"] = device_use(found, args, parameters, lengths, policy.config)
-    return found
+            measure(name, {f"{layout} layout": partial(phase, layout) for layout in LAYOUTS})
+            for one in itertools.chain(*found[name].values()):
+                one |= work(name, sizes, args.dtype, prompts, responses)
+    return found, machine
 
 
-def device_use(found: dict, args: Args, parameters: dict[str, int], lengths: list[int], config) -> dict:
-    """CUDA only: bandwidth of a copy, peak of a matrix product, and the part of them that the lanes reach.
+@contextlib.contextmanager
+def vllm_process(folder: Path, args: Args) -> Iterator[Callable]:
+    """Starts a process that runs `vllm_job`. Yields a function that samples there: takes the number of tokens per
+    completion, returns seconds and lengths (k, B)."""
+    ours, theirs = multiprocessing.Pipe()
+    log = folder / "vllm.txt"
+    with log.open("w") as said:
+        command = job(args.vllm, vllm_job, folder=folder, args=args, pipe=theirs.fileno())
+        process = subprocess.Popen(command, stdout=said, stderr=said, pass_fds=[theirs.fileno()], env=environment())
+    theirs.close()
 
-    decode: the least time of a step over what it takes. In any engine it reads body and head once, the keys and values
-    of each prompt once and those of its k completions so far. training: 6 · parameters · tokens, over the peak and the
-    seconds; the body's tokens are those of the layout's rows, the head's those of the completions; attention's own
-    products and what is computed twice do not count."""
-    device, dtype, k, R = args.device, getattr(torch, args.dtype), args.rloo_k, args.response_length
-    square, source = (torch.randn(shape, dtype=dtype, device=device) for shape in ((8192, 8192), 2**29))
-    target = torch.empty_like(source)
-    probes = timed({"copy": lambda: target.copy_(source), "product": lambda: square @ square}, 21, device)
-    bandwidth = 2 * source.nbytes / seconds(probes["copy"])
-    peak = args.peak_tflops * 1e12 if args.peak_tflops else 2 * len(square) ** 3 / seconds(probes["product"])
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cached = 2 * config.num_hidden_layers * heads * width * sum(length + k * R / 2 for length in lengths)
-    floor = dtype.itemsize * (parameters["body"] + parameters["head"] + cached) / bandwidth
-    completed = len(lengths) * k * R
-    work = {
-        layout: 6 * (parameters["body"] * (sum(lengths) * times + completed) + parameters["head"] * completed)
-        for layout, times in (("group layout", 1), ("plain layout", k))
-    }
-    return {
-        "gb_per_s": bandwidth / 1e9,
-        "tflops": peak / 1e12,
-        "floor_ms": floor * 1e3,
-        "decode": {
-            lane: floor / (seconds(rounds) - seconds(found["first token"][lane])) * (R - 1)
-            for lane, rounds in found.get("decode", {}).items()
-        },
-        "training": {lane: work[lane] / peak / seconds(rounds) for lane, rounds in found.get("training", {}).items()},
-    }
+    def sample(length: int) -> tuple[float, list[list[int]]]:
+        ours.send(length)
+        return ours.recv()
+
+    try:
+        yield sample
+    except (EOFError, ConnectionError):
+        fail(f"{args.vllm} ... failed:\n{log.read_text()[-5000:]}")
+    finally:
+        ours.close()  # ends the process
+        process.wait()
 
 
-def measure_updates(folder: Path, args: Args, trl_names: dict[str, str]) -> dict[str, list[dict]]:
-    """For each trainer and round: median seconds of an update, peak memory in GiB."""
+def vllm_job(folder: str, args: dict, pipe: int):
+    """Runs in an environment with vLLM: samples whenever `vllm_process` asks for it, until that closes the pipe."""
+    sys.path.insert(0, str(VLLM))
+    import vllm_engine
+
+    import rloo
+
+    args = Args(**args)
+    set_up(args)
+    options = {"dtype": getattr(torch, args.dtype), "attn_implementation": "sdpa"}
+    policy = AutoModelForCausalLM.from_pretrained(f"{folder}/policy", **options).to(args.device).eval()
+    rows, asked = prompt_rows(args), Connection(pipe)
+
+    def sample(rows: list[dict], length: int, version: int):
+        fixed = {"stop_ids": args.stop_ids(), "max_length": args.max_prompt + args.response_length}
+        engine = vllm_engine.generate
+        return rloo.rollout(policy, rows, args.rloo_k, TEMPERATURE, length, **fixed, engine=engine, version=version)[0]
+
+    with contextlib.suppress(EOFError):
+        for version in itertools.count():
+            length = asked.recv()
+            sample([{"prompt_ids": [0]}], 1, version)  # sends weights; vLLM drops what it cached of the prompts
+            begin = clock(args.device)
+            batch = sample(rows, length, version)
+            asked.send((clock(args.device) - begin, lengths_of(batch)[1]))
+
+
+def measure_updates(
+    folder: Path, args: Args, sizes: dict[str, int], trl_names: dict[str, str], vllm_name: str
+) -> tuple[dict, list]:
+    """For each trainer and round: median seconds of an update, peak memory in GiB, medians of the work of an update;
+    and what the machine did in each round."""
+    full = [len(row["prompt_ids"]) for row in prompt_rows(args)], [[args.response_length] * args.prompts] * args.rloo_k
 
     def lane(name: str, run: Callable, *arguments) -> dict:
         print(f"updates: {name}", flush=True)
-        return run(folder, args, Path(tempfile.mkdtemp(dir=folder)), *arguments)
+        one = run(folder, args, Path(tempfile.mkdtemp(dir=folder)), *arguments)
+        done = [work("whole update", sizes, args.dtype, *lengths) for lengths in one.pop("lengths", [full])]
+        return one | {key: median(found[key] for found in done) for key in done[0]}
 
-    lanes = {"rloo.py, group": (run_rloo, "group"), "rloo.py, plain": (run_rloo, "plain")}
+    lanes = {f"rloo.py, {layout}": (run_rloo, layout) for layout in LAYOUTS}
+    if args.vllm:
+        lanes[f"rloo.py, {vllm_name}"] = (run_rloo, "group", args.vllm)
     lanes |= {name: (run_trl, python) for name, python in trl_names.items()}
-    return alternate({name: partial(lane, name, *run) for name, run in lanes.items()}, args.rounds)
+    lanes = {name: partial(lane, name, *run) for name, run in lanes.items()}
+    found = alternate(lanes | {"machine": partial(in_a_process, measure_machine, args)}, args.rounds)
+    machine = found.pop("machine")
+    return found, machine
 
 
-def run_rloo(folder: Path, args: Args, out: Path, layout: str) -> dict:
-    """Median seconds of a timed update and of its phases, and peak GiB, of rloo.py, from its metrics.jsonl."""
+def measure_machine(args: Args) -> dict[str, float]:
+    """In a process of its own: what its machine does."""
+    torch.set_num_threads(args.threads)
+    probe = machine_probe(args.device, args.dtype)
+    probe()  # to warm up
+    return probe()
+
+
+def rloo_flags(folder: Path, args: Workload, out: Path, updates: int, **more) -> dict:
+    """Flags of rloo.py to train on the inputs in `folder`, into out/run, with a batch of all prompts."""
     total = args.prompts * args.rloo_k
-    flags = {
-        "sft_model_path": folder / "policy",
-        "reward_model_path": folder / "reward",
-        "dataset_name": folder / "data",
-        "output_dir": out,
-        "layout": layout,
-        "rloo_k": args.rloo_k,
-        "kl_coef": KL_COEF,
-        "response_length": args.response_length,
-        "temperature": TEMPERATURE,
+    return {
+        "sft_model_path": f"{folder}/policy",
+        "reward_model_path": f"{folder}/reward",
+        "dataset_name": f"{folder}/data",
+        "output_dir": f"{out}/run",
         "max_prompt_length": args.max_prompt,
-        "per_device_train_batch_size": args.micro_batch,
-        "gradient_accumulation_steps": total // args.micro_batch,
-        "local_rollout_forward_batch_size": args.rollout_batch,
-        "learning_rate": LEARNING_RATE,
+        "rloo_k": args.rloo_k,
+        "response_length": args.response_length,
+        "per_device_train_batch_size": total,
+        "gradient_accumulation_steps": 1,
+        "local_rollout_forward_batch_size": total,
+        "total_episodes": updates * total,
         "num_eval_prompts": 0,
-        "total_episodes": (args.updates + 1) * total,
         "num_sample_generations": 0,
         "dtype": args.dtype,
-        "device": args.device,
-        "seed": args.seed,
+        **more,
     }
-    call([sys.executable, ROOT / "rloo.py", *(part for name, value in flags.items() for part in (f"--{name}", value))])
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_rloo(folder: Path, args: Args, out: Path, layout: str, vllm: str | None = None) -> dict:
+    """Median seconds of a timed update and of its phases, peak GiB, and lengths, of rloo.py; its rollouts are vLLM's if
+    `vllm` is the python of an environment that has it."""
+    flags = rloo_flags(
+        folder,
+        args,
+        out,
+        args.updates + 1,
+        layout=layout,
+        kl_coef=KL_COEF,
+        temperature=TEMPERATURE,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=args.prompts * args.rloo_k // args.micro_batch,
+        local_rollout_forward_batch_size=args.rollout_batch,
+        learning_rate=LEARNING_RATE,
+        device=args.device,
+        seed=args.seed,
+    )
+    stop_ids = args.stop_ids()
+    if vllm:
+        flags["rollout_engine"] = f"{VLLM / 'vllm_engine.py'}:generate"
+    elif not stop_ids:
+        stop_ids = [NEVER]  # vLLM would refuse an id that no token has, and needs none
+    call(job(vllm or sys.executable, rloo_job, flags=flags, stop_ids=stop_ids, out=out))
+    lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     ends = [line["episode"] / line["eps"] for line in lines]  # seconds since the first update began
     kept = [name for name in lines[0] if name.startswith(("time/", "completions/"))]
     updates = [b - a for a, b in zip(ends, ends[1:])]
     return {
         "seconds": median(updates),
         "updates": updates,
-        "peak_gb": lines[-1]["memory/peak_gb"],
+        "peak_gb": None if vllm else lines[-1]["memory/peak_gb"],
+        "lengths": json.loads((out / "lengths.json").read_text())[1:],
         **{name: median(line[name] for line in lines[1:]) for name in kept},
     }
 
 
+def rloo_job(flags: dict, stop_ids: list[int], out: str):
+    """Trains by rloo.py with these stop tokens, and writes the lengths of each update's prompts and completions."""
+    import rloo
+
+    lengths, rollout = [], rloo.rollout
+
+    def noted(*args, **options):
+        batch, logprobs = rollout(*args, **options)
+        lengths.append(lengths_of(batch))
+        return batch, logprobs
+
+    with mock.patch.object(rloo, "rollout", noted), mock.patch.object(rloo, "stop_token_ids", lambda *_: stop_ids):
+        rloo.main(rloo.Args(**flags))
+    Path(out, "lengths.json").write_text(json.dumps(lengths))
+
+
 def run_trl(folder: Path, args: Args, out: Path, python: str) -> dict:
     """Median seconds of a timed update and peak GiB of TRL's RLOOTrainer, by running this file with `python`."""
-    job = {"folder": str(folder), "args": dataclasses.asdict(args), "out": str(out)}
-    call([python, __file__, "--trl_job", json.dumps(job)])
+    call(job(python, trl_job, folder=folder, args=args, out=out))
     return json.loads((out / "result.json").read_text())
+
+
+def job(python: str, function: Callable, **arguments) -> list[str]:
+    """The command that calls one of JOBS in a process of its own, by the python of some environment."""
+
+    def plain(value):
+        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
+
+    return [python, __file__, "--job", function.__name__, json.dumps(arguments, default=plain)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def call(command: list) -> str:
     """Standard output of a command; where it fails, the end of this program, with the end of what it said."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment)
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment())
     except OSError as error:
         fail(f"{command[0]}: cannot be run ({error.strerror})")
     if done.returncode:
@@ -598,11 +728,22 @@ def trl_versions(pythons: tuple[str, ...]) -> dict[str, str]:
     return {call([python, "-c", code]).splitlines()[-1]: python for python in pythons}
 
 
-def trl_job(folder: str, args: Args, out: str):
+def vllm_version(python: str) -> str:
+    """Versions of vLLM and transformers in an environment."""
+    code = (
+        "import sys, transformers; from importlib.metadata import packages_distributions, version; "
+        "found = packages_distributions().get('vllm') or sys.exit('vLLM is missing: see benchmark/vllm/README.md'); "
+        "print(f'vLLM {version(found[0])}, transformers {transformers.__version__}')"
+    )
+    return call([python, "-c", code]).splitlines()[-1]
+
+
+def trl_job(folder: str, args: dict, out: str):
     """Runs in an environment with TRL: trains, and writes result.json for `run_trl`."""
     import datasets
     import trl
 
+    args = Args(**args)
     torch.set_num_threads(args.threads)
     marks, total = [], args.prompts * args.rloo_k
 
@@ -685,55 +826,77 @@ def trl_job(folder: str, args: Args, out: str):
     Path(out, "result.json").write_text(json.dumps({"seconds": median(updates), "updates": updates, "peak_gb": peak}))
 
 
+def seconds_per_token(one: dict) -> float:
+    """Seconds of a lane in a round; where it has real tokens, per token, since lanes may have different ones."""
+    return one["seconds"] / one.get("tokens", 1)
+
+
 def ratios_by_round(lanes: dict[str, list[dict]]) -> dict[str, list[float]]:
     """For every lane but the first: how many times as long it takes as the first one, round by round."""
     (_, first), *others = lanes.items()
-    return {name: [b["seconds"] / a["seconds"] for a, b in zip(first, rounds)] for name, rounds in others}
+    return {name: [seconds_per_token(b) / seconds_per_token(a) for a, b in zip(first, lane)] for name, lane in others}
 
 
 def speedups(found: dict[str, dict]) -> dict[str, dict[str, float]]:
     """How many times faster the first lane of each part is than the others: medians over the rounds."""
     return {
-        part: {name: median(ratios) for name, ratios in ratios_by_round(lanes).items()}
-        for part, lanes in found.items()
-        if part != "device"
+        part: {name: median(ratios) for name, ratios in ratios_by_round(lanes).items()} for part, lanes in found.items()
     }
 
 
 def report(result: dict, args: Args) -> str:
-    """The table, at most 100 columns wide."""
-    completions, device = args.prompts * args.rloo_k, result["found"].get("device", {})
-    counts = {"decode": completions * args.response_length, "first token": completions}  # tokens; else completions
-    header = f"{'':38}{'ms':>11}{'per second':>12}{'peak GiB':>10}{'of device':>11}{'group faster':>14}"
-    lines = [result["title"], "", header]
+    """Two tables, at most 100 columns wide: time and memory; work, and how near it comes to the machine's rates."""
+    completions = args.prompts * args.rloo_k
+    lines = [result["title"], "", f"{'':38}{'ms':>11}{'per second':>12}{'peak GiB':>10}{'group faster':>14}"]
     for part, ratios in result["speedups"].items():
-        lines.append(part + (", tokens" if part in counts else ", completions"))
+        of_tokens = part in ("decode", "first token")
+        lines.append(part + (", tokens" if of_tokens else ", completions"))
         for name, rounds in result["found"][part].items():
-            time, peak, use = seconds(rounds), rounds[0].get("peak_gb"), device.get(part, {}).get(name)
+            rate = median((one["tokens"] if of_tokens else completions) / one["seconds"] for one in rounds)
+            peak = rounds[0]["peak_gb"] and max(one["peak_gb"] for one in rounds)
             cells = [
-                f"{time * 1e3:11.1f}",
-                f"{counts.get(part, completions) / time:12.2f}",
-                f"{max(one['peak_gb'] for one in rounds):10.2f}" if peak else " " * 10,
-                f"{use:11.1%}" if use else " " * 11,
+                f"{seconds(rounds) * 1e3:11.1f}",
+                f"{rate:12.2f}",
+                f"{peak:10.2f}" if peak else " " * 10,
                 f"{ratios[name]:13.2f}x" if name in ratios else "",
             ]
             lines.append(f"  {name:36}" + "".join(cells).rstrip())
     lines.append("\npeak GiB: of a whole update all that its process holds, of the rest the tensors that it adds")
-    if device:
-        lines.append(
-            f"decode: least time of a step at {device['gb_per_s']:,.0f} GB/s; training: model FLOPs of "
-            f"{device['tflops']:,.0f} TFLOP/s"
-        )
+
+    rounds_of_machine = list(itertools.chain(*result["machine"].values()))
+    flops, bandwidth = ([one[key] for one in rounds_of_machine] for key in ("flop_per_s", "bytes_per_s"))
+    lines += ["", f"{'':38}{'tokens':>9}{'steps':>8}{'GFLOP':>11}{'of FLOP/s':>11}{'GB':>9}{'of GB/s':>9}"]
+    for part, lanes in result["found"].items():
+        lines.append(part)
+        for name, rounds in lanes.items():
+            cells = [f"{median(one['tokens'] for one in rounds):9,.0f}"]
+            cells.append(f"{median(one['steps'] for one in rounds):8,.0f}" if "steps" in rounds[0] else " " * 8)
+            for key, best, width in (("flop", max(flops), 11), ("bytes", max(bandwidth), 9)):
+                if key in rounds[0]:
+                    cells.append(f"{median(one[key] for one in rounds) / 1e9:{width},.1f}")
+                    cells.append(f"{median(one[key] / one['seconds'] for one in rounds) / best:{width}.1%}")
+            lines.append(f"  {name:36}" + "".join(cells))
+    lines += [
+        "\nGFLOP, GB: matrix products and reads of memory that these tokens cannot do without",
+        f"of FLOP/s: of {max(flops) / 1e9:,.0f} GFLOP/s, the best {args.dtype} product (rounds: from "
+        f"{min(flops) / 1e9:,.0f})",
+        f"of GB/s: of {max(bandwidth) / 1e9:,.1f} GB/s, the best read of 1 GiB (rounds: from "
+        f"{min(bandwidth) / 1e9:,.1f})",
+    ]
     return "\n".join(lines)
 
 
 def draw(result: dict, pyplot):
-    """How many times as long the alternatives take as the group layout: a bar each, a colour for each kind."""
-    kinds = {"generate": "generate of transformers", "plain": "rloo.py in plain rows", "TRL": "TRL's RLOOTrainer"}
+    """How many times as long the alternatives take as group layout and engine: a bar each, a colour for each kind."""
+    kinds = {
+        "generate": "generate of transformers",
+        "plain": "rloo.py in plain rows",
+        "TRL": "TRL's RLOOTrainer",
+        "vLLM": "rollouts by vLLM",
+    }
     bars = [
         (f"{part}: {name}", ratios, next(kind for kind in kinds if kind in name))
         for part, lanes in result["found"].items()
-        if part != "device"
         for name, ratios in ratios_by_round(lanes).items()
     ]
     figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.42 * len(bars)), layout="constrained")
@@ -743,7 +906,7 @@ def draw(result: dict, pyplot):
         axes.annotate(
             f"{median(ratios):.2f}×", (max(ratios), place), xytext=(5, 0), textcoords="offset points", va="center"
         )
-    axes.axvline(1, color="black", linewidth=1, linestyle="--", label="the group layout itself")
+    axes.axvline(1, color="black", linewidth=1, linestyle="--", label="group layout and engine")
     for place, (kind, words) in enumerate(kinds.items()):
         if any(kind == drawn for _, _, drawn in bars):
             axes.barh(0, 0, color=f"C{place}", label=words)
@@ -751,10 +914,10 @@ def draw(result: dict, pyplot):
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, 1.15 * max(max(ratios) for _, ratios, _ in bars))
-    axes.set_xlabel("time relative to rloo.py's group layout (bar: median; line: range over the rounds)")
+    axes.set_xlabel("time relative to rloo.py's group layout and engine (bar: median; line: range over the rounds)")
     axes.legend(frameon=False, loc="upper right", fontsize=9)
-    axes.set_title(result["title"], fontsize=9)
-    figure.suptitle("How many times as long it takes without rloo.py's group layout", fontsize=11)
+    axes.set_title(result["title"], fontsize=8)
+    figure.suptitle("How many times as long it takes without rloo.py's group layout and engine", fontsize=11)
 
 
 def save(result: dict, output: str, draw: Callable | None = None) -> str:
@@ -793,25 +956,32 @@ def compare(args: Args):
     """Decoding, phases and whole updates."""
     args = resolve_args(args)
     trl_names = {} if "updates" in args.skip else trl_versions(args.trl)
+    vllm = vllm_version(args.vllm) if args.vllm else ""
+    vllm_name = vllm.partition(",")[0]
     found: dict[str, dict] = {}
+    machine: dict[str, list] = {}
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
-        parameters = in_a_process(write_inputs, Path(temporary), args)
+        sizes = in_a_process(write_inputs, Path(temporary), args)
         if "updates" not in args.skip:  # first, since other programs may fail
             with contextlib.suppress(BrokenProcessPool):  # a container's limit ended it
                 in_a_process(touch_memory)
-            found["whole update"] = measure_updates(Path(temporary), args, trl_names)
+            updates = measure_updates(Path(temporary), args, sizes, trl_names, vllm_name)
+            found["whole update"], machine["whole update"] = updates
         if not {"decode", "phases"} <= set(args.skip):
             print("decode and phases", flush=True)
-            found = in_a_process(measure_layouts, Path(temporary), args, parameters) | found
+            layouts, rounds = in_a_process(measure_layouts, Path(temporary), args, sizes, vllm_name)
+            found, machine = layouts | found, rounds | machine
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": list(trl_names)}
+    versions["vllm"] = vllm
     result = {
         "title": f"{args.describe()}\n{args.describe_machine()}",
         "args": dataclasses.asdict(args),
         "device": device_name(args.device),
         "versions": versions,
-        "parameters": parameters,
+        "sizes": sizes,
         "speedups": speedups(found),
         "found": found,
+        "machine": machine,
     }
     print(f"\n{report(result, args)}\n\n{save(result, args.output, draw)}")
 
@@ -825,7 +995,7 @@ def measure_length(args: Length, workload: Workload) -> dict[int, dict]:
     policy = AutoModelForCausalLM.from_config(shape_config(workload), attn_implementation="sdpa").to(args.device).eval()
     found = {}
     for R in (min(args.response_lengths), *args.response_lengths):  # once more at first: libraries set themselves up
-        batch = random_batch(dataclasses.replace(workload, response_length=R), args.device)
+        batch = random_batch(dataclasses.replace(workload, response_length=R), args.device, [NEVER])
         lanes = {layout: partial(train, policy, batch, args.dtype, workload.rloo_k, layout) for layout in LAYOUTS}
         found[R] = timed(lanes, args.repetitions, args.device)
     return found
@@ -936,38 +1106,10 @@ def memory_job(flags: dict, result: str):
 
 def run_memory(folder: Path, args: Memory, processes: int, options: dict) -> dict:
     """Trains on the inputs in `folder`; what `memory_job` found."""
-    total, out = args.prompts * args.rloo_k, Path(tempfile.mkdtemp(dir=folder))
-    flags = {
-        "sft_model_path": f"{folder}/policy",
-        "reward_model_path": f"{folder}/reward",
-        "output_dir": f"{out}/run",
-        "dataset_name": f"{folder}/data",
-        "max_prompt_length": args.max_prompt,
-        "rloo_k": args.rloo_k,
-        "response_length": args.response_length,
-        "per_device_train_batch_size": total,
-        "dtype": args.dtype,
-        "local_rollout_forward_batch_size": total,
-        "gradient_accumulation_steps": 1,
-        "num_eval_prompts": 0,
-        "total_episodes": 2 * processes * total,
-        "num_sample_generations": 0,
-        **options,
-    }
-    call(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            processes,
-            __file__,
-            "--memory_job",
-            json.dumps(flags),
-            out / "result.json",
-        ]
-    )
+    out = Path(tempfile.mkdtemp(dir=folder))
+    flags = rloo_flags(folder, args, out, 2 * processes, **options)
+    python, *command = job(sys.executable, memory_job, flags=flags, result=out / "result.json")
+    call([python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes, *command])
     return json.loads((out / "result.json").read_text())
 
 
@@ -1022,11 +1164,10 @@ def command_line(words: list[str]):
         fail("out of memory: lower --prompts, --micro_batch or --response_lengths")
 
 
+JOBS = {function.__name__: function for function in (trl_job, vllm_job, rloo_job, memory_job)}
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--trl_job"]:
-        job = json.loads(sys.argv[2])
-        trl_job(job["folder"], Args(**job["args"]), job["out"])
-    elif sys.argv[1:2] == ["--memory_job"]:
-        memory_job(json.loads(sys.argv[2]), sys.argv[3])
+    if sys.argv[1:2] == ["--job"]:
+        JOBS[sys.argv[2]](**json.loads(sys.argv[3]))
     else:
         command_line(sys.argv[1:])
