@@ -345,7 +345,9 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     noted = defaultdict(list)  # metric -> tensors of any shape; the mean of all their entries on all ranks is logged
     times = [clock(device)]
 
-    # 1. Rollout: k completions of each prompt, and the log-probs with which they were sampled.
+    # 1. Rollout: k completions of each prompt, and the log-probs with which they were sampled. Prompts are sorted by
+    # length: here and below, those that share a forward pass then have little padding.
+    rows = sorted(rows, key=lambda row: len(row["prompt_ids"]))
     batch, rollout_logprobs = rollout(sampling_model(policy, dtype), rows, k, temperature, **sampling)
     mask, ended = batch.response_mask, batch.ended
     rollout_logprobs = rollout_logprobs.masked_fill(~mask, 0.0)
@@ -404,6 +406,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
             old_logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
     for epoch in range(args.num_ppo_epochs):
         for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
+            mini = mini.sort().values  # by length again, for the micro-batches
             weights = loss_weight(mask[:, mini].sum(-1), in_loss[:, mini], args.loss_aggregation)
             for micro, weight in zip(mini.split(micro_batch), weights.split(micro_batch, dim=1), strict=True):
                 real = mask[:, micro]
@@ -1005,52 +1008,52 @@ def prompt_and_own(x, P, k):
 
 
 class Step(NamedTuple):
-    """A step of a rollout: one query of each of N running lanes, which belong to b prompts with k lanes each."""
+    """What the attention of a step of a rollout needs to know. The step reads one token of each of N running lanes,
+    which belong to b prompts. A bias is added to scores: 0, or a large negative number where a slot is hidden."""
 
-    prompts: Cache  # keys and values of the prompts, (b, h, P, D) in each layer
-    prompt_bias: (
-        torch.Tensor
-    )  # (b, 1, 1, P): 0 for the slots that a prompt's lanes see, a large negative number elsewhere
-    own_bias: torch.Tensor  # (1, 1, 1, n): the same for the first n slots of the lanes' own keys and values
-    place: torch.Tensor  # (N,): where the lane is in the list of the b·k lanes
+    prompts: Cache  # keys and values (b, h, P, D) of the prompts, in each layer
+    prompt_bias: torch.Tensor  # (b, 1, 1, P)
+    own_bias: torch.Tensor  # (1, 1, 1, n) for the first n of a lane's own slots; the others are not read
+    place: torch.Tensor  # (N,) the place of each running lane among all b·k lanes of these prompts
     k: int
 
 
 def step_attention(query, key, value, prompt_key, prompt_value, step: Step, scaling):
-    """Attention of queries (N, H, 1, D) of running lanes over their prompts' keys (b, h, P, D) and their own, the first
-    n of (N, h, R, D); returns (N, 1, H, D). The keys of a prompt are read once for all of its lanes (Juravsky et al.
-    2024, "Hydragen", arXiv:2402.05099)."""
+    """Attention of one query of each running lane, (N, H, 1, D), over its prompt's keys, (b, h, P, D), and its own,
+    (N, h, R, D); returns (N, 1, H, D). So a prompt's keys are read once for all of its lanes (Juravsky et al. 2024,
+    "Hydragen", arXiv:2402.05099)."""
     N, H, _, D = query.shape
     b, h = prompt_key.shape[:2]
     g, k, n = H // h, step.k, step.own_bias.shape[-1]
 
-    # The prompt: the queries of its lanes become rows of one product. Lanes that are not running have query 0.
-    q = query.new_zeros(b * k, H, D).index_copy(0, step.place, query[:, :, 0])
+    # The prompts: the queries of all lanes of a prompt in one product. A lane that has left has query 0.
+    q = query.new_zeros(b * k, H, D).index_copy(0, step.place, query.squeeze(2))
     q = q.reshape(b, k, h, g, D).transpose(1, 2)  # (b, h, k, g, D)
-    q = q.reshape(b, h, k * g, D)
-    out, total = attention_and_total(q, prompt_key, prompt_value, step.prompt_bias, scaling)
-    both = torch.cat([out.float(), total], dim=-1)  # (b, h, k·g, D + 1)
-    both = both.unflatten(2, (k, g)).transpose(1, 2)  # (b, k, h, g, D + 1)
-    both = both.flatten(0, 1)[step.place]  # (N, h, g, D + 1)
-    out, total = both[..., :-1], both[..., -1:]
+    out, lse = attention_and_lse(q.reshape(b, h, k * g, D), prompt_key, prompt_value, step.prompt_bias, scaling)
 
-    # The lane's own tokens, and the two parts together: in the softmax over both, each has the weight of its total.
+    def by_lane(x):
+        """(b, h, k·g, ...) as (N, h, g, ...)."""
+        return x.unflatten(2, (k, g)).transpose(1, 2).flatten(0, 1)[step.place]
+
+    out, lse = by_lane(out), by_lane(lse)
+
+    # The lane's own keys. Then the two as one softmax over both: each part has the weight of its sum of exponentials.
     q = query.reshape(N, h, g, D)
-    own, own_total = attention_and_total(q, key[:, :, :n], value[:, :, :n], step.own_bias, scaling)
-    out = torch.lerp(out, own.float(), (own_total - total).sigmoid())
+    own, own_lse = attention_and_lse(q, key[:, :, :n], value[:, :, :n], step.own_bias, scaling)
+    out = torch.lerp(out.float(), own.float(), (own_lse - lse).sigmoid())
     return out.to(value.dtype).reshape(N, 1, H, -1)
 
 
-def attention_and_total(query, key, value, bias, scaling):
-    """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D), and the logarithm of the sum over
-    the keys of exp(score), (..., n, 1) in float32. CPUs have one kernel for all of it."""
+def attention_and_lse(query, key, value, bias, scaling):
+    """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D), and log Σ exp(score) over the
+    keys, (..., n, 1) in float32. On a CPU one kernel does it all."""
     if query.is_cpu and query.shape[-1] == value.shape[-1]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, total = kernel(query, key, value, attn_mask=bias, scale=scaling)
-        return out, total[..., None]
+        out, lse = kernel(query, key, value, attn_mask=bias, scale=scaling)
+        return out, lse[..., None]
     scores = (query @ key.mT).float() * scaling + bias
-    total = scores.logsumexp(-1, keepdim=True)
-    return (scores - total).exp().to(value.dtype) @ value, total
+    lse = scores.logsumexp(-1, keepdim=True)
+    return (scores - lse).exp().to(value.dtype) @ value, lse
 
 
 transformers.AttentionInterface.register("lanes", lambda *args, **kwargs: group_attention(*args, **kwargs))
@@ -1277,8 +1280,8 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
 
 class Decoder:
     """Samples k completions of up to R tokens for each of B prompts of P slots. It reads the prompts once, then a token
-    of each running lane per step. By CUDA graphs all lanes run to the end: a step can be replayed because its shapes
-    and addresses are static and it never waits for the device."""
+    of each running lane per step. On a CPU, lanes that have ended leave. On a GPU all run to the end: shapes and
+    addresses are static, and no step waits for the device, so that CUDA can replay a step as a graph."""
 
     graphs_work = True  # False once CUDA could not capture a step
 
@@ -1301,8 +1304,8 @@ class Decoder:
         model.set_attn_implementation("lanes")
 
     def generate(self, prompt_ids, prompt_mask):
-        """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary. Where lanes
-        leave, it can be called only once."""
+        """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary. On a CPU it
+        can be called once."""
         by_graphs = prompt_ids.is_cuda and self.R > 1 and self.can_capture(prompt_ids, prompt_mask)
         # A step sees t + 1 tokens of each lane. A graph has one size, so by graphs it sees as many as there are at the
         # end of its span: a quarter of R, at least 128. Those still to come are hidden.
@@ -1314,7 +1317,7 @@ class Decoder:
                 ended = torch.isin(self.tokens[self.running, : t + 1], self.stop_ids).any(-1)
                 if ended.all():
                     break
-                if not by_graphs and ended.float().mean() > 0.2:
+                if prompt_ids.is_cpu and ended.float().mean() > 0.2:
                     self.leave(ended)
             run(min(self.R, (t // span + 1) * span))
         return [x.unflatten(0, (-1, self.k)).transpose(0, 1).clone() for x in (self.tokens, self.logprobs)]

@@ -843,7 +843,7 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
         assert clipped == pytest.approx(plainly_clipped, abs=other.pop("undecided") + 1e-6)
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
     plain_weights = torch.cat([p.detach().flatten() for p in policy.parameters()]).float()
-    assert (final_weights(output) - plain_weights).abs().max() < 1e-4
+    assert (final_weights(output) - plain_weights).abs().max() < 3e-4  # one case has gradients of 1,000, others 1e-6
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1161,8 +1161,8 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_reads_the_caches_where_they_are(family, monkeypatch):
     """With as many key heads as the model has, and no copy of a prompt's keys for its lanes."""
-    model, batch, seen, original = tiny_model(family), random_batch(), [], rloo.attention_and_total
-    monkeypatch.setattr(rloo, "attention_and_total", lambda *args: seen.append(args[1:3]) or original(*args))
+    model, batch, seen, original = tiny_model(family), random_batch(), [], rloo.attention_and_lse
+    monkeypatch.setattr(rloo, "attention_and_lse", lambda *args: seen.append(args[1:3]) or original(*args))
     decoder = rloo.Decoder(model, *batch.prompt_ids.shape, 3, 2, 1.0, stop_ids=[0])
     with torch.no_grad():
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
@@ -3823,7 +3823,8 @@ def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_p
         NOTES=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("The policy and its tokenizer:") == 1 and done.stderr.count(" 0/2 ") == 1
+    assert done.stdout.count("The policy and its tokenizer:") == 1
+    assert len(re.findall(r"2/2 \[[^\n]*\]\n", done.stderr)) == 1  # bars that are complete
     noted = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
     assert len({number for number, _ in noted}) == len(noted) == 4  # no two of 2 ranks x 2 updates draw the same
     prompts = [json.loads(line)["prompt"] for line in (tiny / "data" / "train.jsonl").read_text().splitlines()]

@@ -477,13 +477,13 @@ def test_no_key_is_said_and_a_server_without_one_works(tmp_path, monkeypatch):
 
 
 def test_the_higher_score_wins(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "grades.py").write_text(
         "def grade(prompts, completions, completion_ids, number, completion, **columns):\n"
         "    assert len(prompts) == len(completions) == len(completion_ids) == len(number) == len(completion)\n"
         "    return [None if 'odd' in text else float(text.split()[-1]) for text in completions]\n"
     )
     path = write_completions(tmp_path, "ours", [" 2", " 1", " 0", " odd", " 3"], [" 1", " 1.0", " 1", " 1", " 1"])
-    flags = {"completions": (path,), "judge": f"function:{tmp_path}/mine.py:grade"}
+    flags = {"completions": (path,), "judge": f"function:{tmp_path}/grades.py:grade"}
     judge.main(judge.Args(output=str(tmp_path / "o.json"), **flags))
     found = json.loads((tmp_path / "o.json").read_text())
     assert numbers(found["results"]["ours"]) == (5, 2, 1, 1, 1) and found["results"]["ours"]["win_rate"] == 2.5 / 4
@@ -495,7 +495,7 @@ def test_the_higher_score_wins(tmp_path, capsys):
 
 
 def test_functions_compare_files_without_references(tmp_path):
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "grades.py").write_text(
         "def grade(prompts, completions, completion_ids):\n    return [float(text) for text in completions]\n"
     )
     ours, theirs = (
@@ -504,7 +504,7 @@ def test_functions_compare_files_without_references(tmp_path):
     for path in map(Path, (ours, theirs)):
         rows = [json.loads(line) | {"reference": None, "columns": None} for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = {"judge": f"function:{tmp_path}/mine.py:grade", "output": str(tmp_path / "o.json")}
+    flags = {"judge": f"function:{tmp_path}/grades.py:grade", "output": str(tmp_path / "o.json")}
     judge.main(judge.Args(completions=(ours,), against=theirs, **flags))
     assert numbers(json.loads((tmp_path / "o.json").read_text())["results"]["ours"]) == (2, 1, 1, 0, 0)
 
