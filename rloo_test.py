@@ -3824,7 +3824,9 @@ def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("The policy and its tokenizer:") == 1
-    assert len(re.findall(r"2/2 \[[^\n]*\]\n", done.stderr)) == 1  # bars that are complete
+    assert done.stderr.count(" 0/2 ") == 1 + done.stdout.count(
+        "most completions are cut"
+    )  # drawn again after a warning
     noted = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
     assert len({number for number, _ in noted}) == len(noted) == 4  # no two of 2 ranks x 2 updates draw the same
     prompts = [json.loads(line)["prompt"] for line in (tiny / "data" / "train.jsonl").read_text().splitlines()]
