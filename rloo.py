@@ -346,7 +346,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     times = [clock(device)]
 
     # 1. Rollout: k completions of each prompt, and the log-probs with which they were sampled. Prompts are sorted by
-    # length: here and below, those that share a forward pass then have little padding.
+    # length, so that those that share a forward pass need little padding.
     rows = sorted(rows, key=lambda row: len(row["prompt_ids"]))
     batch, rollout_logprobs = rollout(sampling_model(policy, dtype), rows, k, temperature, **sampling)
     mask, ended = batch.response_mask, batch.ended
@@ -931,10 +931,11 @@ def causal_mask(real):
 
 def group_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The attention of rollouts and group rows, as `transformers` calls it: query (B, H, n, D), key and value
-    (B, h, ≥ m, D); returns (B, n, H, D) and None. The mask tells what the rows are:
+    (B, h, ≥ m, D); returns (B, n, H, D) and None. `transformers` hands a 4-D mask to every layer as it is, so the mask
+    can say what the rows are:
 
-    usual rows: mask (B, 1, n, m), who sees whom
-    the running lanes of a rollout, in a step: mask.step, see step_attention
+    usual rows: the mask (B, 1, n, m) says who sees whom
+    a step of a rollout: mask.step; the rows are the N running lanes, see step_attention
     group rows: mask.lanes = P, k, and the mask (B, 1, S, S) of a prompt and one completion, S = P + R; n = m = P + k·R.
         Prompts attend to themselves, each lane to its prompt and itself. That costs P² + k·R·(P + R) products; one
         large mask would cost (P + k·R)².
@@ -944,8 +945,7 @@ def group_attention(module, query, key, value, attention_mask, scaling=None, **k
     g = query.shape[1] // key.shape[1]  # query heads that share a key head
     dtype = value.dtype  # autocast casts queries and keys to it as well
     if hasattr(attention_mask, "step"):
-        prompt = attention_mask.step.prompts.layers[module.layer_idx]
-        return step_attention(query, key, value, prompt.keys, prompt.values, attention_mask.step, scaling), None
+        return step_attention(query, key, value, attention_mask.step, scaling), None
     if not hasattr(attention_mask, "lanes"):
         n, m = attention_mask.shape[2:]  # `generate` may have a cache of more slots
         bias = attention_bias(attention_mask, 0, n, m, g, dtype)
@@ -1012,24 +1012,30 @@ class Step(NamedTuple):
     which belong to b prompts. A bias is added to scores: 0, or a large negative number where a slot is hidden."""
 
     prompts: Cache  # keys and values (b, h, P, D) of the prompts, in each layer
+    own: Cache  # keys and values (N, h, R, D) of the lanes' own tokens, in each layer
     prompt_bias: torch.Tensor  # (b, 1, 1, P)
     own_bias: torch.Tensor  # (1, 1, 1, n) for the first n of a lane's own slots; the others are not read
-    place: torch.Tensor  # (N,) the place of each running lane among all b·k lanes of these prompts
+    place: torch.Tensor  # (N,): for lane j of prompt i, where i counts the b prompts, i·k + j
     k: int
 
 
-def step_attention(query, key, value, prompt_key, prompt_value, step: Step, scaling):
+def step_attention(query, key, value, step: Step, scaling):
     """Attention of one query of each running lane, (N, H, 1, D), over its prompt's keys, (b, h, P, D), and its own,
     (N, h, R, D); returns (N, 1, H, D). So a prompt's keys are read once for all of its lanes (Juravsky et al. 2024,
     "Hydragen", arXiv:2402.05099)."""
     N, H, _, D = query.shape
-    b, h = prompt_key.shape[:2]
+    h = key.shape[1]
     g, k, n = H // h, step.k, step.own_bias.shape[-1]
+    # The layer is the one whose own keys these are. Layers that share keys have fewer caches than there are layers.
+    layer = next(i for i, own in enumerate(step.own.layers) if own.keys is key)
+    prompt = step.prompts.layers[layer]
+    b = len(prompt.keys)
 
-    # The prompts: the queries of all lanes of a prompt in one product. A lane that has left has query 0.
-    q = query.new_zeros(b * k, H, D).index_copy(0, step.place, query.squeeze(2))
-    q = q.reshape(b, k, h, g, D).transpose(1, 2)  # (b, h, k, g, D)
-    out, lse = attention_and_lse(q.reshape(b, h, k * g, D), prompt_key, prompt_value, step.prompt_bias, scaling)
+    # The prompts: the queries of all lanes of a prompt in one product. Those of lanes that have left are 0, not used.
+    q = query.reshape(N, h, g, D)
+    by_prompt = q.new_zeros(b * k, h, g, D).index_copy(0, step.place, q)
+    by_prompt = by_prompt.unflatten(0, (b, k)).transpose(1, 2).flatten(2, 3)  # (b, h, k·g, D)
+    out, lse = attention_and_lse(by_prompt, prompt.keys, prompt.values, step.prompt_bias, scaling)
 
     def by_lane(x):
         """(b, h, k·g, ...) as (N, h, g, ...)."""
@@ -1037,8 +1043,7 @@ def step_attention(query, key, value, prompt_key, prompt_value, step: Step, scal
 
     out, lse = by_lane(out), by_lane(lse)
 
-    # The lane's own keys. Then the two as one softmax over both: each part has the weight of its sum of exponentials.
-    q = query.reshape(N, h, g, D)
+    # The lanes' own keys. One softmax over both: (e^lse out + e^own_lse own) / (e^lse + e^own_lse).
     own, own_lse = attention_and_lse(q, key[:, :, :n], value[:, :, :n], step.own_bias, scaling)
     out = torch.lerp(out.float(), own.float(), (own_lse - lse).sigmoid())
     return out.to(value.dtype).reshape(N, 1, H, -1)
@@ -1046,7 +1051,7 @@ def step_attention(query, key, value, prompt_key, prompt_value, step: Step, scal
 
 def attention_and_lse(query, key, value, bias, scaling):
     """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D), and log Σ exp(score) over the
-    keys, (..., n, 1) in float32. On a CPU one kernel does it all."""
+    keys, (..., n, 1) in float32. CPUs have a kernel for both, for keys and values of one size."""
     if query.is_cpu and query.shape[-1] == value.shape[-1]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(query, key, value, attn_mask=bias, scale=scaling)
@@ -1279,9 +1284,10 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
 
 
 class Decoder:
-    """Samples k completions of up to R tokens for each of B prompts of P slots. It reads the prompts once, then a token
-    of each running lane per step. On a CPU, lanes that have ended leave. On a GPU all run to the end: shapes and
-    addresses are static, and no step waits for the device, so that CUDA can replay a step as a graph."""
+    """Samples k completions of up to R tokens for each of B prompts of P slots. It reads the prompts once, then one
+    token of each running lane per step. On a CPU, lanes that have ended are removed from the batch. On a GPU all run to
+    the end: shapes and addresses are static and no step waits for the device, so that CUDA can replay a step as a
+    graph."""
 
     graphs_work = True  # False once CUDA could not capture a step
 
@@ -1290,25 +1296,26 @@ class Decoder:
         self.model, self.k, self.R, self.temperature = model, k, R, temperature
         self.stop_ids = torch.tensor(stop_ids, device=device)
         self.t = torch.zeros(1, dtype=torch.long, device=device)  # index of the newest token
-        self.tokens = torch.zeros(B * k, R, dtype=torch.long, device=device)  # lane b·k + j is completion (j, b)
+        # Lanes are numbered b·k + j here (not j·B + b): first the k lanes of prompt 0.
+        self.tokens = torch.zeros(B * k, R, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(B * k, R, device=device)
-        self.running = torch.arange(B * k, device=device)  # the N lanes that have not left
-        # What a step reads: the prompts that have a running lane, and the running lanes. The caches count their slots
-        # on the device, so that a replayed graph also advances them.
+        # The running lanes (N,) by this number, and by the number they would have if the prompts without a running lane
+        # had never been there. The caches have the rows of the second.
+        self.running = self.place = torch.arange(B * k, device=device)
         self.prompt_mask = torch.zeros(B, P, dtype=torch.bool, device=device)
+        # The caches count their slots on the device, so that a replayed graph also advances them.
         self.prompts = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))  # (B, h, P, D) per layer
         self.own = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=R))  # (N, h, R, D) per layer
-        self.place = self.running  # of the running lanes among all lanes of these prompts
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # tokens that a lane sees -> a captured step
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # memory that all graphs share
         model.set_attn_implementation("lanes")
 
     def generate(self, prompt_ids, prompt_mask):
-        """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary. On a CPU it
-        can be called once."""
+        """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary. Can
+        be called once on a CPU: removed lanes do not return."""
         by_graphs = prompt_ids.is_cuda and self.R > 1 and self.can_capture(prompt_ids, prompt_mask)
-        # A step sees t + 1 tokens of each lane. A graph has one size, so by graphs it sees as many as there are at the
-        # end of its span: a quarter of R, at least 128. Those still to come are hidden.
+        # A step attends to the t + 1 slots of a lane that are filled. A graph has one size, so it attends to all slots
+        # up to the end of a span, a quarter of R and at least 128, and hides the empty ones.
         span = max(128, math.ceil(self.R / 4)) if by_graphs else 1
         run = self.replay if by_graphs else self.step
         self.read_prompts(prompt_ids, prompt_mask)
@@ -1323,7 +1330,7 @@ class Decoder:
         return [x.unflatten(0, (-1, self.k)).transpose(0, 1).clone() for x in (self.tokens, self.logprobs)]
 
     def read_prompts(self, prompt_ids, prompt_mask):
-        """Begins anew: reads the prompts and samples token 0 of each lane."""
+        """Starts again: reads the prompts and samples token 0 of each lane."""
         self.prompt_mask.copy_(prompt_mask)
         self.t.zero_()
         self.prompts.reset()
@@ -1338,12 +1345,13 @@ class Decoder:
         self.append(hidden[:, -1].repeat_interleave(self.k, dim=0))
 
     def step(self, length):
-        """Reads token t of each running lane, which sees its prompt and its own first `length` slots, of which those
-        after token t are hidden. Samples token t + 1."""
+        """Reads token t of each running lane and samples token t + 1. A lane attends to its prompt and to the first
+        `length` of its own slots, of which those after t are hidden."""
         least = torch.finfo(torch.float32).min
-        mask = self.prompt_mask[:, None, None]  # what `transformers` passes on to group_attention
+        mask = self.prompt_mask[:, None, None]  # group_attention gets it, and uses `step` only
         mask.step = Step(
             prompts=self.prompts,
+            own=self.own,
             prompt_bias=~mask * least,
             own_bias=(torch.arange(length, device=mask.device) > self.t)[None, None, None] * least,
             place=self.place,
@@ -1362,27 +1370,30 @@ class Decoder:
 
     def append(self, hidden):
         """Samples token t of the running lanes from hidden states (N, H)."""
-        # Random numbers for all lanes: what a lane draws does not depend on which others have left.
+        # Drawn for all lanes, so that a lane gets the same numbers whichever others have left.
         uniform = torch.rand(len(self.tokens), 1, device=hidden.device)[self.running]
         tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature, uniform)
         self.tokens[self.running, self.t] = tokens
         self.logprobs[self.running, self.t] = logprobs
 
     def leave(self, ended):
-        """Removes the running lanes that have `ended` (N,), and the prompts that have no running lane then."""
+        """Removes the running lanes that have `ended` (N,), and prompts that have no running lane any more."""
         kept = (~ended).nonzero().squeeze(1)
-        prompts, prompt = (self.place[kept] // self.k).unique(return_inverse=True)
-        self.place = prompt * self.k + self.place[kept] % self.k
-        self.running = self.running[kept]
+        self.running, place = self.running[kept], self.place[kept]
         self.own.reorder_cache(kept)
-        self.prompt_mask = self.prompt_mask[prompts]
-        self.prompts.reorder_cache(prompts)
+        kept_prompts, prompt_of_lane = (place // self.k).unique(return_inverse=True)
+        self.place = prompt_of_lane * self.k + place % self.k
+        if len(kept_prompts) < len(self.prompt_mask):
+            self.prompt_mask = self.prompt_mask[kept_prompts]
+            self.prompts.reorder_cache(kept_prompts)
 
     def can_capture(self, prompt_ids, prompt_mask) -> bool:
-        """Whether CUDA can capture a step. The first call runs one step without a graph, which initializes libraries,
-        allocates the cache, and raises an error if the step waits for the device."""
+        """Whether CUDA can capture a step. The first call tries two: the first one initializes libraries and allocates
+        the caches, the second raises an error if it waits for the device."""
         if Decoder.graphs_work and not self.graphs:
             with torch.random.fork_rng([prompt_ids.device], device_type="cuda"):  # draws nothing from the run
+                self.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])  # one slot is enough
+                self.step(self.R)
                 self.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])
                 torch.cuda.set_sync_debug_mode("error")
                 try:
@@ -1403,8 +1414,10 @@ class Decoder:
                 self.graphs[length] = graph
             except RuntimeError as error:
                 self.give_up_graphs(error)
-        run = self.graphs[length].replay if length in self.graphs else partial(self.step, length)
-        run()
+        if length in self.graphs:
+            self.graphs[length].replay()
+        else:
+            self.step(length)
 
     def give_up_graphs(self, error: RuntimeError):
         """Continues without graphs, except after an out-of-memory error, which is raised."""

@@ -969,6 +969,12 @@ OTHERS = {  # by how transformers calls them, with a window of 12 tokens where t
     "falcon": (SIZE, False),  # attention of its own
     "gemma2": (HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 12}, False),  # no sdpa
     "gemma3_text": (HEADS | {"sliding_window": 12}, False),
+    "gemma3n_text": (  # its last two layers have no keys of their own
+        HEADS
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "laurel_rank": 4}
+        | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": None},
+        True,
+    ),
     "gpt_neo": (
         {
             "hidden_size": 32,
@@ -1110,15 +1116,25 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "llama", "qwen3"])
-def test_a_rollout_waits_for_nothing_on_the_device(family):
-    """Tensors on the meta device have no values: to ask for one raises, as does a tensor on another device."""
+def test_a_rollout_waits_for_nothing_on_the_device(family, monkeypatch):
+    """Tensors on the meta device have no values: to ask for one raises, as does a tensor on another device. What is
+    watched for copies: all that CUDA watches in the trial of a step, and a rollout."""
+    copies, modes = Copies(), []
+
+    def watch(mode):
+        modes.append(mode)
+        copies.__enter__() if mode == "error" else copies.__exit__(None, None, None)
+
+    monkeypatch.setattr(rloo.Decoder, "graphs_work", True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", watch)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     with torch.device("meta"):
         model, prompt_ids, prompt_mask = tiny_model(family), torch.ones(4, 5).long(), torch.ones(4, 5).bool()
     with torch.no_grad():  # three tokens: from the fifth on it asks now and then whether all have stopped
         decoder = rloo.Decoder(model, 4, 5, 2, 3, 0.7, [0, 9])
-        decoder.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])  # makes the caches, with the step
-        decoder.step(3)
-        with Copies() as copies:
+        assert decoder.can_capture(prompt_ids, prompt_mask)
+        assert modes == ["error", "default"]
+        with copies:
             tokens, logprobs = decoder.generate(prompt_ids, prompt_mask)
     assert not copies.seen
     assert tokens.is_meta and logprobs.is_meta and tokens.shape == logprobs.shape == (2, 4, 3)
@@ -1187,8 +1203,12 @@ def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, 
     prompt_mask = torch.arange(P) >= torch.tensor([[0], [3], [6]])  # left-padded
     visible = torch.arange(n) <= 3  # the last slot is one of those still to come
     least = torch.finfo(torch.float32).min
-    step = rloo.Step(None, ~prompt_mask[:, None, None] * least, ~visible[None, None, None] * least, place, k)
-    found = rloo.step_attention(query, key, value, prompt_key, prompt_value, step, scaling=0.3)
+    caches = []
+    for other, keys, values in ((key + 1, prompt_key, prompt_value), (prompt_key, key, value)):  # two layers
+        layers = [types.SimpleNamespace(keys=other, values=other), types.SimpleNamespace(keys=keys, values=values)]
+        caches.append(types.SimpleNamespace(layers=layers))
+    step = rloo.Step(*caches, ~prompt_mask[:, None, None] * least, ~visible[None, None, None] * least, place, k)
+    found = rloo.step_attention(query, key, value, step, scaling=0.3)
 
     keys, values = (
         torch.cat([prompt[place // k], own[:, :, :n]], dim=2).repeat_interleave(H // key_heads, dim=1).double()
@@ -3640,8 +3660,12 @@ def test_only_a_step_that_waits_switches_graphs_off_and_the_debug_mode_is_reset(
     monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     decoder = rloo.Decoder(tiny_model(), *batch.prompt_ids.shape, 3, 4, 1.0, stop_ids=[0])
 
+    steps = []
+
     def fail(length):
-        raise error
+        steps.append(length)
+        if len(steps) == 2:  # the first is not watched
+            raise error
 
     decoder.step = fail
     with torch.no_grad(), contextlib.nullcontext() if goes_on else pytest.raises(torch.OutOfMemoryError):
