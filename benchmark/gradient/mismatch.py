@@ -71,8 +71,8 @@ DIFFERENCES = {  # name -> kind and size, see `differing`
     "logits off by 0.02": ("logits", 0.02),
     "logits off by 0.3": ("logits", 0.3),
     "top-p 0.9": ("top-p", 0.9),
-    "one update old, small step": ("step", 0.1),
-    "one update old, large step": ("step", 0.5),
+    "one update old, step 0.3": ("step", 0.3),
+    "one update old, step 1": ("step", 1.0),
 }
 
 
@@ -137,9 +137,10 @@ def measure_differences(seeds, rloo_k=(2, 3), kl_coef: float = 0.3) -> list[dict
 
 
 def exact_tables(rows: list[dict]) -> dict[str, str]:
-    """Bias, cosine and noise as tables: samplers × weights; a cell is the median over all cases and the worst."""
+    """Bias, direction and noise as tables: samplers × weights; a cell is the median over all cases and the worst."""
     tables = {}
-    for column, (name, worst) in enumerate((("bias", max), ("cosine", min), ("variance", max), ("noise", max))):
+    for name, worst in (("bias", max), ("cosine", min), ("noise", max)):
+        column = estimators.COLUMNS.index(name)
         head = ["sampler", "gap", "share", *WEIGHTS]
         lines = [head]
         for sampler in DIFFERENCES:
@@ -264,11 +265,14 @@ def training_table(records: Records, reference: Records, seeds=(1, 2, 3)) -> str
         found = {seed: records.all.get(f"{sampler}_{correction}__{seed}") for seed in seeds}
         found = {seed: record for seed, record in found.items() if record}
         complete = {seed: record for seed, record in found.items() if record["complete"]}
-        if not complete:
+        if not found:
             continue
-        wins = [win_rate(record) - win_rate(base[seed]) for seed, record in complete.items()]
         number = str(len(complete)) + (f" of {len(found)}" if len(complete) < len(found) else "")
         line = [sampler.replace("stale", "updates old: "), f"`{correction}`", number]
+        if not complete:  # no run came to its end
+            lines.append(line + [""] * (len(lines[0]) - len(line)))
+            continue
+        wins = [win_rate(record) - win_rate(base[seed]) for seed, record in complete.items()]
         lines.append([*line, *graded(list(complete.values())), plus_minus(wins, 100, 1, "+"), *weighed(complete)])
     return markdown(lines)
 
