@@ -71,6 +71,7 @@ DIFFERENCES = {  # name -> kind and size, see `differing`
     "logits off by 0.02": ("logits", 0.02),
     "logits off by 0.3": ("logits", 0.3),
     "top-p 0.9": ("top-p", 0.9),
+    "one update old, step 0.03": ("step", 0.03),
     "one update old, step 0.3": ("step", 0.3),
     "one update old, step 1": ("step", 1.0),
 }
