@@ -237,6 +237,9 @@ class Option:
     top_p: float = 1.0  # of the sampling; scored by the full softmax
     divide: str | None = None  # leave-one-out advantages by: the group's std, or that of the siblings alone
     baseline: bool = True  # without it the advantage is the reward itself
+    rollout_correction: str = "off"  # matters where a sampler is given, see `moments`
+    rollout_correction_cap: float = 2.0
+    ratio_level: str | None = None
 
     @property
     def mixes_prompts(self) -> bool:
@@ -306,18 +309,27 @@ def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float)
     return advantages, rloo.loss_weight(mask.sum(-1), ended, option.loss_aggregation)
 
 
-def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
+def estimates(case: Case, index: torch.Tensor, option: Option, sampler: torch.Tensor | None = None) -> torch.Tensor:
     """g (N, d) of the updates `index` (k, N, B): minus the gradient of the loss that training would step along.
+
+    `sampler` (B, n, R) are the log-probs under what sampled the completions, if that was not the policy. As in
+    `update`, the KL is then the sampler's from the reference, but with a rollout_correction the policy's.
 
     rloo.py's loss is differentiated by the tokens' log-probs, and those by the parameters. Where an option looks at the
     whole update, its functions are called once per update; else all updates are one batch of N·B prompts."""
     k, N, _ = index.shape
     prompts = torch.arange(B)
-    new, ref, scores, mask = (
+    sampler = case.logprobs if sampler is None else sampler
+    new, sampled, ref, scores, mask = (
         x[prompts, index].flatten(1, 2)
-        for x in (case.logprobs, case.ref_logprobs, case.scores, case.mask.expand(B, -1, -1))
+        for x in (case.logprobs, sampler, case.ref_logprobs, case.scores, case.mask.expand(B, -1, -1))
     )  # (k, N·B, ...)
-    kl, k3 = (new - ref) * mask, rloo.kl_penalty(new, ref, mask)
+    level = option.ratio_level or rloo.default_ratio_level(option)
+    correction, _ = rloo.rollout_weight(
+        new, sampled, mask, option.rollout_correction, option.rollout_correction_cap, level
+    )
+    of_kl = sampled if option.rollout_correction == "off" else new
+    kl, k3 = (of_kl - ref) * mask, rloo.kl_penalty(of_kl, ref, mask)
     parts = [slice(i, i + B) for i in range(0, N * B, B)] if option.mixes_prompts else [slice(None)]
     found = [
         advantages_and_weights(scores[:, part], kl[:, part], k3[:, part], mask[:, part], option, case.kl_coef)
@@ -325,22 +337,26 @@ def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     ]
     advantages, weight = (torch.cat(x, dim=1) for x in zip(*found))
     old, new = new, new.clone().requires_grad_()
-    level = rloo.default_ratio_level(option)
-    losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2, level)
+    losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2, level, correction)
     if option.kl in ("k3 in loss", "k3 in both"):
         losses = losses + case.kl_coef * rloo.kl_penalty(new, ref, mask)
     (slope,) = torch.autograd.grad((losses * weight).sum() / (k * B), new)  # an update's loss: the mean of its k·B
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, N, B, -1), case.jacobian[prompts, index])
 
 
-def moments(case: Case, updates: tuple[torch.Tensor, torch.Tensor], option: Option) -> tuple[torch.Tensor, float]:
-    """E g (d,) and the trace of g's covariance, over all updates."""
+def moments(
+    case: Case, updates: tuple[torch.Tensor, torch.Tensor], option: Option, sampler: torch.Tensor | None = None
+) -> tuple[torch.Tensor, float]:
+    """E g (d,) and the trace of g's covariance, over all updates. What samples them is the policy, or another
+    distribution, `sampler`: its log-probs (B, n, R), which are then known in training as well."""
     index, orders = updates
-    sampled = token_logprobs(case.theta, case.tokens, case.mask, option.top_p).sum(-1).exp()  # (B, n)
-    weight = orders * sampled[torch.arange(B), index].prod(0).prod(-1)
+    drawn = token_logprobs(case.theta, case.tokens, case.mask, option.top_p) if sampler is None else sampler
+    weight = orders * drawn.sum(-1).exp()[torch.arange(B), index].prod(0).prod(-1)
     if abs(weight.sum().item() - 1) > 1e-9:
         raise AssertionError(f"the probabilities of all updates add up to {weight.sum().item()}")
-    g = estimates(case, index, option)
+    possible = weight > 0  # what a sampler cannot draw has no log-prob
+    index, weight = index[:, possible], weight[possible]
+    g = estimates(case, index, option, sampler)
     mean = weight @ g
     return mean, (weight @ (g - mean).square().sum(-1)).item()
 

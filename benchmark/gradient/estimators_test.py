@@ -163,6 +163,103 @@ def test_a_reward_with_a_large_mean_is_the_dense_one_to_a_baseline_and_not_witho
         assert torch.allclose(first[0], second[0]) and first[1] == pytest.approx(second[1])
 
 
+# ---- A sampler that is not the policy --------------------------------------------------------------------------------
+
+
+def corrected(correction: str, cap: float = 2.0, level: str = "sequence") -> Option:
+    return Option(rollout_correction=correction, rollout_correction_cap=cap, ratio_level=level)
+
+
+def another_sampler(case: estimators.Case, size: float = 0.5) -> torch.Tensor:
+    noise = torch.randn(15, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return estimators.token_logprobs(case.theta + size * noise, TOKENS, MASK)
+
+
+def biases(case: estimators.Case, sampler: torch.Tensor, k: int, options: dict[str, Option]) -> dict[str, float]:
+    updates = estimators.all_updates(N, k)
+    base = estimators.moments(case, updates, Option())
+    found = {name: estimators.moments(case, updates, option, sampler) for name, option in options.items()}
+    return {name: estimators.judge(case.exact, *x, base)["bias"] for name, x in found.items()}
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("reward", ["dense", "sparse"])
+def test_the_weight_of_whole_completions_without_a_cap_leaves_no_bias_and_nothing_less_does(reward, k, monkeypatch):
+    case = a_case(reward)
+    options = {
+        "off": Option(),
+        "sequence": corrected("truncate", math.inf),
+        "mask": corrected("mask", math.inf),
+        "token": corrected("truncate", math.inf, "token"),
+        "truncate at 1.2": corrected("truncate", 1.2),
+        "mask at 1.2": corrected("mask", 1.2),
+    }
+    bias = biases(case, another_sampler(case), k, options)
+    assert bias["sequence"] < 1e-10 and bias["mask"] < 1e-10
+    assert all(bias[name] > 1e-2 for name in ("off", "token", "truncate at 1.2", "mask at 1.2"))
+    right = estimators.rloo.rollout_weight
+    monkeypatch.setattr(estimators.rloo, "rollout_weight", lambda old, sampled, *more: right(sampled, old, *more))
+    assert biases(case, another_sampler(case), k, options)["sequence"] > 1e-2  # upside down
+
+
+def test_without_a_difference_every_correction_is_the_same():
+    case, updates = a_case(), estimators.all_updates(N, 2)
+    expected, variance = estimators.moments(case, updates, Option())
+    for option in (Option(), corrected("truncate"), corrected("mask"), corrected("truncate", 2.0, "token")):
+        mean, found = estimators.moments(case, updates, option, case.logprobs)
+        assert torch.allclose(mean, expected, atol=1e-12) and found == pytest.approx(variance)
+
+
+def test_what_is_never_sampled_cannot_be_corrected():
+    case = a_case()
+    sampler = estimators.token_logprobs(case.theta, TOKENS, MASK, top_p=0.9)
+    assert sampler.isinf().any()
+    options = {"off": Option(), "sequence": corrected("truncate", math.inf)}
+    assert all(1e-2 < bias < math.inf for bias in biases(case, sampler, 2, options).values())
+
+
+def test_a_corrected_estimate_is_the_written_out_sum():
+    """One update, k = 2: g = mean_j v_j A_j ∇ log π(y_j), where v is w = π / μ cut at 1.1 or, of a mask, 0 outside of
+    [1 / 1.1, 1.1]. The KL in A is the policy's; that of the sampler without a correction."""
+    case, index = a_case(), torch.tensor([[[1, 5]], [[4, 0]]])  # (k, 1, B)
+    sampler = another_sampler(case, 0.2)
+    expected = {name: torch.zeros(15, dtype=torch.float64) for name in ("off", "truncate", "mask", "token")}
+    for b in range(B):
+        ids = [index[j, 0, b] for j in range(2)]
+        ref = [case.ref_logprobs[b, i].sum() for i in ids]
+        R = [case.scores[b, i] - 0.3 * (case.logprobs[b, i].sum() - x) for i, x in zip(ids, ref)]
+        sampled_R = [case.scores[b, i] - 0.3 * (sampler[b, i].sum() - x) for i, x in zip(ids, ref)]
+        for j, i in enumerate(ids):
+            slopes, per_token = case.jacobian[b, i], (case.logprobs[b, i] - sampler[b, i]).exp()
+            w = per_token.prod().item()
+            A, one = R[j] - R[1 - j], slopes.sum(0) / 4
+            expected["off"] += (sampled_R[j] - sampled_R[1 - j]) * one
+            expected["truncate"] += min(w, 1.1) * A * one
+            expected["mask"] += w * (1 / 1.1 <= w <= 1.1) * A * one
+            expected["token"] += A * (per_token.clamp(max=1.1)[:, None] * slopes).sum(0) / 4
+    options = {
+        "off": Option(),
+        "truncate": corrected("truncate", 1.1),
+        "mask": corrected("mask", 1.1),
+        "token": corrected("truncate", 1.1, "token"),
+    }
+    found = {name: estimators.estimates(case, index, option, sampler)[0] for name, option in options.items()}
+    for name in expected:
+        assert torch.allclose(found[name], expected[name], atol=1e-12), name
+    assert not torch.allclose(found["truncate"], found["mask"]) and not torch.allclose(found["token"], found["off"])
+
+
+def test_corrected_samples_have_the_mean_and_variance_of_the_enumeration():
+    case, option, draws = a_case(), corrected("truncate", 1.2), 40_000
+    sampler = another_sampler(case)
+    mean, variance = estimators.moments(case, estimators.all_updates(N, 2), option, sampler)
+    drawn = torch.multinomial(sampler.sum(-1).exp(), 2 * draws, True, generator=torch.Generator().manual_seed(1))
+    g = estimators.estimates(case, drawn.view(B, draws, 2).permute(2, 1, 0), option, sampler)
+    assert (g.mean(0) - mean).norm() < 4 * math.sqrt(variance / draws)
+    square = (g - mean).square().sum(-1)
+    assert abs(square.mean() - variance) < 4 * square.std() / math.sqrt(draws)
+
+
 # ---- --model ---------------------------------------------------------------------------------------------------------
 
 
