@@ -143,12 +143,15 @@ class Plan:
     """of the second comparison: seeds by which nothing was chosen"""
     validation_posts: int = 2_000
     test_posts: int = 5_000
-    curve_posts: int = 2_000
-    """test posts on which a long run is measured along the way"""
+    curve_posts: int = 1_000
+    """the first test posts, on which a long run is measured along the way"""
     curve_points: int = 8
     rounds: int = 3
     timed_episodes: int = 1_920
     betas: tuple[float, ...] = (0.05, 0.0, 0.01, 0.02, 0.1)
+    long_seeds: tuple[int, ...] = (1, 2, 3)
+    all_seeds_betas: tuple[float, ...] = (0.05, 0.0)
+    """that get all `seeds`, not only `long_seeds`"""
     hot_betas: tuple[float, ...] = (0.02, 0.0)
     noisy_betas: tuple[float, ...] = (0.0, 0.05)
     noisy: tuple[str, ...] = ("noisy10", "noisy25")
@@ -180,6 +183,7 @@ def quick_plan() -> Plan:
         rounds=1,
         timed_episodes=640,
         betas=(0.05, 0.0),
+        long_seeds=(1,),
         hot_betas=(),
         noisy_betas=(0.0,),
         noisy=("noisy25",),
@@ -503,9 +507,13 @@ class Study:
         folder = self.train(setting, seed, self.plan.curve_points)
         curve = [{"episode": 0, **self.start(setting.reward)}]
         for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name[11:])):
-            found, _ = self.grade(checkpoint, "test", self.plan.curve_posts, seed, greedy=False, reward=setting.reward)
-            curve.append({"episode": int(checkpoint.name[11:]) * setting.size, **found})
-        found, _ = self.grade(folder, "test", self.plan.test_posts, seed, greedy=True, reward=setting.reward)
+            episode = int(checkpoint.name[11:]) * setting.size
+            if episode < setting.episodes:
+                found, _ = self.grade(checkpoint, "test", self.plan.curve_posts, seed, False, setting.reward)
+                curve.append({"episode": episode, **found})
+        found, grades = self.grade(folder, "test", self.plan.test_posts, seed, True, setting.reward)
+        same_posts = {key: values[: self.plan.curve_posts] for key, values in grades["sampled"].items()}
+        curve.append({"episode": setting.episodes, "sampled": measure.summaries(same_posts)})
         self.runs.add(name, curve=curve, test=found)
         print(f"{name}: win on test posts {found['sampled']['win']['mean']:.4f}", flush=True)
 
@@ -517,15 +525,20 @@ class Study:
             self.runs.add(name, start=found)
         return self.runs.value(name, "start")
 
+    def long_runs(self) -> list[tuple[Setting, int]]:
+        """In the order in which they are made: each setting once, then more seeds."""
+        plan, betas, noisy = self.plan, self.long_settings(), self.noisy_settings()
+        runs = [(setting, plan.seeds[0]) for setting in (*betas, *self.hot_settings(), *noisy)]
+        runs += [(setting, seed) for seed in plan.long_seeds for setting in betas]
+        if plan.longest_episodes:
+            runs.append((replace(betas[0], episodes=plan.longest_episodes), plan.seeds[0]))
+        runs += [(setting, seed) for seed in plan.long_seeds for setting in noisy]
+        runs += [(setting, seed) for seed in plan.seeds for setting in betas if setting.beta in plan.all_seeds_betas]
+        return list(dict.fromkeys(runs))
+
     def long(self):
-        first, *more = self.plan.seeds
-        for setting in (*self.long_settings(), *self.hot_settings(), *self.noisy_settings()):
-            self.follow(setting, first)
-        if self.plan.longest_episodes:
-            self.follow(replace(self.long_settings()[0], episodes=self.plan.longest_episodes), first)
-        for seed in more:
-            for setting in (*self.long_settings(), *self.noisy_settings()):
-                self.follow(setting, seed)
+        for setting, seed in self.long_runs():
+            self.follow(setting, seed)
 
 
 def main(stages: tuple[Stage, ...] = get_args(Stage), quick: bool = False):

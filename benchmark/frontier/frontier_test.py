@@ -168,6 +168,16 @@ def test_what_costs_too_much_is_no_finalist(tmp_path):
     assert study.first_choice() == middle
 
 
+def test_long_runs_have_every_beta_once_before_any_has_more_seeds(tmp_path):
+    study = study_with(tmp_path, {})
+    runs = study.long_runs()
+    assert len(set(runs)) == len(runs)
+    settings = list(dict.fromkeys(setting for setting, _ in runs))
+    assert {setting.beta for setting in settings} == {0.0, 0.01, 0.02, 0.05, 0.1}
+    once = [setting for setting in settings if setting.episodes == 25_600]
+    assert runs[: len(once)] == [(setting, 1) for setting in once]
+
+
 def test_what_is_recorded_is_not_made_again(tmp_path, monkeypatch):
     study = study_with(tmp_path, {(frontier.OLD, 1): 0.6})
     monkeypatch.setattr(study, "train", lambda *_: pytest.fail("trained again"))

@@ -335,7 +335,7 @@ def write_tables(study):
         "compare": compare_table(study, *study.comparisons()[0], "first choice"),
         "second compare": compare_table(study, *study.comparisons()[1], "chosen"),
         "best of n": best_of_n_table(study),
-        "long": long_table(study, [*study.long_settings(), *hot, *noisy]),
+        "long": long_table(study, dict.fromkeys(setting for setting, _ in study.long_runs())),
         "over-optimisation": along_table(study, [*hot, *noisy]),
     }
     page = study.results / "README.md"
