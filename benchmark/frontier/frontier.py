@@ -138,6 +138,8 @@ class Plan:
     few_seeds: tuple[int, ...] = (1, 2, 3)
     robust: tuple[Setting, ...] = tuple(ROBUST)
     robust_seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    worthwhile: float = 0.01
+    """lead over the old default, with few seeds, below which a setting of `robust` gets no more seeds"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     second_seeds: tuple[int, ...] = (7, 8, 9, 10, 11)
     """of the second comparison: seeds by which nothing was chosen"""
@@ -384,24 +386,34 @@ class Study:
 
     # 2. More seeds for a short list, on the same posts.
     def robust(self):
-        for seed in self.plan.robust_seeds:
+        for seed in self.plan.few_seeds:
             for setting in (self.plan.old, *self.plan.robust):
                 self.validate(setting, seed, greedy=False)
+        for seed in self.plan.robust_seeds:
+            for setting in (self.plan.old, *self.candidates()):
+                self.validate(setting, seed, greedy=False)
         print(f"chosen: {self.chosen().name}", flush=True)
+
+    def candidates(self) -> list[Setting]:
+        """The settings that get all seeds."""
+        seeds, worthwhile = self.plan.few_seeds, self.plan.worthwhile
+        return [setting for setting in self.plan.robust if self.leads(setting, seeds).mean() >= worthwhile]
 
     def leads(self, setting: Setting, seeds) -> np.ndarray:
         """By how much a setting's win rate is above the old default's, seed by seed."""
         return np.array([win_of(self.runs, setting, [x]) - win_of(self.runs, self.plan.old, [x]) for x in seeds])
 
     def chosen(self) -> Setting | None:
-        """The best of the settings whose lead is above 0 with its whole interval; the old default where there is none.
+        """The best candidate whose lead is above 0 with its whole interval; the old default where there is none.
 
         None while one of them lacks a seed."""
-        seeds = self.plan.robust_seeds
-        if any(win_of(self.runs, setting, seeds) is None for setting in (self.plan.old, *self.plan.robust)):
+        old, seeds = self.plan.old, self.plan.robust_seeds
+        if any(win_of(self.runs, setting, self.plan.few_seeds) is None for setting in (old, *self.plan.robust)):
             return None
-        ahead = [x for x in self.plan.robust if estimates.interval_over_seeds(self.leads(x, seeds))[0] > 0]
-        return ranked(self.runs, ahead or [self.plan.old], seeds)[0]
+        if any(win_of(self.runs, setting, seeds) is None for setting in (old, *self.candidates())):
+            return None
+        ahead = [x for x in self.candidates() if estimates.interval_over_seeds(self.leads(x, seeds))[0] > 0]
+        return ranked(self.runs, ahead or [old], seeds)[0]
 
     # 3. The comparisons: test posts, which nothing was chosen by.
     def test(self, setting: Setting, seed: int, split: str):

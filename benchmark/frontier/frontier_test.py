@@ -148,7 +148,7 @@ def test_the_choice_is_by_the_mean_over_seeds_of_the_finalists(tmp_path):
 
 def test_the_choice_by_more_seeds_takes_only_what_is_surely_ahead(tmp_path):
     old, middle, small = small_plan().grid
-    plan = small_plan(robust=(middle, small), robust_seeds=(1, 2, 3))
+    plan = small_plan(robust=(middle, small), robust_seeds=(1, 2, 3), worthwhile=0.01)
     wins = {(old, seed): 0.60 + 0.01 * seed for seed in (1, 2, 3)}
     wins |= {(middle, seed): wins[old, seed] + lead for seed, lead in ((1, 0.010), (2, 0.011), (3, 0.012))}
     wins |= {(small, seed): wins[old, seed] + lead for seed, lead in ((1, 0.050), (2, 0.060), (3, -0.010))}
@@ -158,6 +158,7 @@ def test_the_choice_by_more_seeds_takes_only_what_is_surely_ahead(tmp_path):
     assert study_with(tmp_path / "b", wins, replace(plan, robust=(small,))).chosen() == old
     del wins[middle, 3]
     assert study_with(tmp_path / "c", wins, plan).chosen() is None
+    assert study_with(tmp_path / "d", wins, replace(plan, worthwhile=0.02)).chosen() == old  # middle is no candidate
 
 
 def test_what_costs_too_much_is_no_finalist(tmp_path):
