@@ -82,13 +82,14 @@ def test_best_of_one_is_the_mean():
     assert math.isclose(found["kl"]["mean"], grades["kl"].mean(), abs_tol=1e-5)
 
 
-def test_bootstrap_interval():
+def test_intervals_cover_the_mean_in_95_of_100_cases():
     rng = np.random.default_rng(1)
-    differences = rng.normal(1.0, 1.0, (5, 400))
-    low, high = estimates.bootstrap_interval(differences, times=2_000)
-    assert low < differences.mean() < high
-    assert high - low < 0.5
-    assert estimates.bootstrap_interval(np.full((3, 10), 2.0), times=100) == pytest.approx((2.0, 2.0))
+    seeds = 1.0 + rng.normal(0, 1.0, (2_000, 4))
+    covered = np.mean([low < 1.0 < high for low, high in map(estimates.interval_over_seeds, seeds)])
+    assert 0.93 < covered < 0.97
+    effects = rng.normal(0, 0.5, (2_000, 4, 1)) + rng.normal(0, 2.0, (2_000, 1, 30)) + rng.normal(0, 1, (2_000, 4, 30))
+    covered = np.mean([low < 0.0 < high for low, high in map(estimates.interval_over_seeds_and_posts, effects)])
+    assert covered > 0.95
 
 
 def test_wins():
@@ -140,9 +141,24 @@ def test_the_choice_is_by_the_mean_over_seeds_of_the_finalists(tmp_path):
     wins = {(old, 1): 0.60, (old, 2): 0.60, (middle, 1): 0.62, (small, 1): 0.63, (small, 2): 0.61}
     study = study_with(tmp_path, wins, small_plan())
     assert study.finalists() == [small, middle]
-    assert study.chosen() is None  # a finalist lacks a seed
+    assert study.first_choice() is None  # a finalist lacks a seed
     study = study_with(tmp_path, wins | {(middle, 2): 0.64}, small_plan())
-    assert study.chosen() == middle
+    assert study.first_choice() == middle
+
+
+def test_the_choice_by_more_seeds_takes_only_what_is_surely_ahead(tmp_path):
+    old, middle, small = small_plan().grid
+    plan = small_plan(robust=(middle, small), robust_seeds=(1, 2, 3), worthwhile=0.01)
+    wins = {(old, seed): 0.60 + 0.01 * seed for seed in (1, 2, 3)}
+    wins |= {(middle, seed): wins[old, seed] + lead for seed, lead in ((1, 0.010), (2, 0.011), (3, 0.012))}
+    wins |= {(small, seed): wins[old, seed] + lead for seed, lead in ((1, 0.050), (2, 0.060), (3, -0.010))}
+    study = study_with(tmp_path / "a", wins, plan)
+    assert np.allclose(study.leads(small, (1, 2, 3)), [0.05, 0.06, -0.01])
+    assert study.chosen() == middle  # the mean of the other is higher, but its interval has 0
+    assert study_with(tmp_path / "b", wins, replace(plan, robust=(small,))).chosen() == old
+    del wins[middle, 3]
+    assert study_with(tmp_path / "c", wins, plan).chosen() is None
+    assert study_with(tmp_path / "d", wins, replace(plan, worthwhile=0.02)).chosen() == old  # middle is no candidate
 
 
 def test_what_costs_too_much_is_no_finalist(tmp_path):
@@ -150,7 +166,17 @@ def test_what_costs_too_much_is_no_finalist(tmp_path):
     wins = {(setting, seed): win for setting, win in ((old, 0.60), (middle, 0.62), (small, 0.63)) for seed in (1, 2)}
     study = study_with(tmp_path, wins, small_plan(), seconds={small: 113.0})
     assert study.finalists() == [middle, old]
-    assert study.chosen() == middle
+    assert study.first_choice() == middle
+
+
+def test_long_runs_have_every_beta_once_before_any_has_more_seeds(tmp_path):
+    study = study_with(tmp_path, {})
+    runs = study.long_runs()
+    assert len(set(runs)) == len(runs)
+    settings = list(dict.fromkeys(setting for setting, _ in runs))
+    assert {setting.beta for setting in settings} == {0.0, 0.01, 0.02, 0.05, 0.1}
+    once = [setting for setting in settings if setting.episodes == 25_600]
+    assert runs[: len(once)] == [(setting, 1) for setting in once]
 
 
 def test_what_is_recorded_is_not_made_again(tmp_path, monkeypatch):
@@ -177,14 +203,18 @@ def test_records_are_json_with_a_line_for_each(tmp_path):
 def test_tables_are_written_between_their_marks(tmp_path):
     old, middle, small = small_plan().grid
     wins = {(setting, seed): win for setting, win in ((old, 0.60), (middle, 0.62), (small, 0.63)) for seed in (1, 2)}
-    study = study_with(tmp_path, wins, small_plan())
+    study = study_with(tmp_path, wins, small_plan(robust=(small,), robust_seeds=(1, 2)))
     page = study.results / "README.md"
-    page.write_text("before\n<!-- sweep -->\nold table\n<!-- end of sweep -->\nafter\n")
+    page.write_text(
+        "before\n<!-- sweep -->\nold table\n<!-- end of sweep -->\n<!-- robust --><!-- end of robust -->\nafter\n"
+    )
     report.write_tables(study)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old table" not in text
     assert "| 63.0 ± 0.0 |" in text
-    assert "**(chosen)**" in text
+    assert "**(first choice)**" in text
+    assert "| 0.0005 **(chosen)** | 32 | 0.05 | 2 | 63.0 ± 0.0 |" in text
+    assert "| +3.0 [+3.0, +3.0] | +3.0, +3.0 |" in text
 
 
 # ---- The models ------------------------------------------------------------------------------------------------------

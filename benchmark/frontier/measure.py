@@ -4,7 +4,7 @@
     python benchmark/frontier/measure.py --policy benchmark/mini_tldr/sft --samples 4 --posts 500
 
 Fresh posts come from mini TL;DR's own generator. Their combinations of facts occur neither in the splits that are
-shipped nor, for test posts, among the fresh validation posts. Each post gets completions sampled at T = 0.7 and, with
+shipped nor among fresh posts of another kind. Each post gets completions sampled at T = 0.7 and, with
 `--greedy`, one greedy completion. Measured are
 
     score     the reward model's
@@ -39,7 +39,7 @@ import mini_tldr  # noqa: E402
 import rloo  # noqa: E402
 
 TEMPERATURE = 0.7
-FRESH = {"validation": 2_000, "test": 5_000}  # posts of each kind
+FRESH = {"validation": 2_000, "test": 5_000, "second_test": 5_000}  # posts of each kind; later ones avoid earlier ones
 
 
 # ---- Posts -----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Args:
     policy: str
     """folder of the policy: a run's output_dir or a checkpoint in it"""
     split: str = "validation"
-    """validation, to choose by, or test, to report"""
+    """validation, to choose by, or test or second_test, to report"""
     posts: int | None = None
     """the first so many; if not given, all"""
     samples: int = 2

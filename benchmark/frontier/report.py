@@ -25,17 +25,17 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def cell(values: Sequence[dict], factor: float, decimals: int) -> str:
-    """Mean ± standard error: over seeds or, of one seed, over posts, which is marked by brackets."""
+    """Mean ± standard error: over seeds or, of one seed, over posts, which is marked by brackets; no -0.0."""
     if len(values) == 1:
         mean, error = values[0]["mean"], values[0]["stderr"]
-        return f"{factor * mean:.{decimals}f} (± {factor * error:.{decimals}f})"
+        return f"{round(factor * mean, decimals) + 0.0:.{decimals}f} (± {factor * error:.{decimals}f})"
     mean, error = estimates.mean_and_error([value["mean"] for value in values])
     return f"{factor * mean:.{decimals}f} ± {factor * error:.{decimals}f}"
 
 
-def measures(found: Sequence[dict]) -> list[str]:
-    """The cells of COLUMNS for the measures of several seeds."""
-    return [cell([x[mode][key] for x in found], factor, digits) for _, (mode, key), factor, digits in COLUMNS]
+def measures(found: Sequence[dict], columns=COLUMNS) -> list[str]:
+    """The cells of the columns for the measures of several seeds."""
+    return [cell([x[mode][key] for x in found], factor, digits) for _, (mode, key), factor, digits in columns]
 
 
 def having(study, setting, seeds: Iterable[int], part: str) -> dict[int, dict]:
@@ -52,8 +52,10 @@ def sweep_table(study) -> str:
     settings = list(dict.fromkeys([plan.old, *plan.grid]))
     if all(having(study, setting, [1], "validation") for setting in plan.grid):
         settings = list(dict.fromkeys([*settings, *study.second_grid()]))
-    chosen = study.chosen()
-    found = {setting: having(study, setting, plan.few_seeds, "validation") for setting in settings}
+    first_choice = study.first_choice()
+    finalists = [plan.old, *(study.finalists() if first_choice else [])]  # `robust` gives seeds to others as well
+    seeds = {setting: plan.few_seeds if setting in finalists else [1] for setting in settings}
+    found = {setting: having(study, setting, seeds[setting], "validation") for setting in settings}
     found = {setting: list(parts.values()) for setting, parts in found.items() if parts}
     order = sorted(
         found, key=lambda x: (-len(found[x]), -np.mean([part["sampled"]["win"]["mean"] for part in found[x]]))
@@ -66,7 +68,7 @@ def sweep_table(study) -> str:
             for key in ("epochs", "minis", "k", "warmup", "eps")
             if getattr(setting, key) != getattr(plan.old, key)
         ]
-        note = {plan.old: " (today's)", chosen: " **(chosen)**"}.get(setting, "")
+        note = {plan.old: " (today's)", first_choice: " **(first choice)**"}.get(setting, "")
         line = [
             f"{setting.lr:g}{note}",
             str(setting.size),
@@ -79,20 +81,56 @@ def sweep_table(study) -> str:
     return markdown(rows)
 
 
-def compare_table(study) -> str:
+def robust_table(study) -> str:
     plan, chosen = study.plan, study.chosen()
-    settings = [setting for setting in dict.fromkeys((plan.old, chosen)) if setting is not None]
-    start = study.runs.value("sft", "test")
+    columns = [column for column in COLUMNS if column[1][0] == "sampled"]
+    rows = [
+        ["learning rate", "completions per update", "β", "seeds", *(column[0] for column in columns)]
+        + ["ahead of today's, points", "seed by seed"]
+    ]
+    for setting in (plan.old, *plan.robust):
+        having_both = [having(study, x, plan.robust_seeds, "validation") for x in (plan.old, setting)]
+        seeds = [seed for seed in plan.robust_seeds if all(seed in found for found in having_both)]
+        if not seeds:
+            continue
+        note = {plan.old: " (today's)"}.get(setting, "") + (" **(chosen)**" if setting == chosen else "")
+        found = [having_both[1][seed] for seed in seeds]
+        row = [
+            f"{setting.lr:g}{note}",
+            str(setting.size),
+            f"{setting.beta:g}",
+            str(len(seeds)),
+            *measures(found, columns),
+        ]
+        if setting == plan.old:
+            rows.append([*row, "", ""])
+            continue
+        leads = 100 * study.leads(setting, seeds)
+        interval = ""
+        if len(seeds) > 1:
+            low, high = estimates.interval_over_seeds(leads)
+            interval = f" [{low:+.1f}, {high:+.1f}]"
+        rows.append([*row, f"{leads.mean():+.1f}{interval}", ", ".join(f"{lead:+.1f}" for lead in leads)])
+    return markdown(rows)
+
+
+def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
+    """Today's default and a candidate on fresh test posts."""
+    old = study.plan.old
+    if candidate == old:
+        return "*(today's default was chosen: there is nothing to compare)*"
+    settings = [old] if candidate is None else [old, candidate]
+    found = {setting: having(study, setting, plan_seeds, split) for setting in settings}
     rows = [["", "seeds", *(column[0] for column in COLUMNS)]]
+    start = study.runs.value("sft", split)
     if start:
         rows.append(["SFT policy", "", *measures([start])])
-    found = {setting: having(study, setting, plan.seeds, "test") for setting in settings}
-    for setting in settings:
-        if found[setting]:
-            name = "today's default" if setting == plan.old else "chosen"
-            rows.append([name, str(len(found[setting])), *measures(list(found[setting].values()))])
+    for setting, parts in found.items():
+        if parts:
+            label = "today's default" if setting == old else f"{name}: `{setting.name}`"
+            rows.append([label, str(len(parts)), *measures(list(parts.values()))])
     lines = [markdown(rows)]
-    shared = [seed for seed in plan.seeds if all(seed in parts for parts in found.values())]
+    shared = [seed for seed in plan_seeds if all(seed in parts for parts in found.values())]
     if len(settings) == 2 and shared:
         lines.append("")
         for key, title, factor, unit in (
@@ -101,15 +139,18 @@ def compare_table(study) -> str:
             ("sampled/gold", "gold score, sampled", 1, ""),
         ):
             values = [
-                np.array([study.posts.value(f"{setting.name}__{seed}", key) for seed in shared]) / study.post_units
+                np.array([study.posts.value(f"{setting.name}__{seed}", f"{split}/{key}") for seed in shared])
                 for setting in settings
             ]
-            difference = values[1] - values[0]
-            low, high = estimates.bootstrap_interval(difference)
+            difference = (values[1] - values[0]) / study.post_units
+            interval = ""
+            if len(shared) > 1:
+                low, high = estimates.interval_over_seeds_and_posts(difference)
+                interval = f" [{factor * low:+.2f}, {factor * high:+.2f}]"
             per_seed = ", ".join(f"{factor * x:+.2f}" for x in difference.mean(1))
             lines.append(
-                f"- {title}, chosen minus today's: {factor * difference.mean():+.2f}{unit} "
-                f"[{factor * low:+.2f}, {factor * high:+.2f}]; seed by seed {per_seed}"
+                f"- {title}, {name} minus today's: {factor * difference.mean():+.2f}{unit}{interval}; "
+                f"seed by seed {per_seed}"
             )
     return "\n".join(lines)
 
@@ -290,9 +331,11 @@ def write_tables(study):
     hot, noisy = study.hot_settings(), study.noisy_settings()
     tables = {
         "sweep": sweep_table(study),
-        "compare": compare_table(study),
+        "robust": robust_table(study),
+        "compare": compare_table(study, *study.comparisons()[0], "first choice"),
+        "second compare": compare_table(study, *study.comparisons()[1], "chosen"),
         "best of n": best_of_n_table(study),
-        "long": long_table(study, [*study.long_settings(), *hot, *noisy]),
+        "long": long_table(study, dict.fromkeys(setting for setting, _ in study.long_runs())),
         "over-optimisation": along_table(study, [*hot, *noisy]),
     }
     page = study.results / "README.md"
