@@ -931,8 +931,8 @@ def causal_mask(real):
 
 def group_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """The attention of rollouts and group rows, as `transformers` calls it: query (B, H, n, D), key and value
-    (B, h, ≥ m, D); returns (B, n, H, D) and None. `transformers` hands a 4-D mask to every layer as it is, so the mask
-    can say what the rows are:
+    (B, h, ≥ m, D); returns (B, n, H, D) and None. `transformers` hands a 4-D mask to every layer as it is, so an
+    attribute of the mask can say what the rows are:
 
     usual rows: the mask (B, 1, n, m) says who sees whom
     a step of a rollout: mask.step; the rows are the N running lanes, see step_attention
@@ -1031,7 +1031,7 @@ def step_attention(query, key, value, step: Step, scaling):
     prompt = step.prompts.layers[layer]
     b = len(prompt.keys)
 
-    # The prompts: the queries of all lanes of a prompt in one product. Those of lanes that have left are 0, not used.
+    # The prompts: all lanes of a prompt in one product. Removed lanes have query 0; their result is dropped.
     q = query.reshape(N, h, g, D)
     by_prompt = q.new_zeros(b * k, h, g, D).index_copy(0, step.place, q)
     by_prompt = by_prompt.unflatten(0, (b, k)).transpose(1, 2).flatten(2, 3)  # (b, h, k·g, D)
@@ -1043,7 +1043,8 @@ def step_attention(query, key, value, step: Step, scaling):
 
     out, lse = by_lane(out), by_lane(lse)
 
-    # The lanes' own keys. One softmax over both: (e^lse out + e^own_lse own) / (e^lse + e^own_lse).
+    # The lanes' own keys. One softmax over all keys is (e^lse · out + e^own_lse · own) / (e^lse + e^own_lse): the own
+    # part has the weight sigmoid(own_lse - lse).
     own, own_lse = attention_and_lse(q, key[:, :, :n], value[:, :, :n], step.own_bias, scaling)
     out = torch.lerp(out.float(), own.float(), (own_lse - lse).sigmoid())
     return out.to(value.dtype).reshape(N, 1, H, -1)
@@ -1051,7 +1052,8 @@ def step_attention(query, key, value, step: Step, scaling):
 
 def attention_and_lse(query, key, value, bias, scaling):
     """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D), and log Σ exp(score) over the
-    keys, (..., n, 1) in float32. CPUs have a kernel for both, for keys and values of one size."""
+    keys, (..., n, 1) in float32. On a CPU one kernel returns both, if keys and values have the same head
+    size."""
     if query.is_cpu and query.shape[-1] == value.shape[-1]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(query, key, value, attn_mask=bias, scale=scaling)
@@ -1285,9 +1287,9 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
 
 class Decoder:
     """Samples k completions of up to R tokens for each of B prompts of P slots. It reads the prompts once, then one
-    token of each running lane per step. On a CPU, lanes that have ended are removed from the batch. On a GPU all run to
-    the end: shapes and addresses are static and no step waits for the device, so that CUDA can replay a step as a
-    graph."""
+    token of each running lane per step, until all have ended. On a CPU, ended lanes are removed once they are more than
+    a fifth. On a GPU they stay and what they sample is ignored: shapes and addresses are static and no step waits for
+    the device, so that CUDA can replay a step as a graph."""
 
     graphs_work = True  # False once CUDA could not capture a step
 
@@ -1299,14 +1301,14 @@ class Decoder:
         # Lanes are numbered b·k + j here (not j·B + b): first the k lanes of prompt 0.
         self.tokens = torch.zeros(B * k, R, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(B * k, R, device=device)
-        # The running lanes (N,) by this number, and by the number they would have if the prompts without a running lane
-        # had never been there. The caches have the rows of the second.
+        # Row r of a step is lane running[r]. place[r] is the number of this lane once the prompts that have no running
+        # lane are removed: place[r] // k is its row in the prompts' cache. Its row in its own cache is r.
         self.running = self.place = torch.arange(B * k, device=device)
         self.prompt_mask = torch.zeros(B, P, dtype=torch.bool, device=device)
         # The caches count their slots on the device, so that a replayed graph also advances them.
         self.prompts = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))  # (B, h, P, D) per layer
         self.own = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=R))  # (N, h, R, D) per layer
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # tokens that a lane sees -> a captured step
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # `length` of a step -> the captured step
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # memory that all graphs share
         model.set_attn_implementation("lanes")
 
@@ -1325,7 +1327,7 @@ class Decoder:
                 if ended.all():
                     break
                 if prompt_ids.is_cpu and ended.float().mean() > 0.2:
-                    self.leave(ended)
+                    self.remove(ended)
             run(min(self.R, (t // span + 1) * span))
         return [x.unflatten(0, (-1, self.k)).transpose(0, 1).clone() for x in (self.tokens, self.logprobs)]
 
@@ -1376,7 +1378,7 @@ class Decoder:
         self.tokens[self.running, self.t] = tokens
         self.logprobs[self.running, self.t] = logprobs
 
-    def leave(self, ended):
+    def remove(self, ended):
         """Removes the running lanes that have `ended` (N,), and prompts that have no running lane any more."""
         kept = (~ended).nonzero().squeeze(1)
         self.running, place = self.running[kept], self.place[kept]

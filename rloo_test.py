@@ -1225,7 +1225,7 @@ def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, 
 @pytest.mark.parametrize("k", [1, 3])
 def test_completions_do_not_depend_on_which_lanes_have_left(family, k, monkeypatch):
     """Those that are left are what they would have been, whether ended lanes leave or not."""
-    model, left, leave = tiny_model(family), [], rloo.Decoder.leave
+    model, left, leave = tiny_model(family), [], rloo.Decoder.remove
 
     def note(decoder, ended):
         leave(decoder, ended)
@@ -1236,7 +1236,7 @@ def test_completions_do_not_depend_on_which_lanes_have_left(family, k, monkeypat
 
     rows, found = random_batch(B=8).rows, []
     for method in (note, stay):
-        monkeypatch.setattr(rloo.Decoder, "leave", method)
+        monkeypatch.setattr(rloo.Decoder, "remove", method)
         torch.manual_seed(1)
         found.append(rloo.rollout(model, rows, k, 1.0, 24, [0, 5]))
     (batch, logprobs), (whole, whole_logprobs) = found

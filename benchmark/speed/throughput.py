@@ -179,8 +179,9 @@ class Args(Workload, Machine):
     """rounds of updates, each of which starts a process per trainer"""
     updates: int = 3
     """timed updates per process, after one to warm up"""
-    skip: tuple[Literal["decode", "phases", "updates"], ...] = ()
-    """a part not to measure; may be given several times"""
+    skip: tuple[Literal["decode", "phases", "updates", "generate", "memory"], ...] = ()
+    """a part not to measure, `generate` in decode, or the memory of decode and phases, which needs a profiler that may
+    take more memory than there is for thousands of steps; may be given several times"""
     vllm: str | None = None
     """python of an environment with vLLM"""
     trl: tuple[str, ...] = ()
@@ -256,7 +257,7 @@ def resolve_args(args: Args) -> Args:
             args.trl_static_cache and args.dtype == "bfloat16" and args.shape in GPT_NEOX,
             f"--trl_static_cache: the static cache of transformers fails on {args.shape} in bfloat16 autocast",
         ),
-        (len(set(args.skip)) == 3, "--skip: nothing is left to measure"),
+        ({"decode", "phases", "updates"} <= set(args.skip), "--skip: nothing is left to measure"),
         (not args.output.endswith(".json"), f"--output {args.output}: must end in .json"),
     ]:
         if wrong:
@@ -356,15 +357,20 @@ def alternate(lanes: dict[str, Callable[[], dict]], rounds: int) -> dict[str, li
     return {name: [one[name] for one in found] for name in lanes}
 
 
-def timed(functions: dict[str, Callable], rounds: int, device: str) -> dict[str, list[dict]]:
+def timed(functions: dict[str, Callable], rounds: int, device: str, memory: bool = True) -> dict[str, list[dict]]:
     """Seconds of each function in each of `rounds` rounds, and its peak GiB, from a round before, which warms it up.
     A function may return a dict, which is added to these and may replace them."""
-    peaks = {name: added_memory(function, device) for name, function in functions.items()}
+    peaks = {}
+    for name, function in functions.items():
+        if memory:
+            peaks[name] = added_memory(function, device)
+        else:
+            function()
 
     def lane(name: str) -> dict:
         begin = clock(device)
         more = functions[name]() or {}
-        return {"seconds": clock(device) - begin, "peak_gb": peaks[name]} | more
+        return {"seconds": clock(device) - begin, "peak_gb": peaks.get(name)} | more
 
     return alternate({name: partial(lane, name) for name in functions}, rounds)
 
@@ -506,16 +512,15 @@ def measure_layouts(folder: Path, args: Args, sizes: dict[str, int], vllm_name: 
             function(in_layout(layout, model), part, *options, layout)
 
     def measure(part: str, lanes: dict[str, Callable]):
-        found[part] = timed(lanes | {"machine": probe}, args.repetitions, device)
+        found[part] = timed(lanes | {"machine": probe}, args.repetitions, device, "memory" not in args.skip)
         machine[part] = found[part].pop("machine")
 
     if "decode" not in args.skip:
         with vllm_process(folder, args) if args.vllm else contextlib.nullcontext() as sample:
-            engines = {
-                "group engine": group_engine,
-                "generate, dynamic cache": partial(generate, cache=None),
-                "generate, static cache": partial(generate, cache="static"),
-            }
+            engines = {"group engine": group_engine}
+            if "generate" not in args.skip:
+                engines["generate, dynamic cache"] = partial(generate, cache=None)
+                engines["generate, static cache"] = partial(generate, cache="static")
             if args.vllm:
                 engines[vllm_name] = partial(by_vllm, sample=sample)
             for name, length in (("decode", args.response_length), ("first token", 1)):
