@@ -919,7 +919,7 @@ def draw(result: dict, pyplot):
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(0, 1.15 * max(max(ratios) for _, ratios, _ in bars))
-    axes.set_xlabel("time relative to rloo.py's group layout and engine (bar: median; line: range over the rounds)")
+    axes.set_xlabel("time relative to the group layout and engine (bar: median, line: range)")
     axes.legend(frameon=False, loc="upper right", fontsize=9)
     axes.set_title(result["title"], fontsize=8)
     figure.suptitle("How many times as long it takes without rloo.py's group layout and engine", fontsize=11)
