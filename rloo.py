@@ -1027,7 +1027,8 @@ def step_attention(query, key, value, step: Step, scaling):
     h = key.shape[1]
     g, k, n = H // h, step.k, step.own_bias.shape[-1]
     # The layer is the one whose own keys these are. Layers that share keys have fewer caches than there are layers.
-    layer = next(i for i, own in enumerate(step.own.layers) if own.keys is key)
+    layer = next((i for i, own in enumerate(step.own.layers) if own.keys is key), None)
+    require(layer is not None, "this model does not attend to its cache as it is: set --rollout_engine hf")
     prompt = step.prompts.layers[layer]
     b = len(prompt.keys)
 
@@ -1051,9 +1052,8 @@ def step_attention(query, key, value, step: Step, scaling):
 
 
 def attention_and_lse(query, key, value, bias, scaling):
-    """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D), and log Σ exp(score) over the
-    keys, (..., n, 1) in float32. On a CPU one kernel returns both, if keys and values have the same head
-    size."""
+    """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D); and log Σ exp(score) over the
+    keys, (..., n, 1) in float32. On a CPU one kernel returns both, if keys are as long as values."""
     if query.is_cpu and query.shape[-1] == value.shape[-1]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(query, key, value, attn_mask=bias, scale=scaling)
@@ -1211,11 +1211,12 @@ def decode(model, chunks, k, temperature, R, stop_ids):
     """Tokens and their log-probs (k, B, R) by the Decoder, for chunks of prompts: ids and mask (b, P)."""
     decoder, parts = None, []
     for ids, mask in chunks:
-        if model.device.type == "cpu":
+        if ids.is_cpu:
             longest = int(mask.sum(1).max())
             ids, mask = ids[:, -longest:], mask[:, -longest:]
+            decoder = None  # it can be used once
         # On a GPU chunks have one shape, but for the last, so that they can replay the same graphs.
-        if decoder is None or model.device.type == "cpu" or decoder.prompt_mask.shape != mask.shape:
+        if decoder is None or decoder.prompt_mask.shape != mask.shape:
             decoder = None  # frees the old cache before the new one is allocated
             decoder = Decoder(model, *mask.shape, k, R, temperature, stop_ids)
         parts.append(decoder.generate(ids, mask))

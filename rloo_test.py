@@ -1248,6 +1248,49 @@ def test_completions_do_not_depend_on_which_lanes_have_left(family, k, monkeypat
     assert torch.allclose(logprobs, rloo.completion_logprobs(model, batch, 1.0, "plain")[0], atol=1e-5)
 
 
+def test_a_model_that_does_not_read_its_cache_as_it_is_gets_a_line_that_says_what_to_do():
+    query = torch.ones(1, 1, 1, 2)
+    step = rloo.Step(rloo.Cache(layers=[]), rloo.Cache(layers=[]), None, torch.zeros(1, 1, 1, 1), None, k=1)
+    with pytest.raises(rloo.InputError, match="--rollout_engine hf"):
+        rloo.step_attention(query, query, query, step, scaling=1.0)
+
+
+def test_prompts_of_like_length_share_a_forward_pass(train, monkeypatch):
+    """In the rollout's chunks, in the reference's and in the micro-batches of a mini-batch, drawn at random."""
+    calls = {"decode": [], "chunks": [], "training": []}  # lengths of the prompts of each call
+    read_prompts, group_hidden = rloo.Decoder.read_prompts, rloo.group_hidden
+
+    def note_decode(decoder, prompt_ids, prompt_mask):
+        calls["decode"].append(prompt_mask.sum(1).tolist())
+        return read_prompts(decoder, prompt_ids, prompt_mask)
+
+    def note_forward(model, batch):
+        kind = "training" if torch.is_grad_enabled() else "chunks"
+        calls[kind].append(batch.prompt_mask.sum(1).tolist())
+        return group_hidden(model, batch)
+
+    monkeypatch.setattr(rloo.Decoder, "read_prompts", note_decode)
+    monkeypatch.setattr(rloo, "same_in_both_layouts", lambda *args: True)
+    monkeypatch.setattr(rloo, "group_hidden", note_forward)
+    train(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        num_mini_batches=2,
+        local_rollout_forward_batch_size=4,
+        total_episodes=32,
+    )
+    assert len(calls["decode"]) == 8 and len(calls["chunks"]) == 24  # old and reference log-probs, rewards
+    assert len(calls["training"]) == 8 and len(set(sum(calls["decode"], []))) > 4
+    for one_pass in (calls["decode"], *batched(calls["chunks"], 8), *batched(calls["training"], 4)):
+        lengths = sum(one_pass, [])
+        assert lengths == sorted(lengths)
+    assert calls["training"] != sorted(calls["training"])  # the mini-batches are not
+
+
+def batched(values: list, n: int) -> list[list]:
+    return [values[i : i + n] for i in range(0, len(values), n)]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What others got wrong: one test each
 
