@@ -630,7 +630,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 state |= {"update": done, "steps": steps_taken(optimizer), "metrics": metrics, "files": lengths(output)}
                 warn_about(metrics, args)
                 scored |= "objective/scores" in metrics
-                require(scored or done < first + 3, "3 updates without a score: all rewards are None or have weight 0")
+                give_up = min(first + 3, num_updates)
+                require(scored or done < give_up, "no update has a score: all rewards are None or have weight 0")
                 bar.set_postfix(
                     reward=metrics.get("objective/rlhf_reward", "-"),
                     kl=metrics.get("objective/kl", "-"),
@@ -696,8 +697,10 @@ def shuffled(n, seed, epoch) -> np.ndarray:
 
 def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
-    if metrics["grad_norm"] == 0:
-        say_once("an update had gradient 0: no completion is in the loss, or the rewards within each group are equal")
+    if metrics["grad_norm"] == 0 or metrics.get("frac_reward_zero_std") == 1:
+        say_once(
+            "an update had nothing to learn from: all rewards within each group are equal, or nothing is in the loss"
+        )
     if metrics["completions/clipped_ratio"] > 0.5:
         say_once(
             f"most completions are cut at --response_length {args.response_length}: raise it, or set "
@@ -811,7 +814,8 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
 
     samples = gather(samples)
     for sample in samples[: min(3, len(rows))]:
-        shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
+        prompt = " ".join(sample["prompt"].split())
+        shown = sample | {"prompt": prompt if len(prompt) <= 100 else f"... {prompt[-100:]}"}
         shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
         tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
     means = {}

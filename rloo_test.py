@@ -2426,7 +2426,7 @@ def test_updates_without_an_advantage_are_survived_and_said_once(train, capfd):
     )
     said = "".join(capfd.readouterr())
     *_, row = map(json.loads, (output / "completions.jsonl").read_text().splitlines())
-    assert said.count("had gradient 0: no completion is in the loss, or") == 1
+    assert said.count("an update had nothing to learn from: all rewards within each group are equal") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert metrics[0]["rewards/never/applied"] == 0 and "rewards/never/mean" not in metrics[0]
     assert (row["score"], row["win_rate"]) == (1, 0.5)  # a tie
@@ -2618,8 +2618,8 @@ def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys
     _, out = train(dataset_name=str(tmp_path / "x.jsonl"), num_eval_prompts=3, total_episodes=0)
     samples = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
     shown = capsys.readouterr().out.split("sampled:\n")[1].split("prompt    ")[1:]
-    for sample, text, prompt in zip(samples[:3], shown, ["b c", "b c", "a " * 48 + "a h i"], strict=True):
-        assert text.startswith(f"      {prompt[-100:]}\n")
+    for sample, text, prompt in zip(samples[:3], shown, ["b c", "b c", "... " + ("a " * 60 + "h i")[-100:]], strict=True):
+        assert text.startswith(f"      {prompt}\n")
         assert f"completion      {sample['completion']}\n" in text and f"score           {sample['score']:.2f}" in text
 
 
@@ -3448,9 +3448,11 @@ def test_a_model_that_takes_no_mask_of_group_rows_falls_back_with_its_reason(tra
 
 def test_a_run_in_which_nothing_can_be_scored_ends(train, tmp_path):
     flags = {"reward_model_path": None, "reward_fns": (f"{__file__}:never",), "output_dir": str(tmp_path / "out")}
-    with pytest.raises(InputError, match="^3 updates without a score: all rewards are None or have weight 0"):
+    with pytest.raises(InputError, match="^no update has a score: all rewards are None or have weight 0"):
         train(total_episodes=160, **flags)
-    assert len(read_metrics(tmp_path / "out")) == 2
+    assert len(read_metrics(tmp_path / "out")) == 2  # updates before the third
+    with pytest.raises(InputError, match="^no update has a score"):
+        train(total_episodes=16, **flags | {"output_dir": str(tmp_path / "one")})  # its only update
 
 
 def test_metrics_say_how_many_completions_have_a_score_and_how_many_a_loss(train):
