@@ -111,7 +111,9 @@ class RLOO:
     """the algorithm"""
 
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
-    kl_coef: float = 0.05  # β: weight of the KL divergence from the reference; at 0 no reference is loaded
+    # β: weight of the KL divergence from the reference; at 0 no reference is loaded; default: 0.05, but 0.02 if neither a
+    # data set nor a model is given
+    kl_coef: float | None = None
     kl_level: Literal["sequence", "token"] = "sequence"  # one reward per completion, or a reward-to-go per token
     token_level_kl: bool = False  # the same as --kl_level token, by TRL's name
     kl_in_reward: bool = True  # subtract β·kl from the reward; if false, add β·(k3 estimator) to the loss
@@ -144,8 +146,8 @@ class Rewards:
 class BatchSize:
     """completions per update and process: the first two flags multiplied together and by num_mini_batches"""
 
-    per_device_train_batch_size: int = 64  # completions per forward and backward pass, a multiple of rloo_k (TRL: 8)
-    gradient_accumulation_steps: int = 2  # forward and backward passes per optimizer step (TRL: 1)
+    per_device_train_batch_size: int = 32  # completions per forward and backward pass, a multiple of rloo_k (TRL: 8)
+    gradient_accumulation_steps: int = 1  # forward and backward passes per optimizer step
     # completions in the whole run, rounded up to whole updates; 0: only evaluate; default: one pass over the training
     # prompts, with k completions each; 6,400 if neither a data set nor a model is given
     total_episodes: int | None = None
@@ -155,7 +157,7 @@ class BatchSize:
 class Optimizer:
     """AdamW"""
 
-    learning_rate: float | None = None  # peak value; default: 1e-6, but 5e-4 for mini TL;DR's tiny model
+    learning_rate: float | None = None  # peak value; default: 1e-6, but 2.5e-4 for mini TL;DR's tiny model
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # decay after the warmup
     warmup_ratio: float = 0.0  # share of the run in which the learning rate rises from 0
     adam_eps: float = 1e-8  # added to the denominator
@@ -2124,7 +2126,9 @@ def resolve_args(args: Args) -> Args:
     if args.device == "cuda":
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if args.learning_rate is None:
-        args.learning_rate = 5e-4 if embedded else 1e-6
+        args.learning_rate = 2.5e-4 if embedded else 1e-6
+    if args.kl_coef is None:
+        args.kl_coef = 0.02 if embedded else 0.05
     if args.total_episodes is None and embedded:
         args.total_episodes = 6_400
     if args.dtype is None:

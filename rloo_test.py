@@ -2618,7 +2618,9 @@ def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys
     _, out = train(dataset_name=str(tmp_path / "x.jsonl"), num_eval_prompts=3, total_episodes=0)
     samples = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
     shown = capsys.readouterr().out.split("sampled:\n")[1].split("prompt    ")[1:]
-    for sample, text, prompt in zip(samples[:3], shown, ["b c", "b c", "... " + ("a " * 60 + "h i")[-100:]], strict=True):
+    for sample, text, prompt in zip(
+        samples[:3], shown, ["b c", "b c", "... " + ("a " * 60 + "h i")[-100:]], strict=True
+    ):
         assert text.startswith(f"      {prompt}\n")
         assert f"completion      {sample['completion']}\n" in text and f"score           {sample['score']:.2f}" in text
 
@@ -3302,8 +3304,9 @@ def test_two_processes_share_the_completions_of_one_engine(tiny, tmp_path):
 
 def test_what_is_not_given_depends_on_what_is_trained(train, tiny, capsys):
     embedded, own = parse(""), parse(f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f")
-    assert (embedded.learning_rate, embedded.total_episodes, embedded.dtype) == (5e-4, 6400, "float32")
+    assert (embedded.learning_rate, embedded.total_episodes, embedded.dtype) == (2.5e-4, 6400, "float32")
     assert (own.learning_rate, own.total_episodes, own.dtype) == (1e-6, None, "float32")  # on a CPU
+    assert (embedded.kl_coef, own.kl_coef) == (0.02, 0.05)
     assert parse(f"--sft_model_path {tiny}/sft").learning_rate == 1e-6  # mini TL;DR, but not its policy
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
