@@ -1844,9 +1844,12 @@ def test_weights_add_reward_model_and_functions(train):
     assert both["rewards/reward_model/std"] > 0 == both["rewards/constant_reward/std"]
 
 
-def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train):
-    functions = [f"{__file__}:{name}" for name in ("never", "constant_reward")]
-    (metrics,), _ = train(reward_model_path=None, reward_fns=tuple(functions), reward_weights=(1.0, 0.0), kl_coef=0.0)
+def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train, tmp_path):
+    functions = tuple(f"{__file__}:{name}" for name in ("never", "constant_reward"))
+    flags = {"reward_model_path": None, "reward_fns": functions, "reward_weights": (1.0, 0.0), "kl_coef": 0.0}
+    with pytest.raises(InputError, match="^no update has a score"):
+        train(**flags, total_episodes=32, output_dir=str(tmp_path / "out"))
+    (metrics,) = read_metrics(tmp_path / "out")  # of the first of two updates
     assert metrics["rewards/constant_reward/mean"] == 1 and "objective/scores" not in metrics
 
 
