@@ -111,9 +111,7 @@ class RLOO:
     """the algorithm"""
 
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
-    # β: weight of the KL divergence from the reference; at 0 no reference is loaded; default: 0.05, but 0.02 if neither a
-    # data set nor a model is given
-    kl_coef: float | None = None
+    kl_coef: float = 0.02  # β: weight of the KL divergence from the reference; at 0 no reference is loaded (TRL: 0.05)
     kl_level: Literal["sequence", "token"] = "sequence"  # one reward per completion, or a reward-to-go per token
     token_level_kl: bool = False  # the same as --kl_level token, by TRL's name
     kl_in_reward: bool = True  # subtract β·kl from the reward; if false, add β·(k3 estimator) to the loss
@@ -2127,8 +2125,6 @@ def resolve_args(args: Args) -> Args:
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if args.learning_rate is None:
         args.learning_rate = 2.5e-4 if embedded else 1e-6
-    if args.kl_coef is None:
-        args.kl_coef = 0.02 if embedded else 0.05
     if args.total_episodes is None and embedded:
         args.total_episodes = 6_400
     if args.dtype is None:
