@@ -3640,7 +3640,7 @@ def test_the_entropy_has_the_gradient_of_its_formula():
 
 def test_update_and_rollout_take_args_as_they_come(tiny):
     model, tokenizer = (auto.from_pretrained(tiny / "sft") for auto in (AutoModelForCausalLM, AutoTokenizer))
-    rows = [rloo.prepare_row({"prompt": text}, tokenizer) for text in ("a b", "c d e f")] * 16
+    rows = [rloo.prepare_row({"prompt": text}, tokenizer) for text in ("a b", "c d e f")] * 4
     rewards = {"sum": lambda batch: {"sum": batch.responses.sum(-1).float()}}
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     sampling = {"response_length": 4, "stop_ids": [0]}
