@@ -168,7 +168,7 @@ class Plan:
     test_posts: int = 5_000
     noisy_posts: int = 20_000
     """that the reward model from comparisons is trained on"""
-    at_episodes: tuple[int, ...] = (1_600, 3_200, 6_400)
+    at_episodes: tuple[int, ...] = (1_600, 3_200, 6_400, 25_600)
     """where the table of equal budgets looks"""
     at_seconds: tuple[int, ...] = (25, 50, 100, 200, 400, 800)
     at_steps: tuple[int, ...] = (25, 50, 100, 200)
@@ -304,6 +304,7 @@ class Peers(frontier.Study):
 
     def repeat(self, method: Method):
         """All seeds of the best trial, on test posts."""
+        self.runs.read()  # another process may have tuned it
         trial = self.best(method)
         if trial is None:
             print(f"{method.name}: skipped, since {method.like} has not been tuned", flush=True)
@@ -364,6 +365,8 @@ def main(
         if skipped:
             print(f"skipped, since these are not given: {', '.join(skipped)}", flush=True)
         study.run([method for method in chosen if method.environment in study.pythons])
+    study.runs.read()
+    study.posts.read()
     peers_report.write_tables(study)
     peers_report.draw_picture(study)
 

@@ -61,10 +61,11 @@ def verdict(differences: np.ndarray) -> str:
 
 
 def summary(study, trials: dict) -> str:
-    """Who is ahead of RLOO, in one line each: before the table, whoever it is."""
+    """Who is ahead of RLOO and who is not, before the table. What has more episodes is not counted."""
     groups = {"ahead": [], "behind": [], "not told apart": []}
     for name, trial in trials.items():
-        found = None if name == "rloo" or "rloo" not in trials else compared(study, trial, trials["rloo"])
+        counted = name != "rloo" and "rloo" in trials and trial.method.longer == 1
+        found = compared(study, trial, trials["rloo"]) if counted else None
         if found is not None and len(found) > 1:
             text = f"{trial.method.title} ({report.mean_and_interval(found, 100, decimals=1)})"
             groups[verdict(found)].append((found.mean(), text))
@@ -219,14 +220,14 @@ def score_at(found: dict[str, np.ndarray], axis: str, budget: float) -> np.ndarr
 
 
 def budgets_table(study, trials: dict) -> str:
-    """The reward model's score at equal budgets."""
+    """The reward model's score at equal budgets, of the methods that differ in how they spend them."""
     plan = study.plan
     budgets = [("episodes", x) for x in plan.at_episodes] + [("CPU seconds", x) for x in plan.at_seconds]
     budgets += [("optimizer steps", x) for x in plan.at_steps]
     short = {"episodes": "episode", "CPU seconds": "CPU second", "optimizer steps": "step"}
     rows = [["", *(f"{short[axis]} {x:,}" for axis, x in budgets), "end"]]
-    for trial in trials.values():
-        found = curves(study, trial)
+    for name, trial in trials.items():
+        found = curves(study, trial) if name in (*DRAWN, "rloo_4_epochs") else None
         if found:
             scores = [score_at(found, axis, x) for axis, x in budgets] + [found["score"][:, -1]]
             rows.append([trial.method.title, *("" if x is None else f"{x.mean():.2f}" for x in scores)])
@@ -245,7 +246,9 @@ def draw_picture(study):
         return
     plt.switch_backend("Agg")
     figure, axes = plt.subplots(1, 3, figsize=(15, 5.6), sharey=True)
-    for axis, x_name in zip(axes, ("episodes", "CPU seconds", "optimizer steps")):
+    plan = study.plan
+    ticks = {"episodes": plan.at_episodes, "CPU seconds": plan.at_seconds, "optimizer steps": plan.at_steps}
+    for axis, x_name in zip(axes, ticks):
         for name, trial in trials.items():
             found = curves(study, trial)
             x, y = found[x_name][:, 1:], found["score"][:, 1:]  # a logarithmic axis has no 0
@@ -258,6 +261,8 @@ def draw_picture(study):
         if start:
             axis.axhline(start["mean"], color="black", lw=1, ls="--", label="SFT policy, where all begin")
         axis.set_xscale("log")
+        axis.set_xticks(ticks[x_name], [f"{x:,}" for x in ticks[x_name]])
+        axis.minorticks_off()
         axis.set_xlabel(f"{x_name} (logarithmic)")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("reward model's score")
