@@ -2621,7 +2621,9 @@ def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys
     _, out = train(dataset_name=str(tmp_path / "x.jsonl"), num_eval_prompts=3, total_episodes=0)
     samples = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
     shown = capsys.readouterr().out.split("sampled:\n")[1].split("prompt    ")[1:]
-    for sample, text, prompt in zip(samples[:3], shown, ["b c", "b c", "... " + ("a " * 60 + "h i")[-100:]], strict=True):
+    for sample, text, prompt in zip(
+        samples[:3], shown, ["b c", "b c", "... " + ("a " * 60 + "h i")[-100:]], strict=True
+    ):
         assert text.startswith(f"      {prompt}\n")
         assert f"completion      {sample['completion']}\n" in text and f"score           {sample['score']:.2f}" in text
 

@@ -280,6 +280,7 @@ class Study:
 
     post_units = 20  # what is kept of each post is in twentieths
     files = {"runs": "runs.json", "posts": "posts.json"}
+    kept = (("sampled", "win"), ("sampled", "gold"), ("greedy", "win"))  # of each test post
 
     def __init__(self, plan: Plan, folder: Path, results: Path):
         self.plan = plan
@@ -434,9 +435,10 @@ class Study:
         name = f"{setting.name}__{seed}"
         if self.runs.value(name, split) is None:
             folder = self.train(setting, seed)
-            found, grades = self.grade(folder, split, self.plan.test_posts, seed, greedy=True)
+            greedy = "greedy" in dict(self.kept)
+            found, grades = self.grade(folder, split, self.plan.test_posts, seed, greedy)
             per_post = {}
-            for mode, measured in (("sampled", "win"), ("sampled", "gold"), ("greedy", "win")):
+            for mode, measured in self.kept:
                 twentieths = np.rint(grades[mode][measured].mean(1) * self.post_units)
                 per_post[f"{split}/{mode}/{measured}"] = twentieths.astype(int).tolist()
             self.posts.add(name, **per_post)

@@ -12,7 +12,8 @@ Each method gets six trials of 6,400 episodes with seed 1, measured by the gold 
     1 to 3  a learning rate to begin with, half of it and twice of it
     4       if one of the ends is the best so far, another step in its direction; else the rate between the best and the
             better of its neighbours
-    5, 6    the best learning rate with two other β
+    5       the best learning rate with another β
+    6       the best of these, with updates of a quarter of the completions at half of its learning rate
 
 The best trial gets seeds 2 to 6, by which nothing was chosen, and these are measured on the fresh test posts. First
 come all trials of the methods of FIRST, then their seeds, then the other methods one by one.
@@ -59,8 +60,8 @@ class Method:
     title: str
     lr: float = 5e-4
     """learning rate of the first trial"""
-    betas: tuple[float, ...] = (0.05, 0.02, 0.1)
-    """weights of the KL; the first one is the method's default"""
+    betas: tuple[float, ...] = (0.05, 0.02)
+    """weights of the KL; the first one is to begin with"""
     k: int = 4
     epochs: int = 1
     """passes over the completions of an update, an optimizer step each"""
@@ -84,8 +85,8 @@ class Method:
 
 
 PPO = Method("ppo", "PPO", 2e-4, k=1, epochs=4, trainer="ppo", value_model="reward")
-GRPO = Method("grpo_trl", "GRPO (TRL)", betas=(0.0, 0.01, 0.04), trainer="grpo")
-RAFT = Method("raft", "RAFT, k = 4", betas=(0.0, 0.02, 0.05), variant="raft")
+GRPO = Method("grpo_trl", "GRPO (TRL)", betas=(0.0, 0.04), trainer="grpo")
+RAFT = Method("raft", "RAFT, k = 4", betas=(0.0, 0.02), variant="raft")
 METHODS = [
     Method("rloo", "RLOO, k = 4"),
     PPO,
@@ -128,7 +129,8 @@ class Trial:
 
     @property
     def name(self) -> str:
-        return f"{self.method.name}_lr{self.lr:g}_beta{self.beta:g}"
+        size = "" if self.size == Trial.size else f"_size{self.size}"
+        return f"{self.method.name}_lr{self.lr:g}{size}_beta{self.beta:g}"
 
     def command(self, seed: int) -> list[str]:
         """The command without its output folder."""
@@ -158,7 +160,7 @@ class Plan:
     methods: tuple[Method, ...] = tuple(METHODS)
     first: tuple[str, ...] = FIRST
     trials: int = 6
-    """of each method, 3, 4 or 6"""
+    """of each method, at least 3"""
     seeds: tuple[int, ...] = (2, 3, 4, 5, 6)
     """of the best trial: not the one it was chosen by"""
     episodes: int = 6_400
@@ -203,10 +205,16 @@ def planned(first: Trial, number: int, win: Callable[[Trial], float | None]) -> 
     else:
         rate = math.sqrt(best * second)
     trials.append(replace(first, lr=float(f"{rate:.2g}")))
-    if number == 4 or win(trials[-1]) is None:
-        return trials
-    best = max(trials, key=win)
-    return [*trials, *(replace(best, beta=beta) for beta in first.method.betas[1:])]
+    changes = [
+        lambda best: {"beta": first.method.betas[1]},
+        lambda best: {"size": best.size // 4, "lr": best.lr / 2},
+    ]
+    for change in changes[: number - 4]:
+        if win(trials[-1]) is None:
+            break
+        best = max(trials, key=win)
+        trials.append(replace(best, **change(best)))
+    return trials
 
 
 # ---- The study -------------------------------------------------------------------------------------------------------
@@ -287,7 +295,7 @@ class Peers(frontier.Study):
     def best(self, method: Method) -> Trial | None:
         """The best of all trials; None while one is missing."""
         if method.like:
-            found = self.best(BY_NAME[method.like])
+            found = self.best(next(x for x in self.plan.methods if x.name == method.like))
             return found and replace(found, method=method, episodes=self.plan.episodes * method.longer)
         trials = self.trials(method)
         if len(trials) < self.plan.trials or None in [self.win(trial) for trial in trials]:
@@ -309,13 +317,17 @@ class Peers(frontier.Study):
         if trial is None:
             print(f"{method.name}: skipped, since {method.like} has not been tuned", flush=True)
             return
-        for seed in self.plan.seeds:
+        for seed in self.seeds(method):
             self.measure_unless_diverged(self.test, trial, seed, "test")
+
+    def seeds(self, method: Method) -> tuple[int, ...]:
+        return self.plan.seeds
 
     def start(self):
         """Measures the SFT policy, where every run begins."""
         if self.runs.value("sft", "test") is None:
-            found, _ = self.grade(measure.TASK / "sft", "test", self.plan.test_posts, 1, greedy=True)
+            greedy = "greedy" in dict(self.kept)
+            found, _ = self.grade(measure.TASK / "sft", "test", self.plan.test_posts, 1, greedy)
             self.runs.add("sft", test=found)
 
     def run(self, methods: list[Method]):

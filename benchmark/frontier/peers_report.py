@@ -6,7 +6,7 @@ import estimates
 import numpy as np
 import report
 
-WINDOW = 5  # updates that a point of a curve is the mean of: each scores 128 completions only
+WINDOW = 640  # completions that a point of a curve is the mean of
 CLAIMS = [  # of Ahmadian et al.: what should be ahead of what
     ("RLOO beats PPO", "rloo", "ppo"),
     ("the same, PPO with 1 epoch", "rloo", "ppo_1_epoch"),
@@ -84,7 +84,7 @@ def summary(study, trials: dict) -> str:
 def results_table(study, trials: dict) -> str:
     """All methods on test posts, the best first."""
     rows = [
-        ["", "learning rate", "β", "seeds", *(column[0] for column in report.COLUMNS)]
+        ["", "learning rate", "completions per update", "β", "seeds", *(column[0] for column in report.COLUMNS)]
         + ["CPU seconds", "optimizer steps", "peak memory, GiB", "ahead of RLOO, points"]
     ]
     lines = []
@@ -101,6 +101,7 @@ def results_table(study, trials: dict) -> str:
         line = [
             trial.method.title,
             f"{trial.lr:g}",
+            f"{trial.size}",
             f"{trial.beta:g}",
             f"{len(found)}" + (f" ({diverged} more diverged)" if diverged else ""),
             *report.measures(list(found.values())),
@@ -113,7 +114,7 @@ def results_table(study, trials: dict) -> str:
     rows += [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
     start = study.runs.value("sft", "test")
     if start and lines:
-        rows.append(["SFT policy", "", "", "", *report.measures([start]), "", "", "", ""])
+        rows.append(["SFT policy", "", "", "", "", *report.measures([start]), "", "", "", ""])
     table = report.markdown(rows)
     return f"{summary(study, trials)}\n\n{table}" if lines else table
 
@@ -147,7 +148,7 @@ def tuning_table(study) -> str:
                     str(len(made)),
                     ", ".join(f"{rate:g}" for rate in sorted({trial.lr for trial in made})),
                     ", ".join(f"{beta:g}" for beta in sorted({trial.beta for trial in made})),
-                    f"{best.lr:g}, β = {best.beta:g}" if best else "",
+                    f"{best.lr:g}, β = {best.beta:g}, {best.size} completions" if best else "",
                     ", ".join(f"{100 * win:.1f}" for win in sorted(map(study.win, made), reverse=True)),
                 ]
             )
@@ -185,9 +186,9 @@ def trials_page(study) -> str:
 # ---- Curves ----------------------------------------------------------------------------------------------------------
 
 
-def smoothed(values: np.ndarray) -> np.ndarray:
-    """Means over up to WINDOW neighbours of each value, fewer at the ends."""
-    half = WINDOW // 2
+def smoothed(values: np.ndarray, size: int) -> np.ndarray:
+    """Means over the neighbours of each value, an update of `size` completions; over fewer at the ends."""
+    half = WINDOW // size // 2
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
@@ -203,7 +204,9 @@ def curves(study, trial) -> dict[str, np.ndarray] | None:
     seconds = np.array([np.cumsum([0.0, *record["curve"]["cpu_seconds"]]) for record in records])
     steps = np.array([[0, *record["curve"]["optimizer_steps"]] for record in records])
     updates = np.tile(np.arange(seconds.shape[1]), (len(records), 1))
-    scores = [np.append(smoothed(np.array(record["curve"]["scores"])), end) for record, end in zip(records, ends)]
+    scores = [
+        np.append(smoothed(np.array(record["curve"]["scores"]), trial.size), end) for record, end in zip(records, ends)
+    ]
     return {
         "score": np.array(scores),
         "episodes": updates * trial.size,
@@ -270,8 +273,8 @@ def draw_picture(study):
     figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=9)
     figure.suptitle(
         "RLOO and its peers, each at its best setting: the same runs by episodes, CPU seconds and optimizer steps\n"
-        f"line: mean over seeds of a moving mean over {WINDOW} updates, on training prompts; band: range of the seeds; "
-        "dot: the final policy on test posts",
+        f"line: mean over seeds of a moving mean over {WINDOW} completions, on training prompts; "
+        "band: range of the seeds; dot: the final policy on test posts",
         fontsize=10,
     )
     figure.tight_layout(rect=(0, 0.16, 1, 1))

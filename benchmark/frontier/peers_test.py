@@ -117,7 +117,7 @@ def test_both_trainers_logs_become_lines_by_the_same_names(tmp_path):
 
 
 def rates_and_betas(trials) -> list[tuple[float, float]]:
-    return [(trial.lr, trial.beta) for trial in trials]
+    return [(trial.lr, trial.beta) for trial in trials if trial.size == 128]
 
 
 def test_trials_follow_the_best_learning_rate():
@@ -138,8 +138,13 @@ def test_trials_follow_the_best_learning_rate():
     wins |= {begin[0]: 0.65, begin[2]: 0.62}  # the middle, and the upper one is its better neighbour
     assert plan() == [*begin, (5.7e-4, 0.05)]
     wins[5.7e-4, 0.05] = 0.5
-    assert plan() == [*begin, (5.7e-4, 0.05), (4e-4, 0.02), (4e-4, 0.1)]
+    assert plan() == [*begin, (5.7e-4, 0.05), (4e-4, 0.02)]
     assert plan(4) == [*begin, (5.7e-4, 0.05)]
+    for win, beta in ((0.5, 0.05), (0.7, 0.02)):  # the other β is worse, or better
+        wins[4e-4, 0.02] = win
+        last = peers.planned(first, 6, lambda trial: wins.get((trial.lr, trial.beta)))[5]
+        assert (last.size, last.lr, last.beta) == (32, 2e-4, beta)
+        assert last.name == f"rloo_lr0.0002_size32_beta{beta}"
 
 
 def test_all_methods_have_the_same_number_of_different_trials():
@@ -225,7 +230,7 @@ def test_what_is_recorded_is_not_made_again_and_the_rest_is_made_one_by_one(tmp_
 
     monkeypatch.setattr(study, "validate", validate)
     study.tune(RLOO)
-    assert made == [(7.1e-4, 0.05, 1), (5e-4, 0.02, 1), (5e-4, 0.1, 1)]
+    assert made == [(7.1e-4, 0.05, 1), (5e-4, 0.02, 1), (2.5e-4, 0.05, 1)]  # the last in smaller updates
     study.tune(RLOO)
     assert len(made) == 3
     monkeypatch.setattr(study, "train", lambda *_: pytest.fail("trained again"))
@@ -266,7 +271,7 @@ def test_tables_say_who_is_ahead_and_the_page_has_all_trials(tmp_path):
     assert text.index("| PPO | 0.0002 |") < text.index("| RLOO, k = 4 | 0.0005 |") < text.index("| RAFT, k = 4 |")
     assert "| RLOO beats PPO | 5 | -10.0 [-10.0, -10.0] | behind |" in text
     assert "| RLOO beats RAFT, k = 4 | 5 | +10.0 [+10.0, +10.0] | ahead |" in text
-    assert "| PPO | 3 | 0.0001, 0.0002, 0.0004 | 0.05 | 0.0002, β = 0.05 | 70.0, 55.0, 50.0 |" in text
+    assert "| PPO | 3 | 0.0001, 0.0002, 0.0004 | 0.05 | 0.0002, β = 0.05, 128 completions | 70.0, 55.0, 50.0 |" in text
     trials = (study.results / "trials.md").read_text()
     assert trials.count("benchmark/frontier/variants.py") == 6 and trials.count("trl0/bin/python") == 3
     assert "| **1** | 70.0 (± 1.0) |" in trials
@@ -293,4 +298,4 @@ def test_scores_at_equal_budgets(tmp_path):
 
 
 def test_moving_means():
-    assert peers_report.smoothed(np.arange(7.0)).tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 4.5, 5.0]
+    assert peers_report.smoothed(np.arange(7.0), 128).tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 4.5, 5.0]
