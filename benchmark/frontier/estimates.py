@@ -67,7 +67,9 @@ def mean_and_error(values) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5%, of 1 to 9 degrees of freedom
+# 97.5% quantiles of Student's t for 1, 2, 3, ... degrees of freedom; for more than 24 that of 24, a little too large.
+T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+T_QUANTILES += (2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064)
 
 
 def interval_over_seeds(values) -> tuple[float, float]:
@@ -86,4 +88,24 @@ def interval_over_seeds_and_posts(differences: np.ndarray) -> tuple[float, float
     mean, seed_error = mean_and_error(differences.mean(1))
     _, post_error = mean_and_error(differences.mean(0))
     half = T_QUANTILES[len(differences) - 2] * math.hypot(seed_error, post_error)
+    return mean - half, mean + half
+
+
+def interval_of_difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """The 95% interval of the difference of two means, each over (seeds, posts): other seeds, the same posts.
+
+    Welch's t for the seeds. What differs between posts, apart from chance within each run, is added to the variance."""
+    variances, freedom, chance = [], 0.0, 0.0
+    for values in (ours, theirs):
+        seeds, posts = values.shape
+        variance = values.mean(1).var(ddof=1) / seeds
+        variances.append(variance)
+        freedom += variance**2 / (seeds - 1)
+        rest = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
+        chance += (rest**2).sum() / ((seeds - 1) * (posts - 1)) / (seeds * posts)
+    of_posts = (ours.mean(0) - theirs.mean(0)).var(ddof=1) / ours.shape[1] - chance  # chance is in the seeds' already
+    total = sum(variances)
+    freedom = int(total**2 / freedom) if freedom else 1
+    half = T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1] * math.sqrt(total + max(0.0, of_posts))
+    mean = ours.mean() - theirs.mean()
     return mean - half, mean + half

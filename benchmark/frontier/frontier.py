@@ -19,6 +19,7 @@ for each run), posts.json (what `compare` needs of each post) and best_of_n.json
 again, and a run that was stopped goes on. Training output is in runs/frontier, which may be deleted.
 """
 
+import fcntl
 import json
 import os
 import resource
@@ -201,7 +202,8 @@ def quick_plan() -> Plan:
 
 
 class Records:
-    """A JSON file of name -> record, written anew, under another name first, at each change."""
+    """A JSON file of name -> record, written anew, under another name first, at each change. Several processes may
+    write to it."""
 
     def __init__(self, path: Path, compact: bool = False):
         self.path = path
@@ -214,13 +216,16 @@ class Records:
             self.all = json.loads(self.path.read_text())
 
     def add(self, name: str, **found):
-        self.read()  # another stage may be writing as well
+        lock = os.open(self.path.parent, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.read()
         self.all[name] = self.all.get(name, {}) | found
         separators = (",", ":") if self.compact else None
         lines = [f"{json.dumps(x)}: {json.dumps(self.all[x], separators=separators)}" for x in sorted(self.all)]
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         unfinished.replace(self.path)
+        os.close(lock)
 
     def value(self, name: str, *keys):
         """An entry of a record, None where there is none."""
@@ -247,6 +252,20 @@ def cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def run_logged(command: list[str], log: Path):
+    """Runs a command in the top folder, on one thread, with its output at the end of a log."""
+    with open(log, "a", encoding="utf-8") as output:
+        subprocess.run(
+            command,
+            cwd=measure.ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            check=True,
+        )
+
+
 def seconds_of_updates(folder: Path) -> list[float]:
     """The time of each update of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -260,6 +279,8 @@ class Study:
     """A plan, its folders, and what has been found so far."""
 
     post_units = 20  # what is kept of each post is in twentieths
+    files = {"runs": "runs.json", "posts": "posts.json"}
+    kept = (("sampled", "win"), ("sampled", "gold"), ("greedy", "win"))  # of each test post
 
     def __init__(self, plan: Plan, folder: Path, results: Path):
         self.plan = plan
@@ -267,8 +288,8 @@ class Study:
         self.results = results
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True, exist_ok=True)
-        self.runs = Records(results / "runs.json")
-        self.posts = Records(results / "posts.json", compact=True)
+        self.runs = Records(results / self.files["runs"])
+        self.posts = Records(results / self.files["posts"], compact=True)
         self.best_of_n = Records(results / "best_of_n.json")
 
     @lru_cache(maxsize=1)  # noqa: B019  (there is one study in a process)
@@ -297,16 +318,9 @@ class Study:
         if not (folder / "model.safetensors").is_file():
             print(f"{time.strftime('%T')} training {name}", flush=True)
             begun, before = folder.exists(), cpu_seconds_of_children()
-            with open(f"{folder}.log", "a", encoding="utf-8") as log:
-                subprocess.run(
-                    [sys.executable, *command, *extra, "--resume", "--output_dir", str(folder)],
-                    cwd=measure.ROOT,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    check=True,
-                )
+            run_logged(
+                [sys.executable, *command, *extra, "--resume", "--output_dir", str(folder)], Path(f"{folder}.log")
+            )
             if not begun:
                 self.runs.add(name, cpu_seconds=round(cpu_seconds_of_children() - before, 1))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -421,9 +435,10 @@ class Study:
         name = f"{setting.name}__{seed}"
         if self.runs.value(name, split) is None:
             folder = self.train(setting, seed)
-            found, grades = self.grade(folder, split, self.plan.test_posts, seed, greedy=True)
+            greedy = "greedy" in dict(self.kept)
+            found, grades = self.grade(folder, split, self.plan.test_posts, seed, greedy)
             per_post = {}
-            for mode, measured in (("sampled", "win"), ("sampled", "gold"), ("greedy", "win")):
+            for mode, measured in self.kept:
                 twentieths = np.rint(grades[mode][measured].mean(1) * self.post_units)
                 per_post[f"{split}/{mode}/{measured}"] = twentieths.astype(int).tolist()
             self.posts.add(name, **per_post)

@@ -235,3 +235,10 @@ def test_the_policy_has_no_kl_from_itself():
     found = measure.grade(engine, again, posts, 2, seed=1)
     assert found["kl"].shape == (4, 2)
     assert np.abs(found["kl"]).max() < 1e-3
+
+
+def test_tables_go_between_the_lines_that_name_them(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("above\n<!-- sweep -->\nold\n<!-- end of sweep -->\nbelow\n")
+    report.insert_tables({"sweep": "| new |", "not there": "| x |"}, tmp_path)
+    assert page.read_text() == "above\n<!-- sweep -->\n| new |\n<!-- end of sweep -->\nbelow\n"

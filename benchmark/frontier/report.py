@@ -114,6 +114,24 @@ def robust_table(study) -> str:
     return markdown(rows)
 
 
+def difference(study, setting, other, seeds: Sequence[int], key: str) -> np.ndarray:
+    """By how much a setting's values are above another's, (seeds, posts)."""
+    values = [
+        np.array([study.posts.value(f"{x.name}__{seed}", key) for seed in seeds], float) / study.post_units
+        for x in (setting, other)
+    ]
+    return values[0] - values[1]
+
+
+def mean_and_interval(differences: np.ndarray, factor: float, unit: str = "", decimals: int = 2) -> str:
+    """The mean of differences (seeds, posts), and its interval where there are several seeds."""
+    text = f"{factor * differences.mean():+.{decimals}f}{unit}"
+    if len(differences) == 1:
+        return text
+    low, high = estimates.interval_over_seeds_and_posts(differences)
+    return f"{text} [{factor * low:+.{decimals}f}, {factor * high:+.{decimals}f}]"
+
+
 def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
     """Today's default and a candidate on fresh test posts."""
     old = study.plan.old
@@ -138,19 +156,10 @@ def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
             ("greedy/win", "gold win rate, greedy", 100, " points"),
             ("sampled/gold", "gold score, sampled", 1, ""),
         ):
-            values = [
-                np.array([study.posts.value(f"{setting.name}__{seed}", f"{split}/{key}") for seed in shared])
-                for setting in settings
-            ]
-            difference = (values[1] - values[0]) / study.post_units
-            interval = ""
-            if len(shared) > 1:
-                low, high = estimates.interval_over_seeds_and_posts(difference)
-                interval = f" [{factor * low:+.2f}, {factor * high:+.2f}]"
-            per_seed = ", ".join(f"{factor * x:+.2f}" for x in difference.mean(1))
+            found = difference(study, candidate, old, shared, f"{split}/{key}")
+            per_seed = ", ".join(f"{factor * x:+.2f}" for x in found.mean(1))
             lines.append(
-                f"- {title}, {name} minus today's: {factor * difference.mean():+.2f}{unit}{interval}; "
-                f"seed by seed {per_seed}"
+                f"- {title}, {name} minus today's: {mean_and_interval(found, factor, unit)}; seed by seed {per_seed}"
             )
     return "\n".join(lines)
 
@@ -338,7 +347,12 @@ def write_tables(study):
         "long": long_table(study, dict.fromkeys(setting for setting, _ in study.long_runs())),
         "over-optimisation": along_table(study, [*hot, *noisy]),
     }
-    page = study.results / "README.md"
+    insert_tables(tables, study.results)
+
+
+def insert_tables(tables: dict[str, str], folder: Path, otherwise: str = "tables.md"):
+    """Writes tables into README.md or, where there is none, into a page of their own."""
+    page = folder / "README.md"
     if page.is_file():
         text = page.read_text(encoding="utf-8")
         for name, table in tables.items():
@@ -347,7 +361,7 @@ def write_tables(study):
                 before, rest = text.split(begin)
                 text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
     else:
-        page = study.results / "tables.md"
+        page = folder / otherwise
         text = "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()) + "\n"
     page.write_text(text, encoding="utf-8")
     print(f"tables: {page}")

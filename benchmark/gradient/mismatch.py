@@ -18,12 +18,11 @@ has its record there is not made again. A run that was stopped begins anew.
 import itertools
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -39,8 +38,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "frontier")]
 import estimators  # noqa: E402
 import measure  # noqa: E402
 from estimates import mean_and_error  # noqa: E402
-from frontier import QUIET, SAMPLES, Records, Setting  # noqa: E402
-from report import markdown  # noqa: E402
+from frontier import QUIET, SAMPLES, Records, Setting, run_logged  # noqa: E402
+from report import insert_tables, markdown  # noqa: E402
 
 
 @dataclass
@@ -182,28 +181,21 @@ NOTED = ["val/rollout_logprob_gap", "val/rollout_weight", "val/rollout_weight_sh
 
 
 def command(sampler: str, correction: str, seed: int, episodes: int) -> list[str]:
-    """The command of a run without its output folder; whatever the defaults are, its batch is the reference's."""
-    flags = ["--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "1"]
-    flags += ["--total_episodes", str(episodes), *SAMPLERS[sampler]]
-    if sampler != "bfloat16":
-        flags += ["--dtype", "float32"]
-    return ["rloo.py", "--seed", str(seed), *flags, "--rollout_correction", correction]
+    """The command of a run without its output folder: the reference's, whatever the defaults are, and its sampler."""
+    flags = SAMPLERS[sampler] if sampler == "bfloat16" else [*SAMPLERS[sampler], "--dtype", "float32"]
+    return [*replace(REFERENCE, episodes=episodes).command(seed), *flags, "--rollout_correction", correction]
 
 
 def train(folder: Path, line: list[str]) -> bool:
     """Makes a run, from its beginning; its output goes to <folder>.log. Returns whether it came to its end."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.log", "w", encoding="utf-8") as log:
-        done = subprocess.run(
-            [sys.executable, *line, *QUIET, "--save_steps", "0", "--output_dir", str(folder)],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-    return done.returncode == 0
+    command = [sys.executable, *line, *QUIET, "--save_steps", "0", "--output_dir", str(folder)]
+    try:
+        run_logged(command, Path(f"{folder}.log"))
+    except subprocess.CalledProcessError:
+        return False
+    return True
 
 
 def summary(lines: list[dict]) -> dict[str, float]:
@@ -309,15 +301,6 @@ def plus_minus(values: list[float], factor: float, decimals: int, sign: str = ""
     return text if math.isnan(error) else f"{text} ± {factor * error:.{decimals}f}"
 
 
-def write_tables(page: Path, tables: dict[str, str]):
-    """Tables into a page, between the lines that name them."""
-    text = page.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        before, rest = text.split(f"<!-- {name} -->")
-        text = f"{before}<!-- {name} -->\n{table}\n<!-- end of {name} -->{rest.split(f'<!-- end of {name} -->')[1]}"
-    page.write_text(text, encoding="utf-8")
-
-
 def main(args: Args):
     torch.set_num_threads(1)  # as in the runs: a measurement is then the same to the digit
     if args.stage == "exact":
@@ -332,7 +315,7 @@ def main(args: Args):
     if args.stage == "report":
         tables = exact_tables(json.loads((HERE / "mismatch_exact.json").read_text())["rows"])
         runs, reference = (Records(path) for path in (HERE / "mismatch.json", HERE.parent / "frontier" / "runs.json"))
-        write_tables(HERE / "README.md", tables | {"training": training_table(runs, reference)})
+        insert_tables(tables | {"training": training_table(runs, reference)}, HERE)
 
 
 if __name__ == "__main__":

@@ -195,12 +195,6 @@ def test_runs_say_all_that_the_defaults_may_change():
     assert "--seed 2" in line and "--dtype float32" in line and "stale.py:updates_4" in line
     args = rloo.parse_args(line.split()[1:])
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (32, 1)
+    assert (args.learning_rate, args.kl_coef) == (5e-4, 0.05)
     assert args.rollout_correction == "truncate"
     assert rloo.parse_args(mismatch.command("bfloat16", "off", 1, 32)[1:]).dtype == "bfloat16"
-
-
-def test_tables_go_between_the_lines_that_name_them(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("above\n<!-- bias -->\nold\n<!-- end of bias -->\nbelow\n")
-    mismatch.write_tables(page, {"bias": "| new |"})
-    assert page.read_text() == "above\n<!-- bias -->\n| new |\n<!-- end of bias -->\nbelow\n"

@@ -314,16 +314,21 @@ def comparable(version: str, lines: list[dict], ours: bool) -> list[dict[str, fl
 # ---- TRL, in its own environment -------------------------------------------------------------------------------------
 
 
+def write_model(source: Path, target: Path):
+    """A model for any transformers: config and tokenizer by the names of version 4 as well."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file, more in (
+        ("config", {"torch_dtype": "float32", "rotary_pct": 0.25, "rotary_emb_base": 10000}),
+        ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        path = target / f"{file}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more | {"padding_side": "left"}))
+
+
 def write_models(folder: Path):
-    """Policy and reward model for any transformers: config and tokenizer by the names of version 4 as well."""
+    """Policy and reward model for any transformers."""
     for name in ("sft", "reward"):
-        shutil.copytree(MINI_TLDR / name, folder / name, dirs_exist_ok=True)
-        for file, more in (
-            ("config", {"torch_dtype": "float32", "rotary_pct": 0.25, "rotary_emb_base": 10000}),
-            ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ):
-            path = folder / name / f"{file}.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | more | {"padding_side": "left"}))
+        write_model(MINI_TLDR / name, folder / name)
 
 
 def run_trl(python: str, job: dict) -> dict:
