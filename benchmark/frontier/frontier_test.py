@@ -43,6 +43,15 @@ def test_fresh_posts_are_always_the_same():
     assert measure.fresh_posts("validation", 5) != first
 
 
+def test_rloos_defaults_are_those_of_the_study():
+    """Without any flag, and by the command of the default's runs."""
+    plain, ours = (
+        rloo.resolve_args(rloo.parse_args(words)) for words in (["--seed", "3"], frontier.DEFAULT.command(3)[1:])
+    )
+    plain.output_dir = ours.output_dir
+    assert plain == ours
+
+
 # ---- Estimates -------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ import options_tables  # noqa: E402
 import peers  # noqa: E402
 import torch  # noqa: E402
 
-LR, BETA = frontier.OLD.lr, frontier.OLD.beta  # of rloo.py's defaults for the embedded task
+LR, BETA, SIZE = frontier.DEFAULT.lr, frontier.DEFAULT.beta, frontier.DEFAULT.size
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ OPTIONS = [
     option("completions per prompt", "k2", "k = 2", k=2),
     option("completions per prompt", "k8", "k = 8", k=8),
     option("KL", "beta_0", "β = 0", beta=0.0),
-    option("KL", "beta_small", f"β = {BETA * 0.4:g}", beta=BETA * 0.4),
-    option("KL", "beta_large", f"β = {BETA * 2:g}", beta=BETA * 2),
-    option("KL", "beta_huge", f"β = {BETA * 6:g}", beta=BETA * 6),
+    option("KL", "beta_005", "β = 0.05", beta=0.05),
+    option("KL", "beta_01", "β = 0.1", beta=0.1),
+    option("KL", "beta_03", "β = 0.3", beta=0.3),
     option("KL", "token", "per token, in rewards to go", "--kl_level", "token"),
     option("KL", "in_loss", "in the loss (k3), not in the reward", "--no_kl_in_reward"),
     option("reward", "scaled", "scaled to std 1 per update", "--normalize_reward"),
@@ -81,7 +81,7 @@ class Plan(peers.Plan):
     """of learning rates"""
     seeds: tuple[int, ...] = tuple(range(2, 10))
     """of each option; of the default, twice as many"""
-    size: int = frontier.OLD.size
+    size: int = SIZE
     test_posts: int = 2_000
 
 

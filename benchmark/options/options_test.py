@@ -84,7 +84,7 @@ def test_differences_are_found_with_their_sign(tmp_path):
         "Better than the default**: advantage: divided by" in text
         and "**Worse**: completions per prompt: k = 2" in text
     )
-    assert "`--rloo_k 2`" in text and "**0.0005 → 60.0**" in text
+    assert "`--rloo_k 2`" in text and "**0.00025 → 60.0**" in text
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
