@@ -68,7 +68,7 @@ def sweep_table(study) -> str:
             for key in ("epochs", "minis", "k", "warmup", "eps")
             if getattr(setting, key) != getattr(plan.old, key)
         ]
-        note = {plan.old: " (today's)", first_choice: " **(first choice)**"}.get(setting, "")
+        note = {plan.old: " (old default)", first_choice: " **(first choice)**"}.get(setting, "")
         line = [
             f"{setting.lr:g}{note}",
             str(setting.size),
@@ -86,14 +86,14 @@ def robust_table(study) -> str:
     columns = [column for column in COLUMNS if column[1][0] == "sampled"]
     rows = [
         ["learning rate", "completions per update", "β", "seeds", *(column[0] for column in columns)]
-        + ["ahead of today's, points", "seed by seed"]
+        + ["ahead of the old default, points", "seed by seed"]
     ]
     for setting in (plan.old, *plan.robust):
         having_both = [having(study, x, plan.robust_seeds, "validation") for x in (plan.old, setting)]
         seeds = [seed for seed in plan.robust_seeds if all(seed in found for found in having_both)]
         if not seeds:
             continue
-        note = {plan.old: " (today's)"}.get(setting, "") + (" **(chosen)**" if setting == chosen else "")
+        note = {plan.old: " (old default)"}.get(setting, "") + (" **(chosen)**" if setting == chosen else "")
         found = [having_both[1][seed] for seed in seeds]
         row = [
             f"{setting.lr:g}{note}",
@@ -136,7 +136,7 @@ def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
     """Today's default and a candidate on fresh test posts."""
     old = study.plan.old
     if candidate == old:
-        return "*(today's default was chosen: there is nothing to compare)*"
+        return "*(the old default was chosen: there is nothing to compare)*"
     settings = [old] if candidate is None else [old, candidate]
     found = {setting: having(study, setting, plan_seeds, split) for setting in settings}
     rows = [["", "seeds", *(column[0] for column in COLUMNS)]]
@@ -145,7 +145,7 @@ def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
         rows.append(["SFT policy", "", *measures([start])])
     for setting, parts in found.items():
         if parts:
-            label = "today's default" if setting == old else f"{name}: `{setting.name}`"
+            label = "old default" if setting == old else f"{name}: `{setting.name}`"
             rows.append([label, str(len(parts)), *measures(list(parts.values()))])
     lines = [markdown(rows)]
     shared = [seed for seed in plan_seeds if all(seed in parts for parts in found.values())]
@@ -159,7 +159,7 @@ def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
             found = difference(study, candidate, old, shared, f"{split}/{key}")
             per_seed = ", ".join(f"{factor * x:+.2f}" for x in found.mean(1))
             lines.append(
-                f"- {title}, {name} minus today's: {mean_and_interval(found, factor, unit)}; seed by seed {per_seed}"
+                f"- {title}, {name} minus old default: {mean_and_interval(found, factor, unit)}; seed by seed {per_seed}"
             )
     return "\n".join(lines)
 

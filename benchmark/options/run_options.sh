@@ -42,13 +42,14 @@ if [ -z "$results" ]; then
     [ "$quick" ] && results=$output_dir/results || results=benchmark/options
 fi
 
-# ---- The runs. The embedded task with its default flags, but for those named. ----------------------------------------
+# ---- The runs. The embedded task with what were its default flags, but for those named. ------------------------------
 
+defaults="--learning_rate 5e-4 --kl_coef 0.05 --per_device_train_batch_size 64 --gradient_accumulation_steps 2"
 plan=()  # lines of: group, name, seed, flags
 add() {  # group, name, flags: a run for each of $seeds
     local seed
     for seed in $seeds; do
-        plan+=("$1 $2 $seed ${*:3} ${quick:+--total_episodes 1920 --num_eval_prompts 100}")
+        plan+=("$1 $2 $seed $defaults ${*:3} ${quick:+--total_episodes 1920 --num_eval_prompts 100}")
     done
 }
 

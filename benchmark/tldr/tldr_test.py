@@ -87,9 +87,7 @@ def test_every_command_parses(tmp_path, preset):
         "tldr_steps.py",
     ]
     if preset == "mini":
-        own = rloo.resolve_args(rloo.parse_args([]))  # without a data set or a model
-        for name in ("learning_rate", "kl_coef", "total_episodes", "dtype"):
-            assert getattr(args, name) == getattr(own, name)
+        assert args.learning_rate == 5e-4 and args.total_episodes == 6400 and args.dtype == "float32"
         return
     assert args.dtype == "bfloat16" and args.learning_rate == 3e-6 and args.missing_eos_penalty == 1.0
     assert args.stop_token == "eos" and "pip install datasets" in result.stdout and "ESTIMATE" in result.stdout
