@@ -10,6 +10,7 @@ The stages, in their order:
     robust     six seeds for a short list of settings, on the same posts; the best that is surely ahead is `chosen`
     compare    both against the default that they may replace, five seeds each, each on fresh test posts of its own
     time       both in turn, on all cores, which should have nothing else to do
+    headline   five seeds of the default, measured along the way
     best_of_n  the best of n samples, of the SFT policy and of trained ones, by the reward model
     long       25,600 episodes for several β, and of reward models from noisy comparisons, measured along the way
     report     tables in README.md and pictures, of what is there
@@ -40,7 +41,7 @@ import torch
 import tyro
 
 HERE = Path(__file__).resolve().parent
-Stage = Literal["sweep", "robust", "compare", "time", "best_of_n", "long", "report"]
+Stage = Literal["sweep", "robust", "compare", "time", "headline", "best_of_n", "long", "report"]
 SAMPLES = 2  # completions sampled for each post
 QUIET = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
 COST_LIMIT = (
@@ -474,7 +475,12 @@ class Study:
             ratios=np.round(ratios, 3).tolist(),
         )
 
-    # 5. Best-of-n.
+    # 5. The default along the way.
+    def headline(self):
+        for seed in self.plan.seeds:
+            self.follow(self.chosen() or self.plan.old, seed)
+
+    # 6. Best-of-n.
     def sample_best_of_n(self, name: str, folder: Path, most: int, posts: int):
         """Measures of best-of-n for n = 1, 2, 4, ... `most`, from `most` samples of each of the first test posts."""
         if name not in self.best_of_n.all:
@@ -495,7 +501,7 @@ class Study:
             if name not in self.best_of_n.all and (folder / "model.safetensors").is_file():
                 self.sample_best_of_n(name, folder, min(16, self.plan.most), self.plan.best_of_n_posts // 2)
 
-    # 6. Long runs.
+    # 7. Long runs.
     def long_settings(self) -> list[Setting]:
         base = replace(self.chosen() or self.plan.old, episodes=self.plan.long_episodes)
         return [replace(base, beta=beta) for beta in self.plan.betas]
@@ -526,7 +532,7 @@ class Study:
         found, grades = self.grade(folder, "test", self.plan.test_posts, seed, True, setting.reward)
         same_posts = {key: values[: self.plan.curve_posts] for key, values in grades["sampled"].items()}
         curve.append({"episode": setting.episodes, "sampled": measure.summaries(same_posts)})
-        self.runs.add(name, curve=curve, test=found)
+        self.runs.add(name, curve=curve, **({} if self.runs.value(name, "test") else {"test": found}))
         print(f"{name}: win on test posts {found['sampled']['win']['mean']:.4f}", flush=True)
 
     def start(self, reward: str) -> dict:
