@@ -211,9 +211,9 @@ def along_table(study, settings) -> str:
 PANELS = [("score", "reward model's score", 1), ("gold", "gold score", 1), ("win", "gold win rate, %", 100)]
 
 
-def curves(study, setting) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+def curves(study, setting, seeds=None) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
     """Episodes, and measure -> its values (seeds, points), of a setting's runs; None where there are none."""
-    found = list(having(study, setting, study.plan.seeds, "curve").values())
+    found = list(having(study, setting, seeds or study.plan.seeds, "curve").values())
     if not found:
         return None
     values = {
@@ -282,7 +282,7 @@ def best_of_n_lines(axis, study, ns: Sequence[str], right: float):
 
 def headline_picture(plt, study, setting, path: Path):
     """The default's gold win rate over episodes."""
-    found = curves(study, setting)
+    found = curves(study, setting, study.plan.headline_seeds)
     if not found:
         return
     episodes, values = found
