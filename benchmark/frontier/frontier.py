@@ -10,6 +10,7 @@ The stages, in their order:
     robust     six seeds for a short list of settings, on the same posts; the best that is surely ahead is `chosen`
     compare    both against the default that they may replace, five seeds each, each on fresh test posts of its own
     time       both in turn, on all cores, which should have nothing else to do
+    headline   five seeds of the default, measured along the way
     best_of_n  the best of n samples, of the SFT policy and of trained ones, by the reward model
     long       25,600 episodes for several β, and of reward models from noisy comparisons, measured along the way
     report     tables in README.md and pictures, of what is there
@@ -41,7 +42,7 @@ import torch
 import tyro
 
 HERE = Path(__file__).resolve().parent
-Stage = Literal["sweep", "robust", "compare", "time", "best_of_n", "long", "report"]
+Stage = Literal["sweep", "robust", "compare", "time", "headline", "best_of_n", "long", "report"]
 SAMPLES = 2  # completions sampled for each post
 QUIET = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
 COST_LIMIT = (
@@ -143,8 +144,9 @@ class Plan:
     worthwhile: float = 0.01
     """lead over the old default, with few seeds, below which a setting of `robust` gets no more seeds"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    second_seeds: tuple[int, ...] = (7, 8, 9, 10, 11)
-    """of the second comparison: seeds by which nothing was chosen"""
+    second_seeds: tuple[int, ...] = tuple(range(7, 17))
+    """of the second comparison: seeds by which nothing was chosen; the first five left open what is better"""
+    headline_seeds: tuple[int, ...] = tuple(range(12, 17))
     validation_posts: int = 2_000
     test_posts: int = 5_000
     curve_posts: int = 1_000
@@ -180,6 +182,7 @@ def quick_plan() -> Plan:
         robust_seeds=(1, 2, 3),
         seeds=(1, 2),
         second_seeds=(4, 5),
+        headline_seeds=(4,),
         validation_posts=200,
         test_posts=300,
         curve_posts=100,
@@ -490,7 +493,12 @@ class Study:
             ratios=np.round(ratios, 3).tolist(),
         )
 
-    # 5. Best-of-n.
+    # 5. The default along the way.
+    def headline(self):
+        for seed in self.plan.headline_seeds:
+            self.follow(self.chosen() or self.plan.old, seed, on_all=False)
+
+    # 6. Best-of-n.
     def sample_best_of_n(self, name: str, folder: Path, most: int, posts: int):
         """Measures of best-of-n for n = 1, 2, 4, ... `most`, from `most` samples of each of the first test posts."""
         if name not in self.best_of_n.all:
@@ -511,7 +519,7 @@ class Study:
             if name not in self.best_of_n.all and (folder / "model.safetensors").is_file():
                 self.sample_best_of_n(name, folder, min(16, self.plan.most), self.plan.best_of_n_posts // 2)
 
-    # 6. Long runs.
+    # 7. Long runs.
     def long_settings(self) -> list[Setting]:
         base = replace(self.chosen() or self.plan.old, episodes=self.plan.long_episodes)
         return [replace(base, beta=beta) for beta in self.plan.betas]
@@ -527,8 +535,8 @@ class Study:
         betas = self.plan.noisy_betas
         return [replace(base, reward=reward, beta=beta) for reward in self.plan.noisy for beta in betas]
 
-    def follow(self, setting: Setting, seed: int):
-        """Makes a long run and measures its checkpoints, on fewer posts, and its end, on all."""
+    def follow(self, setting: Setting, seed: int, on_all: bool = True):
+        """Makes a run and measures its checkpoints and its end on the first test posts, and its end on all."""
         name = f"{setting.name}__{seed}"
         if self.runs.value(name, "curve") is not None:
             return
@@ -539,10 +547,11 @@ class Study:
             if episode < setting.episodes:
                 found, _ = self.grade(checkpoint, "test", self.plan.curve_posts, seed, False, setting.reward)
                 curve.append({"episode": episode, **found})
-        found, grades = self.grade(folder, "test", self.plan.test_posts, seed, True, setting.reward)
+        posts = self.plan.test_posts if on_all else self.plan.curve_posts
+        found, grades = self.grade(folder, "test", posts, seed, on_all, setting.reward)
         same_posts = {key: values[: self.plan.curve_posts] for key, values in grades["sampled"].items()}
         curve.append({"episode": setting.episodes, "sampled": measure.summaries(same_posts)})
-        self.runs.add(name, curve=curve, test=found)
+        self.runs.add(name, curve=curve, **({"test": found} if on_all else {}))
         print(f"{name}: win on test posts {found['sampled']['win']['mean']:.4f}", flush=True)
 
     def start(self, reward: str) -> dict:

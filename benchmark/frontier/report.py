@@ -220,9 +220,9 @@ def along_table(study, settings) -> str:
 PANELS = [("score", "reward model's score", 1), ("gold", "gold score", 1), ("win", "gold win rate, %", 100)]
 
 
-def curves(study, setting) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+def curves(study, setting, seeds=None) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
     """Episodes, and measure -> its values (seeds, points), of a setting's runs; None where there are none."""
-    found = list(having(study, setting, study.plan.seeds, "curve").values())
+    found = list(having(study, setting, seeds or study.plan.seeds, "curve").values())
     if not found:
         return None
     values = {
@@ -270,6 +270,57 @@ def frontier_picture(plt, study, settings, path: Path):
     plt.close(figure)
 
 
+def best_of_n_lines(axis, study, ns: Sequence[str], right: float):
+    """The gold win rates of best-of-n as lines, named above their right end."""
+    for n in ns:
+        win = study.best_of_n.value("sft", "by_n", n, "win")
+        if win:
+            label = "SFT policy" if n == "1" else f"best of {n} samples of the SFT policy"
+            height = 100 * win["mean"]
+            axis.axhline(height, color="grey", lw=1, ls=":")
+            axis.annotate(
+                f"{label}: {height:.1f}",
+                (right, height),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="right",
+                color="dimgrey",
+                fontsize=9,
+            )
+
+
+def headline_picture(plt, study, setting, path: Path):
+    """The default's gold win rate over episodes."""
+    found = curves(study, setting, study.plan.headline_seeds)
+    if not found:
+        return
+    episodes, values = found
+    wins = 100 * values["win"]
+    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    axis.plot(episodes, wins.mean(0), "o-", ms=4, color="tab:blue")
+    axis.fill_between(episodes, wins.min(0), wins.max(0), color="tab:blue", alpha=0.2, lw=0)
+    axis.annotate(
+        f"RLOO, one sample: {wins[:, -1].mean():.1f}",
+        (episodes[-1], wins[:, -1].max()),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="right",
+        color="tab:blue",
+    )
+    best_of_n_lines(axis, study, ("1", "4", "16"), episodes[-1])
+    axis.set_ylim(bottom=30)
+    axis.set_xlabel("episodes (completions sampled in training)")
+    axis.set_ylabel("gold win rate against the references, %")
+    axis.set_title(
+        f"rloo.py with its default flags on mini TL;DR: fresh held-out posts, sampled at T = 0.7\n"
+        f"line: mean of {len(wins)} seeds; band: lowest to highest seed; best of n: by the reward model",
+        fontsize=10,
+    )
+    axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def episodes_picture(plt, study, settings, path: Path):
     """Gold win rate over episodes, with what best-of-n reaches as lines."""
     if not any(curves(study, setting) for setting in settings):
@@ -289,18 +340,7 @@ def episodes_picture(plt, study, settings, path: Path):
             if seeds > 1:
                 axis.fill_between(episodes, wins.min(0), wins.max(0), color=colour, alpha=0.15, lw=0)
             last = max(last, episodes[-1])
-    for n, point in (study.best_of_n.value("sft", "by_n") or {}).items():
-        if n in ("1", "4", "16", "64"):
-            height = 100 * point["win"]["mean"]
-            axis.axhline(height, color="grey", lw=1, ls=":")
-            axis.annotate(
-                f"best of {n}" if n != "1" else "SFT policy",
-                (last, height),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="right",
-                fontsize=9,
-            )
+    best_of_n_lines(axis, study, ("1", "4", "16", "64"), last)
     axis.set_xlabel("episodes")
     axis.set_ylabel("gold win rate over the references, %, sampled at T = 0.7")
     axis.set_title("RLOO by episodes, and the best of n samples of the SFT policy (band: range of seeds)")
@@ -374,6 +414,7 @@ def draw_pictures(study):
         print("pictures need matplotlib: pip install matplotlib")
         return
     plt.switch_backend("Agg")
+    headline_picture(plt, study, study.chosen() or study.plan.old, study.results / "headline.png")
     frontier_picture(plt, study, study.long_settings(), study.results / "frontier.png")
     episodes_picture(plt, study, study.long_settings(), study.results / "episodes.png")
     noisy_picture(plt, study, [*study.hot_settings(), *study.noisy_settings()], study.results / "overoptimisation.png")
