@@ -154,12 +154,12 @@ class Plan:
     curve_points: int = 8
     rounds: int = 3
     timed_episodes: int = 1_920
-    betas: tuple[float, ...] = (0.05, 0.0, 0.01, 0.02, 0.1)
+    betas: tuple[float, ...] = (0.02, 0.0, 0.05, 0.01, 0.1)
     long_seeds: tuple[int, ...] = (1, 2, 3)
-    all_seeds_betas: tuple[float, ...] = (0.05, 0.0)
+    all_seeds_betas: tuple[float, ...] = (0.02, 0.0)
     """that get all `seeds`, not only `long_seeds`"""
     hot_betas: tuple[float, ...] = (0.02, 0.0)
-    noisy_betas: tuple[float, ...] = (0.0, 0.05)
+    noisy_betas: tuple[float, ...] = (0.0, 0.02)
     noisy: tuple[str, ...] = ("noisy10", "noisy25")
     long_episodes: int = 25_600
     most: int = 64
@@ -189,7 +189,7 @@ def quick_plan() -> Plan:
         curve_points=4,
         rounds=1,
         timed_episodes=640,
-        betas=(0.05, 0.0),
+        betas=(0.02, 0.0),
         long_seeds=(1,),
         hot_betas=(),
         noisy_betas=(0.0,),
