@@ -159,7 +159,7 @@ def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
             found = difference(study, candidate, old, shared, f"{split}/{key}")
             per_seed = ", ".join(f"{factor * x:+.2f}" for x in found.mean(1))
             lines.append(
-                f"- {title}, {name} minus old default: {mean_and_interval(found, factor, unit)}; seed by seed {per_seed}"
+                f"- {title}, {name} less old default: {mean_and_interval(found, factor, unit)}; seed by seed {per_seed}"
             )
     return "\n".join(lines)
 
@@ -271,7 +271,7 @@ def frontier_picture(plt, study, settings, path: Path):
 
 
 def best_of_n_lines(axis, study, ns: Sequence[str], right: float):
-    """The gold win rates of best-of-n as lines, named above their right end."""
+    """The gold win rates of best-of-n as lines, named below their right end."""
     for n in ns:
         win = study.best_of_n.value("sft", "by_n", n, "win")
         if win:
@@ -281,9 +281,10 @@ def best_of_n_lines(axis, study, ns: Sequence[str], right: float):
             axis.annotate(
                 f"{label}: {height:.1f}",
                 (right, height),
-                xytext=(0, 3),
+                xytext=(0, -3),
                 textcoords="offset points",
                 ha="right",
+                va="top",
                 color="dimgrey",
                 fontsize=9,
             )
