@@ -206,7 +206,7 @@ def long_table(study, settings) -> str:
 def along_table(study, settings) -> str:
     rows = [["run", "episodes", "its reward model", "embedded task's", "gold score", "gold win rate, %", "KL, nats"]]
     for setting in settings:
-        for seed, curve in having(study, setting, study.plan.seeds, "curve").items():
+        for seed, curve in having(study, setting, study.plan.seeds[:1], "curve").items():
             for point in curve:
                 found = point["sampled"]
                 numbers = [("proxy", 1, 2), ("score", 1, 2), ("gold", 1, 2), ("win", 100, 1), ("kl", 1, 2)]
@@ -386,7 +386,7 @@ def write_tables(study):
         "second compare": compare_table(study, *study.comparisons()[1], "chosen"),
         "best of n": best_of_n_table(study),
         "long": long_table(study, dict.fromkeys(setting for setting, _ in study.long_runs())),
-        "over-optimisation": along_table(study, [*hot, *noisy]),
+        "over-optimisation": along_table(study, [*study.long_settings(), *hot, *noisy]),
     }
     insert_tables(tables, study.results)
 
