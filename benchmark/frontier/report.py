@@ -270,24 +270,16 @@ def frontier_picture(plt, study, settings, path: Path):
     plt.close(figure)
 
 
-def best_of_n_lines(axis, study, ns: Sequence[str], right: float):
-    """The gold win rates of best-of-n as lines, named below their right end."""
+def best_of_n_lines(axis, study, ns: Sequence[str]):
+    """The gold win rates of best-of-n as lines, named on the right of the picture."""
     for n in ns:
         win = study.best_of_n.value("sft", "by_n", n, "win")
         if win:
-            label = "SFT policy" if n == "1" else f"best of {n} samples of the SFT policy"
+            label = "SFT policy" if n == "1" else f"best of {n}"
             height = 100 * win["mean"]
             axis.axhline(height, color="grey", lw=1, ls=":")
-            axis.annotate(
-                f"{label}: {height:.1f}",
-                (right, height),
-                xytext=(0, -3),
-                textcoords="offset points",
-                ha="right",
-                va="top",
-                color="dimgrey",
-                fontsize=9,
-            )
+            place = {"xycoords": axis.get_yaxis_transform(), "va": "center", "fontsize": 9}
+            axis.annotate(f"{label}: {height:.1f}", (1.01, height), color="dimgrey", **place)
 
 
 def headline_picture(plt, study, setting, path: Path):
@@ -308,17 +300,17 @@ def headline_picture(plt, study, setting, path: Path):
         ha="right",
         color="tab:blue",
     )
-    best_of_n_lines(axis, study, ("1", "4", "16"), episodes[-1])
+    best_of_n_lines(axis, study, ("1", "4", "16"))
     axis.set_ylim(bottom=30)
     axis.set_xlabel("episodes (completions sampled in training)")
     axis.set_ylabel("gold win rate against the references, %")
     axis.set_title(
         f"rloo.py with its default flags on mini TL;DR: fresh held-out posts, sampled at T = 0.7\n"
-        f"line: mean of {len(wins)} seeds; band: lowest to highest seed; best of n: by the reward model",
+        f"line: mean of {len(wins)} seeds; band: their range; best of n: of samples of the SFT policy, by the reward model",
         fontsize=10,
     )
     axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -328,7 +320,6 @@ def episodes_picture(plt, study, settings, path: Path):
         return
     figure, axis = plt.subplots(figsize=(9, 5.5))
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings)))
-    last = 0
     for setting, colour in zip(settings, colours):
         found = curves(study, setting)
         if found:
@@ -340,15 +331,14 @@ def episodes_picture(plt, study, settings, path: Path):
             )
             if seeds > 1:
                 axis.fill_between(episodes, wins.min(0), wins.max(0), color=colour, alpha=0.15, lw=0)
-            last = max(last, episodes[-1])
-    best_of_n_lines(axis, study, ("1", "4", "16", "64"), last)
+    best_of_n_lines(axis, study, ("1", "4", "16", "64"))
     axis.set_xlabel("episodes")
     axis.set_ylabel("gold win rate over the references, %, sampled at T = 0.7")
     axis.set_title("RLOO by episodes, and the best of n samples of the SFT policy (band: range of seeds)")
     axis.grid(alpha=0.3)
     figure.legend(*axis.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
