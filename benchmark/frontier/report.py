@@ -306,7 +306,7 @@ def headline_picture(plt, study, setting, path: Path):
     axis.set_ylabel("gold win rate against the references, %")
     axis.set_title(
         f"rloo.py with its default flags on mini TL;DR: fresh held-out posts, sampled at T = 0.7\n"
-        f"line: mean of {len(wins)} seeds; band: their range; best of n: of samples of the SFT policy, by the reward model",
+        f"line: mean of {len(wins)} seeds; band: their range; best of n samples of the SFT policy: by reward",
         fontsize=10,
     )
     axis.grid(alpha=0.3)
