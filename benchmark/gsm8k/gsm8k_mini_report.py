@@ -22,7 +22,7 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 class Results:
-    """The measures of each test problem, before and after training with a setting."""
+    """The measures of each test problem, before and after training with a setting, of the seeds that are there."""
 
     def __init__(self, study, setting):
         start = study.found["start"]
@@ -30,7 +30,8 @@ class Results:
         self.start = start["test"]
         self.start_again = start["test again"]
         self.steps = np.array(start["steps"])
-        self.runs = [study.found[f"{setting.name}__{seed}"]["test"] for seed in study.plan.seeds]
+        self.seeds = [seed for seed in study.plan.seeds if study.has(f"{setting.name}__{seed}", "test")]
+        self.runs = [study.found[f"{setting.name}__{seed}"]["test"] for seed in self.seeds]
 
     def before(self, measure: str) -> np.ndarray:
         """(problems,)"""
@@ -62,8 +63,8 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 def percent(values: np.ndarray, signed: bool = False) -> str:
     """Mean and 95% interval of values (problems,) or (seeds, problems), in percent."""
     sign = "+" if signed else ""
-    low, high = interval(values)
-    return f"{100 * values.mean():{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]".replace("-", "−")
+    mean, low, high = (round(100 * x, 1) + 0.0 for x in (values.mean(), *interval(values)))  # no -0.0
+    return f"{mean:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]".replace("-", "−")
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -76,7 +77,8 @@ def trials_table(study) -> str:
     rows = [["learning rate", "β", *titles, "KL, nats", "minutes"]]
 
     def cells(name: str) -> list[str]:
-        return [f"{100 * study.found[name]['validation'][x]:.1f}" for x in names + by_steps]
+        found = study.found[name]["validation"]
+        return [f"{100 * found[x]:.1f}" if x in found else "" for x in names + by_steps]
 
     rows.append(["before training", "", *cells("start"), "0", ""])
     for setting in study.trials():
@@ -94,7 +96,8 @@ def commands_list(study) -> str:
 
 
 def results_table(results: Results, steps: int | None = None) -> str:
-    rows = [["%", "before", "after", "gained, points", "gained, seed by seed"]]
+    seeds = ", ".join(map(str, results.seeds))
+    rows = [["%", "before", "after", "gained, points", f"gained, seed by seed ({seeds})"]]
     mask = results.where(steps)
     for measure in MEASURES:
         before = results.before(measure)[mask]
@@ -107,9 +110,10 @@ def results_table(results: Results, steps: int | None = None) -> str:
 
 def difference_table(one: Results, other: Results) -> str:
     """The second setting minus the first one, on the same seeds and problems."""
-    rows = [["the second minus the first, points", "all", "1 step", "2 steps", "3 steps"]]
+    shared = min(len(one.seeds), len(other.seeds))  # seeds are made in the same order
+    rows = [["points", "all", "1 step", "2 steps", "3 steps"]]
     for measure in MEASURES:
-        difference = other.after(measure) - one.after(measure)
+        difference = other.after(measure)[:shared] - one.after(measure)[:shared]
         rows.append([measure, *(percent(difference[:, one.where(n)], signed=True) for n in (None, 1, 2, 3))])
     return markdown(rows)
 
@@ -200,7 +204,8 @@ def draw(all_results: list[Results], path):
         for results, colour in zip(all_results, ("tab:blue", "tab:orange")):
             after = np.array([100 * results.after(f"pass@{k}")[:, mask].mean(1) for k in ks])  # (points, seeds)
             setting = results.setting
-            label = f"after, learning rate {setting.lr:g}, β = {setting.beta:g}: pass@k"
+            count = f"{len(results.seeds)} seed{'s' * (len(results.seeds) > 1)}"
+            label = f"after, learning rate {setting.lr:g}, β = {setting.beta:g} ({count}): pass@k"
             axis.plot(ks, after.mean(1), "o-", ms=4, color=colour, label=label)
             axis.fill_between(ks, after.min(1), after.max(1), color=colour, alpha=0.2, lw=0)
             greedy = 100 * results.after("greedy")[:, mask].mean()
@@ -212,10 +217,11 @@ def draw(all_results: list[Results], path):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("problems solved by at least one sample, %")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="lower center", ncols=1 + len(all_results), frameon=False, fontsize=9
+    )
     figure.suptitle(
-        "Mini GSM8K, held-out problems by their number of steps, before and after RLOO "
-        f"(mean over {len(start.runs)} seeds, band: range)"
+        "Mini GSM8K, held-out problems by their number of steps, before and after RLOO (mean over seeds, band: range)"
     )
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=110)
@@ -251,12 +257,11 @@ def tables_of(study) -> dict[str, str]:
 
 
 def measured(study) -> list[Results]:
-    """Of the chosen setting, and of the broadest one if it is another; empty if test measurements are missing."""
-    settings = list(dict.fromkeys((study.chosen(), study.broadest())))
-    names = [f"{setting.name}__{seed}" for setting in settings for seed in study.plan.seeds]
-    if not study.has("start", "steps") or not all(study.has(name, "test") for name in names):
+    """Of the chosen setting, and of the broadest one if it is another; only those with a seed that is measured."""
+    if not study.has("start", "steps"):
         return []
-    return [Results(study, setting) for setting in settings]
+    settings = dict.fromkeys((study.chosen(), study.broadest()))
+    return [results for results in (Results(study, setting) for setting in settings) if results.seeds]
 
 
 def write(study):
