@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # RLOO on GSM8K with verifiable rewards: a completion is scored by its answer, not by a model (gsm8k_reward.py).
 #
-#   bash benchmark/gsm8k/gsm8k.sh mini                    # mini GSM8K: tuning, seeds and report; TIME on one CPU core
-#   bash benchmark/gsm8k/gsm8k.sh mini --quick            # the same in small: QUICK
+#   bash benchmark/gsm8k/gsm8k.sh mini                    # mini GSM8K: tuning, seeds and report; 1 to 1.5 hours of a CPU core
+#   bash benchmark/gsm8k/gsm8k.sh mini --quick            # the same in small: 3 minutes
 #   bash benchmark/gsm8k/gsm8k.sh qwen3-0.6b              # Qwen3-0.6B on GSM8K: one GPU and the network
 #   bash benchmark/gsm8k/gsm8k.sh qwen3-0.6b --dry_run    # only prints the commands
 #
