@@ -1,23 +1,26 @@
 #!/usr/bin/env bash
 # RLOO on GSM8K with verifiable rewards: a completion is scored by its answer, not by a model (gsm8k_reward.py).
 #
-#   bash benchmark/gsm8k/gsm8k.sh mini                    # mini GSM8K, 3 seeds: about 50 minutes on 2 shared CPU cores
+#   bash benchmark/gsm8k/gsm8k.sh mini                    # mini GSM8K: tuning, seeds and report; 1 to 1.5 hours of a CPU core
+#   bash benchmark/gsm8k/gsm8k.sh mini --quick            # the same in small: 3 minutes
 #   bash benchmark/gsm8k/gsm8k.sh qwen3-0.6b              # Qwen3-0.6B on GSM8K: one GPU and the network
 #   bash benchmark/gsm8k/gsm8k.sh qwen3-0.6b --dry_run    # only prints the commands
 #
-# Flags of rloo.py may follow. From the environment: SEEDS (mini: "1 2 3", else "1"), OUT (runs/gsm8k), PYTHON (python).
-# Repeat the command after an interruption: finished seeds are skipped, an interrupted one continues.
+# After mini, flags of gsm8k_mini.py may follow, after qwen3-0.6b those of rloo.py. From the environment: OUT
+# (runs/gsm8k), PYTHON (python), for qwen3-0.6b SEEDS ("1"). Repeat the command after an interruption: what is finished is
+# skipped, an interrupted run continues.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 preset=${1:-}
 shift || true
+out=${OUT:-runs/gsm8k}
+python=${PYTHON:-python}
+if [ "$preset" = mini ]; then exec "$python" benchmark/gsm8k/gsm8k_mini.py --output_dir "$out/mini" "$@"; fi
 dry_run=
 flags=()
 for flag in "$@"; do
     if [ "$flag" = --dry_run ]; then dry_run=1; else flags+=("$flag"); fi
 done
-out=${OUT:-runs/gsm8k}
-python=${PYTHON:-python}
 rewards=benchmark/gsm8k/gsm8k_reward.py
 
 # --judge_fn is `correctness` alone, so judge_score is the accuracy on the held-out problems.
@@ -25,16 +28,6 @@ common=(--reward_fns $rewards:correctness $rewards:format --reward_weights 1.0 0
         --rloo_k 8 --temperature 1.0 --save_steps 50 --save_total_limit 1 --resume)
 
 case $preset in
-mini)
-    # Tried before, with seed 1 and 6,400 episodes: learning rates 1e-4 and 2e-4 learn more slowly (training accuracy
-    # 50% and 59% after 40 updates, 3e-4: 64%); 5e-4 ends no higher (64% held out, sampled) and costs greedy accuracy
-    # more (81 -> 76%); kl_coef 0.1 instead of 0.02 gives 60%, greedy 79%.
-    seeds=${SEEDS:-1 2 3}
-    settings=(--dataset_name benchmark/mini_gsm8k --sft_model_path benchmark/mini_gsm8k/sft
-              --response_length 40 --max_prompt_length 128 --num_eval_prompts 400 --local_rollout_forward_batch_size 200
-              --per_device_train_batch_size 64 --gradient_accumulation_steps 2 --total_episodes 12800
-              --learning_rate 3e-4 --kl_coef 0.02 --device cpu)
-    ;;
 qwen3-0.6b)
     # Not run yet; starting points, not tuned. Each update: 32 problems with 8 completions of up to 1024 tokens; in all
     # one pass over the 7,473 problems. Install: requirements.txt, datasets. Estimates, counted and not measured:
@@ -83,7 +76,7 @@ for split in ("train", "test"):
 END
 }
 
-if [ "$preset" != mini ] && [ ! -f "$out/data/test.jsonl" ]; then  # the split that is written last
+if [ ! -f "$out/data/test.jsonl" ]; then  # the split that is written last
     echo "# openai/gsm8k -> $out/data/train.jsonl, $out/data/test.jsonl"
     if [ -z "$dry_run" ]; then prepare "$out/data"; fi
 fi

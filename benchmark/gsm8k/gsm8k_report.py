@@ -1,7 +1,6 @@
-"""What training with verifiable rewards gained: table, numbers and picture of the runs of gsm8k.sh.
+"""What training with verifiable rewards gained: table, numbers and picture of the runs of gsm8k.sh with a real model.
 
-    python benchmark/gsm8k/gsm8k_report.py runs/gsm8k/mini                     # gsm8k.sh does this at its end
-    python benchmark/gsm8k/gsm8k_report.py benchmark/gsm8k/gsm8k_mini.json     # only the picture, from these numbers
+    python benchmark/gsm8k/gsm8k_report.py runs/gsm8k/qwen3-0.6b     # gsm8k.sh qwen3-0.6b does this at its end
 
 It reads every finished run seed-<number> in the folder and writes gsm8k.json and gsm8k.png beside them.
 """
@@ -144,9 +143,5 @@ def percent(values: list[list[float]]) -> tuple[list[float], list[float]]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        raise SystemExit("gsm8k_report.py: name the folder of the runs, for instance runs/gsm8k/mini")
-    given = Path(sys.argv[1])
-    if given.suffix == ".json":
-        draw(given)
-    else:
-        report(given)
+        raise SystemExit("gsm8k_report.py: name the folder of the runs, for instance runs/gsm8k/qwen3-0.6b")
+    report(Path(sys.argv[1]))

@@ -1,5 +1,6 @@
 """Tests of the GSM8K benchmark: rewards, commands and the report."""
 
+import itertools
 import json
 import math
 import os
@@ -11,11 +12,15 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for rloo.py
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mini_gsm8k"))
 
+import gsm8k_measure
+import gsm8k_mini
+import gsm8k_mini_report
 import gsm8k_report
 import gsm8k_reward
 import mini_gsm8k
@@ -89,14 +94,15 @@ def commands(printed: str) -> list[rloo.Args]:
 
 
 def test_dry_run_prints_what_rloo_parses(tmp_path):
-    result = gsm8k_sh("mini", "--dry_run", "--total_episodes", "64", OUT=str(tmp_path))
+    result = gsm8k_sh("mini", "--dry_run", OUT=str(tmp_path))
     runs = commands(result.stdout)
-    assert result.returncode == 0 and [run.seed for run in runs] == [1, 2, 3] and not any(tmp_path.iterdir())
-    assert {run.total_episodes for run in runs} == {64}
-    (real,) = commands(gsm8k_sh("qwen3-0.6b", "--dry_run", OUT=str(tmp_path)).stdout)
+    assert result.returncode == 0 and not any(tmp_path.iterdir()), result.stderr
+    assert [(run.learning_rate, run.seed) for run in runs] == [(setting.lr, 1) for setting in gsm8k_mini.Plan().first]
+    (real,) = commands(gsm8k_sh("qwen3-0.6b", "--dry_run", "--total_episodes", "64", OUT=str(tmp_path)).stdout)
     assert (real.sft_model_path, real.dtype, real.rloo_k) == ("Qwen/Qwen3-0.6B", "bfloat16", 8)
+    assert real.total_episodes == 64 and real.resume
     for run in [*runs, real]:
-        assert len(run.reward_fns) == len(run.reward_weights) == 2 and run.resume
+        assert len(run.reward_fns) == len(run.reward_weights) == 2
         assert run.per_device_train_batch_size % run.rloo_k == 0
         for spec in (*run.reward_fns, run.judge_fn):
             file, _, name = spec.partition(":")
@@ -143,20 +149,23 @@ def quick(tmp_path_factory) -> Path:
 
 
 def test_a_tiny_run_trains_through_rloo_and_is_reported(tmp_path, quick, capsys):
-    """What `gsm8k.sh mini` does, by its own flags, on the quick model."""
-    printed = gsm8k_sh("mini", "--dry_run", OUT=str(tmp_path), SEEDS="1 2").stdout
+    """What `gsm8k.sh qwen3-0.6b` does, by its own flags, on the quick model."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test.jsonl").touch()  # nothing is prepared
+    printed = gsm8k_sh("qwen3-0.6b", "--dry_run", OUT=str(tmp_path), SEEDS="1 2").stdout
     for args in commands(printed):
         args.dataset_name, args.sft_model_path = str(quick), str(quick / "sft")
         args.reward_fns = tuple(str(ROOT / spec) for spec in args.reward_fns)
         args.judge_fn = str(ROOT / args.judge_fn)
-        args.per_device_train_batch_size, args.total_episodes, args.response_length = 8, 32, 8
+        args.dtype, args.device, args.max_prompt_length = "float32", "cpu", 500
+        args.gradient_accumulation_steps, args.total_episodes, args.response_length = 1, 32, 8
         evaluations = rloo.main(args)
         assert "sampled/judge_score" in evaluations["before"] and "greedy/judge_score" in evaluations["after"]
     capsys.readouterr()
-    gsm8k_report.report(tmp_path / "mini")
+    gsm8k_report.report(tmp_path / "qwen3-0.6b")
     shown = capsys.readouterr().out
-    found = json.loads((tmp_path / "mini" / "gsm8k.json").read_text())
-    assert "accuracy, greedy" in shown and "10 held-out problems" in shown
+    found = json.loads((tmp_path / "qwen3-0.6b" / "gsm8k.json").read_text())
+    assert "accuracy, greedy" in shown and "20 held-out problems" in shown
     assert list(found["runs"]) == ["seed-1", "seed-2"]
     run = found["runs"]["seed-1"]
     assert run["episodes"] == [16, 32] and len(run["correctness"]) == 2 and set(run["held_out"]) == {"0", "32"}
@@ -166,3 +175,107 @@ def test_a_tiny_run_trains_through_rloo_and_is_reported(tmp_path, quick, capsys)
     assert math.isclose(table["after"][1], abs(values[0] - values[1]) / 2, abs_tol=1e-9)
     with pytest.raises(SystemExit, match="no finished run"):
         gsm8k_report.report(quick)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The study on mini GSM8K
+
+
+def test_pass_at_k_is_the_mean_over_all_choices():
+    samples = [True, False, False, True, False, False]
+    for k in range(1, 7):
+        choices = list(itertools.combinations(samples, k))
+        (found,) = gsm8k_measure.pass_at(k, [2], 6)
+        assert found == pytest.approx(sum(map(any, choices)) / len(choices))
+    assert gsm8k_measure.pass_at(6, [0, 1], 6).tolist() == [0.0, 1.0]
+
+
+def test_majority_shares_ties_and_gives_no_vote_to_missing_answers():
+    def majority(answers, k):
+        return gsm8k_measure.majority(answers, 7, k)
+
+    assert majority([7, 7, 3, 3], 4) == 0.5 and majority([7, 7, 3, 3], 2) == 0.5 and majority([7, 3, 3, 5], 4) == 0.0
+    assert majority([7, None, None, None], 4) == 1.0 and majority([None] * 4, 4) == 0.0
+    assert majority([7, 7, 3, 3, 7], 2) == 0.5  # an incomplete group does not count
+
+
+def test_mistakes_are_told_by_the_first_one():
+    solution = "6 * 4 = 24. 24 - 12 = 12. 12 + 5 = 17. #### 17"
+    for text, kind in (
+        (solution, "none"),
+        ("6 + 11 = 17. #### 17", "none"),
+        ("6 * 4 = 24. 24 - 12 = 12. #### 12", "stops early"),
+        ("", "stops early"),
+        ("6 + 4 = 10. #### 10", "misreads"),
+        ("6 * 4 = 24. 24 - 12 = 13. 13 + 5 = 18. #### 18", "miscalculates"),
+        ("6 * 4 = 24. 24 - 12 = 12. 12 + 5 = 17. 17 + 1 = 18. #### 18", "else"),
+    ):
+        assert gsm8k_measure.mistake(text, solution) == kind in gsm8k_measure.MISTAKES
+
+
+def test_completions_are_matched_with_their_problems():
+    """They come back in the order of the rows, whatever the order and chunks in which they are sampled."""
+    rows = rloo.load_rows(str(HERE.parent / "mini_gsm8k"), "test")[:7]
+    engine = gsm8k_measure.Engine(chunk_size=4)
+    policy = rloo.load_model(engine.args, "--policy", str(HERE.parent / "mini_gsm8k" / "sft"), trained=False)
+    together = engine.complete(policy, rows, 2, 0.0, seed=1)
+    alone = [engine.complete(policy, [row], 1, 0.0, seed=1) for row in rows]
+    assert together == [[text, text] for ((text,),) in alone]
+
+
+TINY = gsm8k_mini.Plan(
+    first=tuple(gsm8k_mini.Setting(lr, size=16, episodes=16) for lr in (1e-3, 1e-4)),
+    around=(("beta", 0.0),),
+    seeds=(1, 2),
+    validation_samples=8,
+)
+
+
+def test_the_study_in_tiny(tmp_path, quick, monkeypatch):
+    """Tunes, trains, measures and reports on the quick model; what is there is not made again."""
+    monkeypatch.setattr(gsm8k_measure, "RESPONSE_LENGTH", 8)
+    task = os.path.relpath(quick, ROOT)
+    study = gsm8k_mini.Study(TINY, tmp_path, task)
+    with pytest.raises(SystemExit, match="tune first"):
+        study.test()
+    study.tune()
+    study.test()
+    gsm8k_mini_report.write(study)
+    names = {"start"} | {f"{setting.name}__1" for setting in study.trials()}
+    names |= {f"{setting.name}__2" for setting in (study.chosen(), study.broadest())}
+    assert set(study.found) == names and (tmp_path / "gsm8k_mini.png").is_file()
+    text = (tmp_path / "tables.md").read_text()
+    assert all(f"## {name}\n" in text for name in ("trials", "commands", "results", "steps", "beyond", "mistakes"))
+
+    again = gsm8k_mini.Study(TINY, tmp_path, task)
+    monkeypatch.setattr(gsm8k_mini.subprocess, "run", None)
+    monkeypatch.setattr(gsm8k_measure.Engine, "measure", None)
+    again.tune()
+    again.test()
+    assert again.found == study.found
+
+
+def test_the_page_has_the_tables_of_the_shipped_numbers():
+    study = gsm8k_mini.Study(gsm8k_mini.Plan(), HERE)
+    page = (HERE / "README.md").read_text()
+    tables = gsm8k_mini_report.tables_of(study)
+    assert set(tables) >= {"trials", "commands", "results", "steps", "beyond", "mistakes"}
+    for name, table in tables.items():
+        assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
+    rows = rloo.load_rows(str(HERE.parent / "mini_gsm8k"), "test")
+    assert study.found["start"]["steps"] == [row["steps"] for row in rows]
+    results = gsm8k_mini_report.Results(study, study.chosen())
+    assert results.after("greedy").shape == (len(results.seeds), 1000)
+    assert np.isclose(results.after("sampled").mean(), np.mean([np.mean(run["right"]) / 64 for run in results.runs]))
+
+
+def test_an_interval_has_the_errors_over_problems_and_over_seeds():
+    rng = np.random.default_rng(0)
+    problems = rng.normal(size=1000)
+    low, high = gsm8k_mini_report.interval(problems)
+    half = 1.96 * problems.std(ddof=1) / 1000**0.5
+    assert np.allclose((low, high), (problems.mean() - half, problems.mean() + half))
+    low, high = gsm8k_mini_report.interval(np.array([problems, problems, problems]))
+    assert np.isclose((high - low) / 2, half)  # seeds that do not differ add nothing
+    low, high = gsm8k_mini_report.interval(np.array([[0.0] * 9, [1.0] * 9, [2.0] * 9]))
+    assert np.isclose((high - low) / 2, 4.303 / 3**0.5)

@@ -4,10 +4,12 @@
     python benchmark/mini_gsm8k/mini_gsm8k.py --quick --output_dir /tmp/mini    # seconds; a model that solves nothing
 
 Rows have the form that `gsm8k.sh` gives GSM8K: `prompt`, chat messages with the system message of gsm8k_reward.py,
-and `answer`, a solution that ends with "#### 42". The policy is fine-tuned on solutions of a simulated pupil in a
-hurry, who takes a wrong number or sign, makes mistakes in sums and forgets how the answer should be written. Training
-with rewards has to find out which of these habits are wrong. A problem's key is its computation, signs and numbers: no
-key of a held-out problem occurs in fine-tuning or training.
+and `answer`, a solution that ends with "#### 42"; and `steps`, the number of computations, 1 to 3. The policy is
+fine-tuned mostly on problems of one step: it solves most of these and few of the others. The solutions are those of a
+simulated pupil in a hurry, who stops early, takes a wrong number or sign, makes mistakes in sums and forgets how the
+answer should be written. Training with rewards has to find out which of these habits are wrong, and to become better at
+problems of several steps. A problem's key is its computation, signs and numbers: no key of a held-out problem occurs in
+fine-tuning or training, and none is in both held-out splits.
 
 Reading order is running order: problems, pupil, tokenizer, training, main.
 """
@@ -62,8 +64,9 @@ def apply(x: int, sign: str, y: int) -> int:
     return {"+": x + y, "-": x - y, "*": x * y}[sign]
 
 
-def sample_problem(rng: random.Random) -> dict:
-    """One problem: its text, first number, steps [(sign, number), ...] and a number that does not matter, or None."""
+def sample_problem(rng: random.Random, count: int) -> dict:
+    """A problem of `count` steps: its text, first number, steps [(sign, number), ...] and a number that does not
+    matter, or None."""
     steps, (n, m), idle = [], rng.sample(NAMES, 2), rng.randint(2, 20)
     words = {"n": n, "m": m, "i": rng.choice(ITEMS), "p": rng.choice(PLACES)}
     if rng.random() < 0.4:
@@ -74,9 +77,8 @@ def sample_problem(rng: random.Random) -> dict:
         first = rng.randint(3, 20)
         sentences = [rng.choice(BEGIN["has"]).format(a=first, **words)]
     number = first * steps[0][1] if steps else first
-    for last in (False, True):  # a second step, if any, may ask what somebody else has
-        if len(steps) == 2 or last and steps and rng.random() < 0.3:
-            break
+    while len(steps) < count:
+        last = len(steps) == count - 1  # the last step may ask what somebody else has
         signs = ["+", "+"] + ["-", "-"] * (number > 3) + ["*"] * (last and number <= 12)
         sign = rng.choice(signs)
         b = rng.randint(2, 4) if sign == "*" else rng.randint(2, min(12, number - 1) if sign == "-" else 12)
@@ -98,7 +100,7 @@ def key(problem: dict) -> tuple:
 
 
 # Probabilities of the pupil's mistakes; the first four apply at each step.
-WRONG_SIGN, WRONG_NUMBER, SLIP, STOP, NO_MARK = 0.12, 0.08, 0.12, 0.05, 0.3
+WRONG_SIGN, WRONG_NUMBER, SLIP, STOP, NO_MARK = 0.06, 0.04, 0.06, 0.2, 0.15
 
 
 def solve(problem: dict, rng: random.Random | None = None) -> str:
@@ -124,12 +126,13 @@ def solve(problem: dict, rng: random.Random | None = None) -> str:
     return " ".join(lines) + end.format(number)
 
 
-def sample_row(rng: random.Random, held_out: set) -> dict:
-    """One row of the data, and its problem, whose key is not in `held_out`."""
-    problem = sample_problem(rng)
+def sample_row(rng: random.Random, held_out: set, shares: tuple[float, ...]) -> dict:
+    """One row of the data, and its problem, whose key is not in `held_out`; `shares` of problems of 1, 2, ... steps."""
+    (count,) = rng.choices(range(1, len(shares) + 1), shares)
+    problem = sample_problem(rng, count)
     while key(problem) in held_out:
-        problem = sample_problem(rng)
-    return {"prompt": chat(problem["text"]), "answer": solve(problem), "problem": problem}
+        problem = sample_problem(rng, count)
+    return {"prompt": chat(problem["text"]), "answer": solve(problem), "steps": count, "problem": problem}
 
 
 # ---- Sizes -----------------------------------------------------------------------------------------------------------
@@ -148,11 +151,14 @@ class Config:
 @dataclass
 class Sizes:
     train: int = 3000  # rows
-    test: int = 400
-    sft: int = 48000  # examples, mostly on problems that train.jsonl does not have
+    validation: int = 400
+    test: int = 1000
+    sft: int = 64000  # examples, mostly on problems that train.jsonl does not have
 
 
-QUICK = Sizes(40, 10, 64)
+QUICK = Sizes(40, 10, 20, 64)
+STEPS = (0.1, 0.45, 0.45)  # shares of problems of 1, 2 and 3 steps in the data
+LESSONS = (0.84, 0.14, 0.02)  # and in what the policy is fine-tuned on
 
 
 # ---- Tokenizer -------------------------------------------------------------------------------------------------------
@@ -256,22 +262,23 @@ def build(config: Config):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
-    held_out, test = set(), []
-
-    def sample():
-        return sample_row(rng, held_out)
-
-    while len(test) < sizes.test:  # one problem of each key
-        test.append(sample())
-        held_out.add(key(test[-1]["problem"]))
-    train = [sample() for _ in range(sizes.train)]
-    for split, rows in (("train", train), ("test", test)):
-        save_jsonl(folder / f"{split}.jsonl", [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows])
+    held_out = set()
+    splits = {}
+    for split, size in (("test", sizes.test), ("validation", sizes.validation)):
+        splits[split] = []
+        while len(splits[split]) < size:  # one problem of each key
+            splits[split].append(sample_row(rng, held_out, STEPS))
+            held_out.add(key(splits[split][-1]["problem"]))
+    splits["train"] = [sample_row(rng, held_out, STEPS) for _ in range(sizes.train)]
+    for split, rows in splits.items():
+        shipped = [{name: row[name] for name in ("prompt", "answer", "steps")} for row in rows]
+        save_jsonl(folder / f"{split}.jsonl", shipped)
+    train, test = splits["train"], splits["test"]
     texts = [message["content"] for row in train for message in row["prompt"]] + [row["answer"] for row in train]
     tokenizer = train_tokenizer(texts)
     log(f"{len(tokenizer)} tokens; the first problem:\n{train[0]['prompt'][1]['content']}\n{train[0]['answer']}")
     pupil = [solve(row["problem"], rng) for row in test]
-    policy = train_policy(tokenizer, sizes.sft, sample, rng)
+    policy = train_policy(tokenizer, sizes.sft, lambda: sample_row(rng, held_out, LESSONS), rng)
     policy.save_pretrained(folder / "sft")
     tokenizer.save_pretrained(folder / "sft")
 

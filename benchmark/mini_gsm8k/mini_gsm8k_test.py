@@ -1,8 +1,10 @@
 """Tests of the embedded mini GSM8K: its builder, and what is shipped."""
 
+import itertools
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +24,11 @@ import rloo
 HERE = Path(__file__).resolve().parent
 
 
+def computation(row: dict) -> tuple:
+    """What a row's solution computes: ("3 + 4", "7 - 2")."""
+    return tuple(re.findall(r"(\d+ [-+*] \d+) =", row["answer"]))
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quick") / "mini"
@@ -36,17 +43,20 @@ def test_the_shipped_miniature_is_what_the_builder_writes(quick):
     built = names(quick)
     shipped = [name for name in names(HERE) if not name.endswith((".py", ".pyc", ".md"))]
     assert shipped == built and "sft/model.safetensors" in shipped
-    assert sum((HERE / name).stat().st_size for name in shipped) < 4e6
+    assert sum((HERE / name).stat().st_size for name in shipped) < 4.3e6
     ours, theirs = (json.loads((folder / "figures.json").read_text()) for folder in (quick, HERE))
     assert ours.keys() == theirs.keys() and ours["seed"] == theirs["seed"] == 1
     model, tokenizer = (kind.from_pretrained(HERE / "sft") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert model.config.model_type == "qwen3" and model.config.vocab_size == len(tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == end != tokenizer.pad_token_id
-    rows = {split: rloo.load_rows(str(HERE), split) for split in ("train", "test")}
-    assert [len(rows[split]) for split in ("test", "train")] == [400, 3000]
-    questions = {split: {row["prompt"][1]["content"] for row in rows[split]} for split in rows}
-    assert not questions["train"] & questions["test"]
+    rows = {split: rloo.load_rows(str(HERE), split) for split in ("train", "validation", "test")}
+    assert [len(rows[split]) for split in rows] == [3000, 400, 1000]
+    computations = {split: {computation(row) for row in rows[split]} for split in rows}
+    assert not any(one & other for one, other in itertools.combinations(computations.values(), 2))
+    assert [len(computations[split]) for split in ("validation", "test")] == [400, 1000]
+    for row in itertools.chain(*rows.values()):
+        assert len(computation(row)) == row["steps"] in (1, 2, 3)
     # Greedy, the shipped model solves problems it has not seen; and what it says goes through the rewards.
     few = [rloo.prepare_row(row, tokenizer) for row in rows["test"][:40]]
     batch, _ = rloo.rollout(model.eval(), few, 1, 0.0, 40, stop_ids=[tokenizer.eos_token_id])
@@ -72,8 +82,9 @@ def test_the_chat_template_renders(quick):
 
 def test_problems_are_solved_and_their_keys_are_what_is_computed():
     rng = random.Random(0)
-    for _ in range(500):
-        problem = mini_gsm8k.sample_problem(rng)
+    for count in [1, 2, 3] * 200:
+        problem = mini_gsm8k.sample_problem(rng, count)
+        assert len(problem["steps"]) == count
         right, hurried = mini_gsm8k.solve(problem), mini_gsm8k.solve(problem, rng)
         number = problem["first"]
         for sign, b in problem["steps"]:
