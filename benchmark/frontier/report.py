@@ -263,7 +263,7 @@ def frontier_picture(plt, study, settings, path: Path):
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
     episodes = settings[0].episodes
     figure.suptitle(
-        f"RLOO over {episodes:,} episodes (equal evaluation points) and best-of-n, by the distance from the SFT policy"
+        f"RLOO over {episodes:,} episodes and best-of-n, by the distance from the SFT policy"
     )
     figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=110)
