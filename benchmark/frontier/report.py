@@ -262,9 +262,7 @@ def frontier_picture(plt, study, settings, path: Path):
         axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
     episodes = settings[0].episodes
-    figure.suptitle(
-        f"RLOO over {episodes:,} episodes and best-of-n, by the distance from the SFT policy"
-    )
+    figure.suptitle(f"RLOO over {episodes:,} episodes and best-of-n, by the distance from the SFT policy")
     figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)

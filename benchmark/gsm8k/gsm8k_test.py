@@ -1,5 +1,6 @@
 """Tests of the GSM8K benchmark: rewards, commands and the report."""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -243,7 +244,8 @@ def test_the_study_in_tiny(tmp_path, quick, monkeypatch):
     gsm8k_mini_report.write(study)
     names = {"start"} | {f"{setting.name}__1" for setting in study.trials()}
     names |= {f"{setting.name}__2" for setting in (study.chosen(), study.broadest())}
-    assert set(study.found) == names and (tmp_path / "gsm8k_mini.png").is_file()
+    assert set(study.found) == names
+    assert (tmp_path / "gsm8k_mini.png").is_file() == bool(importlib.util.find_spec("matplotlib"))
     text = (tmp_path / "tables.md").read_text()
     assert all(f"## {name}\n" in text for name in ("trials", "commands", "results", "steps", "beyond", "mistakes"))
 
