@@ -11,8 +11,9 @@ The stages, in their order:
     compare    both against the default that they may replace, five seeds each, each on fresh test posts of its own
     time       both in turn, on all cores, which should have nothing else to do
     headline   five seeds of the default, measured along the way
-    best_of_n  the best of n samples, of the SFT policy and of trained ones, by the reward model
     long       25,600 episodes for several β, and of reward models from noisy comparisons, measured along the way
+    limits     what may keep RLOO below best-of-n: the limit of the gradient's norm, and the size of the network
+    best_of_n  the best of n samples, of the SFT policy and of trained ones, by the reward model
     report     tables in README.md and pictures, of what is there
 
 Runs are made one at a time and, but for `time`, on one thread. What is found is written at once to runs.json (a record
@@ -33,6 +34,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
+import distil
 import estimates
 import measure
 import noisy
@@ -42,7 +44,7 @@ import torch
 import tyro
 
 HERE = Path(__file__).resolve().parent
-Stage = Literal["sweep", "robust", "compare", "time", "headline", "best_of_n", "long", "report"]
+Stage = Literal["sweep", "robust", "compare", "time", "headline", "long", "limits", "best_of_n", "report"]
 SAMPLES = 2  # completions sampled for each post
 QUIET = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
 COST_LIMIT = (
@@ -70,13 +72,15 @@ class Setting:
     """part of the run over which the learning rate rises"""
     eps: float = 1e-8
     """of Adam"""
+    norm: float = 1.0
+    """limit of the gradient's norm; 0: none"""
     reward: str = ""
     """the embedded task's reward model, or one that is trained here: noisy10, noisy25"""
 
     @property
     def name(self) -> str:
         parts = [f"lr{self.lr:g}", f"size{self.size}", f"beta{self.beta:g}"]
-        for key in ("epochs", "minis", "k", "warmup", "eps", "episodes", "reward"):
+        for key in ("epochs", "minis", "k", "warmup", "eps", "norm", "episodes", "reward"):
             value = getattr(self, key)
             if value != getattr(Setting(), key):
                 parts.append(value if key == "reward" else f"{key}{value:g}")
@@ -101,6 +105,8 @@ class Setting:
             flags["warmup_ratio"] = self.warmup
         if self.eps != Setting.eps:
             flags["adam_eps"] = self.eps
+        if self.norm != Setting.norm:
+            flags["max_grad_norm"] = f"{self.norm:g}"
         return ["rloo.py", *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))]
 
 
@@ -156,9 +162,6 @@ class Plan:
     timed_episodes: int = 1_920
     betas: tuple[float, ...] = (0.02, 0.0, 0.05, 0.01, 0.1)
     long_seeds: tuple[int, ...] = (1, 2, 3)
-    all_seeds_betas: tuple[float, ...] = (0.02, 0.0)
-    """that get all `seeds`, not only `long_seeds`"""
-    hot_betas: tuple[float, ...] = (0.02, 0.0)
     noisy_betas: tuple[float, ...] = (0.0, 0.02)
     noisy: tuple[str, ...] = ("noisy10", "noisy25")
     long_episodes: int = 25_600
@@ -166,8 +169,13 @@ class Plan:
     """n of best-of-n, at most"""
     best_of_n_posts: int = 2_000
     longest_episodes: int = 100_000
+    longest_beta: float = 0.05
+    """the one that gold rises longest with"""
     noisy_posts: int = 20_000
     """that a reward model from noisy comparisons is trained on"""
+    distilled: int = 16
+    """n of the best-of-n that a policy is fine-tuned on"""
+    distilled_prompts: int = 10_000
 
 
 def quick_plan() -> Plan:
@@ -191,7 +199,6 @@ def quick_plan() -> Plan:
         timed_episodes=640,
         betas=(0.02, 0.0),
         long_seeds=(1,),
-        hot_betas=(),
         noisy_betas=(0.0,),
         noisy=("noisy25",),
         long_episodes=1_920,
@@ -199,6 +206,7 @@ def quick_plan() -> Plan:
         best_of_n_posts=100,
         longest_episodes=0,
         noisy_posts=400,
+        distilled_prompts=160,
     )
 
 
@@ -499,36 +507,17 @@ class Study:
         for seed in self.plan.headline_seeds:
             self.follow(self.chosen() or self.plan.old, seed, on_all=False)
 
-    # 6. Best-of-n.
-    def sample_best_of_n(self, name: str, folder: Path, most: int, posts: int):
-        """Measures of best-of-n for n = 1, 2, 4, ... `most`, from `most` samples of each of the first test posts."""
-        if name not in self.best_of_n.all:
-            engine = self.engine(chunk_size=512)
-            rows = measure.fresh_posts("test", posts)
-            grades = measure.grade(engine, engine.policy(folder), rows, most, seed=1)
-            powers = [2**i for i in range(most.bit_length())]
-            by_n = {str(n): estimates.best_of_n(grades, n) | {"kl_bound": estimates.kl_bound(n)} for n in powers}
-            self.best_of_n.add(name, posts=posts, samples=most, by_n=by_n)
-            print(f"{name}: best of {most} wins {by_n[str(most)]['win']['mean']:.4f}", flush=True)
-
-    def sample_all_best_of_n(self):
-        self.sample_best_of_n("sft", measure.TASK / "sft", self.plan.most, self.plan.best_of_n_posts)
-        settings = [self.chosen() or self.plan.old, *self.long_settings()[:2]]
-        for setting in settings:
-            name = f"{setting.name}__1"
-            folder = self.folder / name
-            if name not in self.best_of_n.all and (folder / "model.safetensors").is_file():
-                self.sample_best_of_n(name, folder, min(16, self.plan.most), self.plan.best_of_n_posts // 2)
-
-    # 7. Long runs.
+    # 6. Long runs.
     def long_settings(self) -> list[Setting]:
         base = replace(self.chosen() or self.plan.old, episodes=self.plan.long_episodes)
         return [replace(base, beta=beta) for beta in self.plan.betas]
 
-    def hot_settings(self) -> list[Setting]:
-        """Where over-optimisation is to be expected: a high learning rate, hardly any KL penalty."""
-        base = replace(self.plan.old, lr=1e-3, episodes=self.plan.long_episodes)
-        return [replace(base, beta=beta) for beta in self.plan.hot_betas]
+    def longest_setting(self) -> Setting:
+        return replace(self.long_settings()[0], beta=self.plan.longest_beta, episodes=self.plan.longest_episodes)
+
+    def large_updates(self) -> Setting:
+        """The old default's large updates, for as many episodes as the others."""
+        return replace(self.plan.old, episodes=self.plan.long_episodes)
 
     def noisy_settings(self) -> list[Setting]:
         """The same runs on reward models that are worse than the embedded task's."""
@@ -565,18 +554,52 @@ class Study:
 
     def long_runs(self) -> list[tuple[Setting, int]]:
         """In the order in which they are made: each setting once, then more seeds."""
-        plan, betas, noisy = self.plan, self.long_settings(), self.noisy_settings()
-        runs = [(setting, plan.seeds[0]) for setting in (*betas, *self.hot_settings(), *noisy)]
-        runs += [(setting, seed) for seed in plan.long_seeds for setting in betas]
+        plan = self.plan
+        runs = [(setting, 1) for setting in (*self.long_settings(), *self.noisy_settings(), self.large_updates())]
         if plan.longest_episodes:
-            runs.append((replace(betas[0], episodes=plan.longest_episodes), plan.seeds[0]))
-        runs += [(setting, seed) for seed in plan.long_seeds for setting in noisy]
-        runs += [(setting, seed) for seed in plan.seeds for setting in betas if setting.beta in plan.all_seeds_betas]
+            runs.append((self.longest_setting(), 1))
+        runs += [(setting, seed) for seed in plan.long_seeds for setting in self.long_settings()]
         return list(dict.fromkeys(runs))
 
     def long(self):
         for setting, seed in self.long_runs():
             self.follow(setting, seed)
+
+    # 7. What may keep RLOO below best-of-n.
+    def without_limit(self) -> Setting:
+        """The chosen setting without a limit of the gradient's norm."""
+        return replace(self.chosen() or self.plan.old, norm=0.0)
+
+    def limits(self):
+        for seed in self.plan.few_seeds:
+            self.validate(self.without_limit(), seed, greedy=False)
+        name = f"distilled{self.plan.distilled}"
+        if self.runs.value(name, "test") is None:
+            folder = self.folder / name
+            if not folder.is_dir():
+                self.runs.add(name, **distil.build(folder, self.plan.distilled, self.plan.distilled_prompts))
+            found, _ = self.grade(folder, "test", self.plan.best_of_n_posts, 1, greedy=True)
+            self.runs.add(name, test=found)
+
+    # 8. Best-of-n.
+    def sample_best_of_n(self, name: str, folder: Path, most: int, posts: int):
+        """Measures of best-of-n for n = 1, 2, 4, ... `most`, from `most` samples of each of the first test posts."""
+        if name not in self.best_of_n.all:
+            engine = self.engine(chunk_size=512)
+            rows = measure.fresh_posts("test", posts)
+            grades = measure.grade(engine, engine.policy(folder), rows, most, seed=1)
+            powers = [2**i for i in range(most.bit_length())]
+            by_n = {str(n): estimates.best_of_n(grades, n) | {"kl_bound": estimates.kl_bound(n)} for n in powers}
+            self.best_of_n.add(name, posts=posts, samples=most, by_n=by_n)
+            print(f"{name}: best of {most} wins {by_n[str(most)]['win']['mean']:.4f}", flush=True)
+
+    def sample_all_best_of_n(self):
+        self.sample_best_of_n("sft", measure.TASK / "sft", self.plan.most, self.plan.best_of_n_posts)
+        for setting in [self.chosen() or self.plan.old, *self.long_settings(), self.longest_setting()]:
+            name = f"{setting.name}__1"
+            folder = self.folder / name
+            if name not in self.best_of_n.all and (folder / "model.safetensors").is_file():
+                self.sample_best_of_n(name, folder, min(16, self.plan.most), self.plan.best_of_n_posts // 2)
 
 
 def main(stages: tuple[Stage, ...] = get_args(Stage), quick: bool = False):

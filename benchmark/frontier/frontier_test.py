@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import distil  # noqa: E402
 import estimates  # noqa: E402
 import frontier  # noqa: E402
 import measure  # noqa: E402
@@ -251,3 +253,51 @@ def test_tables_go_between_the_lines_that_name_them(tmp_path):
     page.write_text("above\n<!-- sweep -->\nold\n<!-- end of sweep -->\nbelow\n")
     report.insert_tables({"sweep": "| new |", "not there": "| x |"}, tmp_path)
     assert page.read_text() == "above\n<!-- sweep -->\n| new |\n<!-- end of sweep -->\nbelow\n"
+
+
+# ---- Fine-tuning on the best of n ------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_fine_tuned_on_the_best_of_its_samples(capsys):
+    engine, n = measure.Engine(chunk_size=16), 4
+    rows = engine.rows(measure.fresh_posts("validation", 40))
+    rloo.transformers.set_seed(1)
+    pairs = distil.sample_best(engine, rows, n)
+    assert sorted(row["prompt"] for row, *_ in pairs) == sorted(row["prompt"] for row in rows)
+
+    # the score is that of this completion, and the highest of its n samples
+    rloo.transformers.set_seed(1)
+    part = sorted(rows, key=lambda row: len(row["prompt_ids"]))[: 16 // n]
+    batch, _ = rloo.rollout(engine.reference, part, n, measure.TEMPERATURE, 53, engine.stop_ids, chunk_size=16)
+    scores, ids = rloo.score(engine.rewards["score"], (1.0,), batch)[0], batch.completion_ids()
+    for b, (row, chosen, score) in enumerate(pairs[: 16 // n]):
+        samples = {tuple(ids[j * len(part) + b]): float(scores[j, b]) for j in range(n)}
+        assert row is part[b]
+        assert math.isclose(score, max(samples.values()), abs_tol=1e-4)
+        assert math.isclose(samples[tuple(chosen)], score, abs_tol=1e-4)
+
+    # the likelihood is that at the temperature of sampling
+    row, chosen, _ = pairs[0]
+    whole = torch.tensor([row["prompt_ids"] + chosen])
+    logits = engine.reference(whole).logits[0, len(row["prompt_ids"]) - 1 : -1] / measure.TEMPERATURE
+    exact = -logits.log_softmax(-1)[range(len(chosen)), chosen].sum()
+    with torch.no_grad():
+        assert torch.allclose(distil.nll(engine.reference, pairs[:3], engine.stop_ids)[0], exact, atol=1e-3)
+
+    policy = rloo.load_model(engine.args, "--policy", str(measure.TASK / "sft"), trained=True)
+    with torch.no_grad():
+        before = distil.nll(policy, pairs, engine.stop_ids).mean()
+    assert distil.fine_tune(policy, pairs[:32], pairs, engine.stop_ids, 5e-4, epochs=3) < before
+
+
+def test_the_parting_table_has_the_highest_gold_score_and_the_end(tmp_path):
+    study = study_with(tmp_path, {})
+    setting = study.long_settings()[0]
+    for seed, golds in ((1, (2.0, 4.0, 3.0)), (2, (2.0, 5.0, 3.5))):
+        curve = [
+            {"episode": e, "sampled": {name: {"mean": x} for name, x in (("gold", g), ("kl", e), ("score", e / 2))}}
+            for e, g in zip((0, 8, 16), golds)
+        ]
+        study.runs.add(f"{setting.name}__{seed}", curve=curve)
+    line = report.parting_table(study, [setting]).splitlines()[-1]
+    assert line == f"| embedded task's | {setting.beta:g} | 2 | 8 | 8.0 | 4.50 | 4.00 | 16.0 | 3.25 | 8.00 |"

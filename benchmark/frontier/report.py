@@ -44,6 +44,13 @@ def having(study, setting, seeds: Iterable[int], part: str) -> dict[int, dict]:
     return {seed: value for seed, value in found.items() if value is not None}
 
 
+REWARD_MODELS = {
+    "": "embedded task's",
+    "noisy10": "comparisons, 10% flipped",
+    "noisy25": "comparisons, 25% flipped",
+}
+
+
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -173,45 +180,84 @@ def best_of_n_table(study) -> str:
         "reward model",
         "KL, nats",
         "bound of the KL from its own policy",
+        "J",
     ]
     rows = [head]
     for name, record in study.best_of_n.all.items():
         for n, found in record["by_n"].items():
             rows.append(
                 [
-                    "SFT policy" if name == "sft" else f"`{name}`",
+                    "SFT policy" if name == "sft" else name_of_run(study, name),
                     n,
                     cell([found["win"]], 100, 1),
                     cell([found["gold"]], 1, 2),
                     cell([found["score"]], 1, 2),
                     cell([found["kl"]], 1, 2),
                     f"{found['kl_bound']:.2f}",
+                    f"{objective(found):.2f}",
                 ]
             )
     return markdown(rows)
 
 
+def name_of_run(study, name: str) -> str:
+    """A run of RLOO by its β and episodes."""
+    settings = [study.chosen() or study.plan.old, *study.long_settings(), study.longest_setting()]
+    setting = next(setting for setting in settings if f"{setting.name}__1" == name)
+    return f"RLOO, β = {setting.beta:g}, {setting.episodes:,} episodes"
+
+
+def objective(found: dict) -> float:
+    """What RLOO maximises if β = 0.05."""
+    return found["score"]["mean"] - 0.05 * found["kl"]["mean"]
+
+
+def described(study, setting) -> list[str]:
+    """Reward model, β, episodes, and what else differs from the chosen setting."""
+    chosen = study.chosen() or study.plan.old
+    extra = [f"updates of {setting.size}, learning rate {setting.lr:g}"] if setting.size != chosen.size else []
+    extra += ["norm of the gradient not limited"] if not setting.norm else []
+    return [REWARD_MODELS[setting.reward], f"{setting.beta:g}", f"{setting.episodes:,}", ", ".join(extra)]
+
+
 def long_table(study, settings) -> str:
-    rows = [["run", "seeds", *(column[0] for column in COLUMNS), "norms clipped, %"]]
+    rows = [["reward model", "β", "episodes", "else", "seeds", *(column[0] for column in COLUMNS), "J"]]
     for setting in settings:
-        found = having(study, setting, study.plan.seeds, "test")
+        found = list(having(study, setting, study.plan.seeds, "test").values())
         if found:
-            norms = [study.runs.value(f"{setting.name}__{seed}", "training", "clipped_norms") for seed in found]
-            rows.append(
-                [f"`{setting.name}`", str(len(found)), *measures(list(found.values())), f"{100 * np.mean(norms):.0f}"]
-            )
+            last = "" if setting.reward else f"{np.mean([objective(x['sampled']) for x in found]):.2f}"
+            rows.append([*described(study, setting), str(len(found)), *measures(found), last])
     return markdown(rows)
 
 
-def along_table(study, settings) -> str:
-    rows = [["run", "episodes", "its reward model", "embedded task's", "gold score", "gold win rate, %", "KL, nats"]]
+def parting_table(study, settings) -> str:
+    """Where the gold score of a setting's runs is highest, and where they end; means over seeds."""
+    rows = [
+        ["reward model", "β", "seeds", "gold highest at, episodes", "KL, nats", "gold score", "its reward model"]
+        + ["at the end: KL, nats", "gold score", "its reward model"]
+    ]
     for setting in settings:
-        for seed, curve in having(study, setting, study.plan.seeds[:1], "curve").items():
-            for point in curve:
-                found = point["sampled"]
-                numbers = [("proxy", 1, 2), ("score", 1, 2), ("gold", 1, 2), ("win", 100, 1), ("kl", 1, 2)]
-                cells = [cell([found[key]], factor, digits) if key in found else "" for key, factor, digits in numbers]
-                rows.append([f"`{setting.name}__{seed}`", f"{point['episode']:,}", *cells])
+        found = curves(study, setting)
+        if found:
+            episodes, values = found
+            proxy = values["proxy" if setting.reward else "score"].mean(0)
+            gold, kl = values["gold"].mean(0), values["kl"].mean(0)
+            best = int(gold.argmax())
+            model, beta, *_ = described(study, setting)
+            cells = [f"{x:.{digits}f}" for i in (best, -1) for x, digits in ((kl[i], 1), (gold[i], 2), (proxy[i], 2))]
+            rows.append([model, beta, str(len(values["kl"])), f"{episodes[best]:,}", *cells])
+    return markdown(rows)
+
+
+def limits_table(study) -> str:
+    """What was tried against the limits of RLOO."""
+    seeds = study.plan.few_seeds
+    columns = [column for column in COLUMNS if column[1][0] == "sampled"]
+    rows = [["6,400 episodes, validation posts", "seeds", *(column[0] for column in columns)]]
+    for title, setting in (("chosen", study.chosen()), ("norm of the gradient not limited", study.without_limit())):
+        found = setting and list(having(study, setting, seeds, "validation").values())
+        if found:
+            rows.append([title, str(len(found)), *measures(found, columns)])
     return markdown(rows)
 
 
@@ -257,6 +303,12 @@ def frontier_picture(plt, study, settings, path: Path):
             axis.plot(x, y, "s--", color="black", ms=4, label=f"best of 1 … {max(map(int, sft))} of the SFT policy")
             for n, a, b in zip(sft, x, y):
                 axis.annotate(n, (a, b), textcoords="offset points", xytext=(-3, 6), ha="right", fontsize=8)
+        n = study.plan.distilled
+        found = study.runs.value(f"distilled{n}", "test", "sampled")
+        if found:
+            label = f"fine-tuned on the best of {n}"
+            x, y = np.sqrt(found["kl"]["mean"]), factor * found[name]["mean"]
+            axis.plot([x], [y], "*", color="tab:red", ms=12, label=label, zorder=5)
         axis.set_xlabel("√KL from the SFT policy, √nats")
         axis.set_title(title)
         axis.grid(alpha=0.3)
@@ -340,33 +392,39 @@ def episodes_picture(plt, study, settings, path: Path):
     plt.close(figure)
 
 
-def noisy_picture(plt, study, settings, path: Path):
-    """The score that is trained on and the gold score, over √KL."""
-    settings = [setting for setting in settings if curves(study, setting)]
-    if not settings:
+def noisy_picture(plt, study, path: Path):
+    """The score that is trained on and the gold score, over √KL, by reward model and β."""
+    panels = {}
+    for setting in [*study.long_settings(), *study.noisy_settings()]:
+        if setting.beta in study.plan.noisy_betas and curves(study, setting):
+            panels.setdefault(setting.reward, []).append(setting)
+    if not set(panels) - {""}:
         return
-    figure, axes = plt.subplots(1, len(settings), figsize=(4.2 * len(settings), 4.5), sharey=True, squeeze=False)
-    for axis, setting in zip(axes[0], settings):
-        _, values = curves(study, setting)
-        proxy = "proxy" if "proxy" in values else "score"
-        for name, label, colour in ((proxy, "reward model trained on", "tab:orange"), ("gold", "gold", "tab:blue")):
-            for i in range(len(values["kl"])):
-                x = np.sqrt(np.maximum(values["kl"][i], 0))
-                gained = values[name][i] - values[name][i][0]
-                axis.plot(x, gained, "o-", ms=3, color=colour, label=label if i == 0 else None)
-        axis.set_title(f"{setting.reward or 'embedded'}, lr {setting.lr:g}, β = {setting.beta:g}", fontsize=10)
-        axis.set_xlabel("√KL, √nats")
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.8), sharey=True, squeeze=False)
+    for axis, (reward, settings) in zip(axes[0], panels.items()):
+        for setting, style in zip(sorted(settings, key=lambda x: x.beta), ("o-", "s--")):
+            _, values = curves(study, setting)
+            proxy = "proxy" if reward else "score"
+            for name, label, colour in ((proxy, "reward model trained on", "tab:orange"), ("gold", "gold", "tab:blue")):
+                for i in range(len(values["kl"])):
+                    x = np.sqrt(np.maximum(values["kl"][i], 0))
+                    gained = values[name][i] - values[name][i][0]
+                    label_of_line = f"{label}, β = {setting.beta:g}" if i == 0 else None
+                    axis.plot(x, gained, style, ms=3, lw=1, color=colour, label=label_of_line)
+        axis.axhline(0, color="grey", lw=0.8)
+        axis.set_title(f"reward model: {REWARD_MODELS[reward]}", fontsize=10)
+        axis.set_xlabel("√KL from the SFT policy, √nats")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("score gained over the SFT policy")
-    axes[0][0].legend(fontsize=9)
-    figure.tight_layout()
+    figure.suptitle(f"Over-optimisation: what is trained on and what is wanted, {study.plan.long_episodes:,} episodes")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=9)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def write_tables(study):
     """Tables into README.md, between the lines that name them, or, where there is no such page, into tables.md."""
-    hot, noisy = study.hot_settings(), study.noisy_settings()
     tables = {
         "sweep": sweep_table(study),
         "robust": robust_table(study),
@@ -374,7 +432,8 @@ def write_tables(study):
         "second compare": compare_table(study, *study.comparisons()[1], "chosen"),
         "best of n": best_of_n_table(study),
         "long": long_table(study, dict.fromkeys(setting for setting, _ in study.long_runs())),
-        "over-optimisation": along_table(study, [*study.long_settings(), *hot, *noisy]),
+        "parting": parting_table(study, [*study.long_settings(), *study.noisy_settings()]),
+        "limits": limits_table(study),
     }
     insert_tables(tables, study.results)
 
@@ -406,4 +465,4 @@ def draw_pictures(study):
     headline_picture(plt, study, study.chosen() or study.plan.old, study.results / "headline.png")
     frontier_picture(plt, study, study.long_settings(), study.results / "frontier.png")
     episodes_picture(plt, study, study.long_settings(), study.results / "episodes.png")
-    noisy_picture(plt, study, [*study.hot_settings(), *study.noisy_settings()], study.results / "overoptimisation.png")
+    noisy_picture(plt, study, study, study.results / "overoptimisation.png")
