@@ -93,24 +93,19 @@ METHODS = [
     GRPO,
     RAFT,
     Method("no_baseline", "REINFORCE without baseline", variant="no_baseline"),
-    # where PPO's lead comes from
-    replace(PPO, name="ppo_1_epoch", title="PPO, 1 epoch", lr=4e-4, epochs=1),
-    replace(PPO, name="ppo_policy", title="PPO, value model from the policy", value_model="policy"),
-    replace(PPO, name="ppo_noisy", title="PPO, value model from comparisons only", value_model="noisy10"),
-    Method("rloo_4_epochs", "RLOO, k = 4, 4 epochs", 2e-4, epochs=4),
+    # what PPO owes to its value model: the same settings
+    replace(PPO, name="ppo_policy", title="PPO, value model from the policy", value_model="policy", like="ppo"),
+    replace(PPO, name="ppo_noisy", title="PPO, value model from comparisons only", value_model="noisy10", like="ppo"),
     # equal k
     Method("rloo_k2", "RLOO, k = 2", k=2),
     replace(RAFT, name="raft_k2", title="RAFT, k = 2", k=2),
     Method("rloo_k8", "RLOO, k = 8", k=8),
     replace(RAFT, name="raft_k8", title="RAFT, k = 8", k=8),
     Method("rloo_k16", "RLOO, k = 16", k=16),
-    # other advantages
-    Method("reinforce", "REINFORCE, mean of the update as baseline", flags=("--advantage_estimator", "reinforce")),
-    Method("grpo", "RLOO with GRPO's advantages (group std)", flags=("--advantage_estimator", "grpo")),
-    Method("drgrpo", "RLOO with Dr. GRPO's advantages", flags=("--advantage_estimator", "drgrpo")),
-    replace(GRPO, name="grpo_trl_k8", title="GRPO (TRL), k = 8", k=8),
-    # as many optimizer steps as PPO
+    # epochs, and as many optimizer steps as PPO
+    Method("rloo_4_epochs", "RLOO, k = 4, 4 epochs", 2e-4, epochs=4),
     Method("rloo_long", "RLOO, k = 4, 4 times the episodes", like="rloo", longer=4),
+    replace(PPO, name="ppo_1_epoch", title="PPO, 1 epoch", lr=4e-4, epochs=1),
 ]
 FIRST = ("rloo", "ppo", "grpo_trl", "raft", "no_baseline")
 BY_NAME = {method.name: method for method in METHODS}
@@ -224,6 +219,7 @@ class Peers(frontier.Study):
     """What has been found so far. Measures and records runs as the study of the defaults does."""
 
     files = {"runs": "peers.json", "posts": "peers_posts.json"}
+    kept = (("sampled", "win"), ("sampled", "gold"))
 
     def __init__(self, plan: Plan, folder: Path, results: Path, pythons: dict[str, str], noisy: Path | None = None):
         super().__init__(plan, folder, results)

@@ -16,6 +16,7 @@ CLAIMS = [  # of Ahmadian et al.: what should be ahead of what
     ("RLOO beats RAFT, k = 4", "rloo", "raft"),
     ("RLOO beats RAFT, k = 8", "rloo_k8", "raft_k8"),
 ]
+COLUMNS = [column for column in report.COLUMNS if column[1][0] == "sampled"]
 DRAWN = {  # method -> colour
     "rloo": "tab:blue",
     "rloo_long": "tab:cyan",
@@ -84,7 +85,7 @@ def summary(study, trials: dict) -> str:
 def results_table(study, trials: dict) -> str:
     """All methods on test posts, the best first."""
     rows = [
-        ["", "learning rate", "completions per update", "β", "seeds", *(column[0] for column in report.COLUMNS)]
+        ["", "learning rate", "completions per update", "β", "seeds", *(column[0] for column in COLUMNS)]
         + ["CPU seconds", "optimizer steps", "peak memory, GiB", "ahead of RLOO, points"]
     ]
     lines = []
@@ -104,7 +105,7 @@ def results_table(study, trials: dict) -> str:
             f"{trial.size}",
             f"{trial.beta:g}",
             f"{len(found)}" + (f" ({diverged} more diverged)" if diverged else ""),
-            *report.measures(list(found.values())),
+            *report.measures(list(found.values()), COLUMNS),
             f"{np.mean([record['cpu_seconds'] for record in records]):.0f}",
             f"{records[0]['optimizer_steps']}",
             f"{np.mean([record['peak_memory'] for record in records]):.1f}",
@@ -114,7 +115,7 @@ def results_table(study, trials: dict) -> str:
     rows += [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
     start = study.runs.value("sft", "test")
     if start and lines:
-        rows.append(["SFT policy", "", "", "", "", *report.measures([start]), "", "", "", ""])
+        rows.append(["SFT policy", "", "", "", "", *report.measures([start], COLUMNS), "", "", "", ""])
     table = report.markdown(rows)
     return f"{summary(study, trials)}\n\n{table}" if lines else table
 
@@ -166,17 +167,16 @@ def trials_page(study) -> str:
         "environment of rloo.py, `trl0` and `trl1` are those with TRL 0.19.1 and 1.16.0; `--value_model noisy10` "
         "stands for the folder of that reward model. `peers.py` writes this page.",
     ]
-    columns = [column for column in report.COLUMNS if column[1][0] == "sampled"]
     for method in study.plan.methods:
         made = [trial for trial in study.trials(method) if study.win(trial) is not None]
-        rows = [["", *(column[0] for column in columns), "CPU seconds", "command"]]
+        rows = [["", *(column[0] for column in COLUMNS), "CPU seconds", "command"]]
         for number, trial in enumerate(made, 1):
             record = study.runs.all[f"{trial.name}__1"]
             mark = f"**{number}**" if trial == study.best(method) else str(number)
             if record.get("diverged"):
-                cells = ["diverged", *[""] * len(columns)]
+                cells = ["diverged", *[""] * len(COLUMNS)]
             else:
-                cells = [*report.measures([record["validation"]], columns), f"{record['cpu_seconds']:.0f}"]
+                cells = [*report.measures([record["validation"]], COLUMNS), f"{record['cpu_seconds']:.0f}"]
             rows.append([mark, *cells, f"`{record['command']}`"])
         if made:
             lines += ["", f"## {method.title}", "", report.markdown(rows)]
