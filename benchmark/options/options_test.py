@@ -56,7 +56,7 @@ def test_every_option_is_a_change_of_the_default_that_rloo_accepts(tmp_path):
 def test_the_default_has_twice_as_many_seeds(tmp_path):
     study = options.Options(options.Plan(), tmp_path / "runs", tmp_path / "results", {})
     counts = {option.name: len(set(study.seeds(option))) for option in options.OPTIONS}
-    assert counts.pop("default") == 16 and set(counts.values()) == {8}
+    assert counts.pop("default") == 12 and set(counts.values()) == {6}
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_verdicts(low, high, expected):
 
 
 def test_differences_are_found_with_their_sign(tmp_path):
-    study = make_study(tmp_path, {"default": 0.5, "std": 0.9, "k2": 0.1})
+    study = make_study(tmp_path, {"default": 0.5, "std": 0.9, "beta_0": 0.1})
     found = {option.name: x for option, x in options_tables.comparisons(study).items()}
     assert found["std"][3] == "better" and 30 < found["std"][0] < 50
-    assert found["k2"][3] == "worse" and found["k2"][1] < found["k2"][0] < found["k2"][2] < 0
+    assert found["beta_0"][3] == "worse" and found["beta_0"][1] < found["beta_0"][0] < found["beta_0"][2] < 0
     options_tables.write_tables(study)
     text = (study.results / "tables.md").read_text()
     assert (
