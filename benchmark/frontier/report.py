@@ -439,20 +439,21 @@ def write_tables(study):
 
 
 def insert_tables(tables: dict[str, str], folder: Path, otherwise: str = "tables.md"):
-    """Writes tables into README.md or, where there is none, into a page of their own."""
-    page = folder / "README.md"
-    if page.is_file():
-        text = page.read_text(encoding="utf-8")
+    """Writes tables into the folder's pages, between the lines that name them, or, where there are none, into a page of
+    their own."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(folder.glob("*.md"))}
+    pages = {page: text for page, text in pages.items() if "<!-- end of " in text}
+    for page, text in pages.items():
         for name, table in tables.items():
             begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
             if begin in text:
                 before, rest = text.split(begin)
                 text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
-    else:
-        page = folder / otherwise
+        page.write_text(text, encoding="utf-8")
+    if not pages:
         text = "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()) + "\n"
-    page.write_text(text, encoding="utf-8")
-    print(f"tables: {page}")
+        (folder / otherwise).write_text(text, encoding="utf-8")
+    print(f"tables: {', '.join(map(str, pages)) or folder / otherwise}")
 
 
 def draw_pictures(study):

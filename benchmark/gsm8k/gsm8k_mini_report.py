@@ -159,7 +159,7 @@ def beyond_table(results: Results) -> str:
         if mask.sum() < 2:
             continue
         again = gsm8k_measure.per_problem(results.start_again, "pass@64")
-        title = "never solved in 64 samples before: solved in 64 others before, in 64 after"
+        title = "unsolved by 64 samples before: solved by 64 others before, by 64 after"
         line(title, steps, mask, again, results.after("pass@64"))
         again = gsm8k_measure.per_problem(results.start_again, "sampled")
         line("the same problems: accuracy of those samples", steps, mask, again, results.after("sampled"))
