@@ -162,7 +162,7 @@ class Plan:
     timed_episodes: int = 1_920
     betas: tuple[float, ...] = (0.02, 0.0, 0.05, 0.01, 0.1)
     long_seeds: tuple[int, ...] = (1, 2, 3)
-    noisy_betas: tuple[float, ...] = (0.0, 0.02)
+    noisy_betas: tuple[float, ...] = (0.0, 0.02, 0.1)
     noisy: tuple[str, ...] = ("noisy10", "noisy25")
     long_episodes: int = 25_600
     most: int = 64
@@ -595,11 +595,17 @@ class Study:
 
     def sample_all_best_of_n(self):
         self.sample_best_of_n("sft", measure.TASK / "sft", self.plan.most, self.plan.best_of_n_posts)
-        for setting in [self.chosen() or self.plan.old, *self.long_settings(), self.longest_setting()]:
+        for setting in self.sampled_settings():
             name = f"{setting.name}__1"
-            folder = self.folder / name
-            if name not in self.best_of_n.all and (folder / "model.safetensors").is_file():
+            if name not in self.best_of_n.all:
+                folder = self.train(setting, 1)
                 self.sample_best_of_n(name, folder, min(16, self.plan.most), self.plan.best_of_n_posts // 2)
+
+    def sampled_settings(self) -> list[Setting]:
+        """Trained policies that best-of-n samples, by their episodes."""
+        chosen = self.chosen() or self.plan.old
+        found = [chosen, replace(chosen, beta=self.plan.longest_beta, episodes=self.plan.long_episodes)]
+        return found + ([self.longest_setting()] if self.plan.longest_episodes else [])
 
 
 def main(stages: tuple[Stage, ...] = get_args(Stage), quick: bool = False):

@@ -255,6 +255,20 @@ def test_tables_go_between_the_lines_that_name_them(tmp_path):
     assert page.read_text() == "above\n<!-- sweep -->\n| new |\n<!-- end of sweep -->\nbelow\n"
 
 
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plan = frontier.Plan(headline_seeds=(1,), long_seeds=(1,))
+    study = study_with(tmp_path, {}, plan)
+    names = ("gold", "kl", "score", "win", "proxy")
+    curve = [{"episode": e, "sampled": {name: {"mean": 0.1 * e} for name in names}} for e in (0, 8, 16)]
+    settings = [frontier.OLD, *study.long_settings(), *study.noisy_settings()]
+    for setting in settings:
+        study.runs.add(f"{setting.name}__1", curve=curve)
+    report.draw_pictures(study)
+    found = {path.name for path in study.results.glob("*.png")}
+    assert found == {"headline.png", "frontier.png", "episodes.png", "overoptimisation.png"}
+
+
 # ---- Fine-tuning on the best of n ------------------------------------------------------------------------------------
 
 

@@ -172,38 +172,26 @@ def compare_table(study, split: str, candidate, plan_seeds, name: str) -> str:
 
 
 def best_of_n_table(study) -> str:
-    head = [
-        "samples of",
-        "best of",
-        "gold win rate, %",
-        "gold score",
-        "reward model",
-        "KL, nats",
-        "bound of the KL from its own policy",
-        "J",
-    ]
-    rows = [head]
-    for name, record in study.best_of_n.all.items():
-        for n, found in record["by_n"].items():
-            rows.append(
-                [
-                    "SFT policy" if name == "sft" else name_of_run(study, name),
-                    n,
-                    cell([found["win"]], 100, 1),
-                    cell([found["gold"]], 1, 2),
-                    cell([found["score"]], 1, 2),
-                    cell([found["kl"]], 1, 2),
-                    f"{found['kl_bound']:.2f}",
-                    f"{objective(found):.2f}",
-                ]
-            )
+    rows = [["samples of", "best of", "gold win rate, %", "gold score", "reward model", "KL, nats", "J"]]
+
+    def line(*cells, found):
+        numbers = [("win", 100, 1), ("gold", 1, 2), ("score", 1, 2), ("kl", 1, 2)]
+        numbers = [cell([found[key]], factor, digits) for key, factor, digits in numbers]
+        rows.append([*cells, *numbers, f"{objective(found):.2f}"])
+
+    distilled = study.runs.value(f"distilled{study.plan.distilled}", "test", "sampled")
+    for name in sorted(study.best_of_n.all, key=lambda name: name != "sft"):
+        title = "SFT policy" if name == "sft" else name_of_run(study, name)
+        for n, found in study.best_of_n.all[name]["by_n"].items():
+            line(title, n, found=found)
+        if name == "sft" and distilled:
+            line(f"SFT policy fine-tuned on its best of {study.plan.distilled}", "1", found=distilled)
     return markdown(rows)
 
 
 def name_of_run(study, name: str) -> str:
     """A run of RLOO by its β and episodes."""
-    settings = [study.chosen() or study.plan.old, *study.long_settings(), study.longest_setting()]
-    setting = next(setting for setting in settings if f"{setting.name}__1" == name)
+    setting = next(setting for setting in study.sampled_settings() if f"{setting.name}__1" == name)
     return f"RLOO, β = {setting.beta:g}, {setting.episodes:,} episodes"
 
 
@@ -253,9 +241,10 @@ def limits_table(study) -> str:
     """What was tried against the limits of RLOO."""
     seeds = study.plan.few_seeds
     columns = [column for column in COLUMNS if column[1][0] == "sampled"]
-    rows = [["6,400 episodes, validation posts", "seeds", *(column[0] for column in columns)]]
-    for title, setting in (("chosen", study.chosen()), ("norm of the gradient not limited", study.without_limit())):
-        found = setting and list(having(study, setting, seeds, "validation").values())
+    rows = [["", "seeds", *(column[0] for column in columns)]]
+    chosen = study.chosen() or study.plan.old
+    for title, setting in (("chosen", chosen), ("norm of the gradient not limited", study.without_limit())):
+        found = list(having(study, setting, seeds, "validation").values())
         if found:
             rows.append([title, str(len(found)), *measures(found, columns)])
     return markdown(rows)
@@ -402,7 +391,7 @@ def noisy_picture(plt, study, path: Path):
         return
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.8), sharey=True, squeeze=False)
     for axis, (reward, settings) in zip(axes[0], panels.items()):
-        for setting, style in zip(sorted(settings, key=lambda x: x.beta), ("o-", "s--")):
+        for setting, style in zip(sorted(settings, key=lambda x: x.beta), ("o-", "s--", "^:")):
             _, values = curves(study, setting)
             proxy = "proxy" if reward else "score"
             for name, label, colour in ((proxy, "reward model trained on", "tab:orange"), ("gold", "gold", "tab:blue")):
@@ -417,8 +406,8 @@ def noisy_picture(plt, study, path: Path):
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("score gained over the SFT policy")
     figure.suptitle(f"Over-optimisation: what is trained on and what is wanted, {study.plan.long_episodes:,} episodes")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, fontsize=9)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -466,4 +455,4 @@ def draw_pictures(study):
     headline_picture(plt, study, study.chosen() or study.plan.old, study.results / "headline.png")
     frontier_picture(plt, study, study.long_settings(), study.results / "frontier.png")
     episodes_picture(plt, study, study.long_settings(), study.results / "episodes.png")
-    noisy_picture(plt, study, study, study.results / "overoptimisation.png")
+    noisy_picture(plt, study, study.results / "overoptimisation.png")
