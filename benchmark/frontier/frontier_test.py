@@ -6,6 +6,7 @@ python -m pytest -q benchmark/frontier/frontier_test.py
 import itertools
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import distil  # noqa: E402

@@ -161,7 +161,7 @@ def trials_page(study) -> str:
     lines = [
         "# All trials",
         "",
-        "Each trial of [the comparison with peers](README.md#against-its-peers), in the order in which a method's "
+        "Each trial of [the comparison with peers](peers.md), in the order in which a method's "
         f"trials are made, measured on {study.plan.validation_posts:,} fresh validation posts. Each method gets "
         f"{study.plan.trials}. The best by gold win rate, in bold, is what is measured on test posts. `python` is the "
         "environment of rloo.py, `trl0` and `trl1` are those with TRL 0.19.1 and 1.16.0; `--value_model noisy10` "

@@ -5,6 +5,7 @@ python -m pytest -q benchmark/frontier/peers_test.py
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import measure  # noqa: E402
