@@ -162,7 +162,7 @@ class Plan:
     timed_episodes: int = 1_920
     betas: tuple[float, ...] = (0.02, 0.0, 0.05, 0.01, 0.1)
     long_seeds: tuple[int, ...] = (1, 2, 3)
-    noisy_betas: tuple[float, ...] = (0.0, 0.02, 0.1)
+    noisy_betas: tuple[float, ...] = (0.0, 0.02)
     noisy: tuple[str, ...] = ("noisy10", "noisy25")
     long_episodes: int = 25_600
     most: int = 64

@@ -200,6 +200,11 @@ def objective(found: dict) -> float:
     return found["score"]["mean"] - 0.05 * found["kl"]["mean"]
 
 
+def in_order(settings) -> list:
+    """By reward model, episodes, size of the updates and β."""
+    return sorted(settings, key=lambda x: (x.reward, x.episodes, x.size, x.beta))
+
+
 def described(study, setting) -> list[str]:
     """Reward model, β, episodes, and what else differs from the chosen setting."""
     chosen = study.chosen() or study.plan.old
@@ -271,7 +276,8 @@ def frontier_picture(plt, study, settings, path: Path):
     """What is gained over √KL, by RLOO and by best-of-n."""
     if not any(curves(study, setting) for setting in settings):
         return
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5))
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5.4))
+    settings = [setting for setting in in_order(settings) if setting.beta]  # without a penalty the KL is far larger
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings)))
     for axis, (name, title, factor) in zip(axes, PANELS):
         for setting, colour in zip(settings, colours):
@@ -285,19 +291,24 @@ def frontier_picture(plt, study, settings, path: Path):
                     axis.plot(
                         x, factor * values[name][i], "o-", ms=3, lw=1, color=colour, label=label if i == 0 else None
                     )
-        sft = study.best_of_n.value("sft", "by_n")
-        if sft:
-            x = [np.sqrt(point["kl"]["mean"]) for point in sft.values()]
-            y = [factor * point[name]["mean"] for point in sft.values()]
-            axis.plot(x, y, "s--", color="black", ms=4, label=f"best of 1 … {max(map(int, sft))} of the SFT policy")
-            for n, a, b in zip(sft, x, y):
-                axis.annotate(n, (a, b), textcoords="offset points", xytext=(-3, 6), ha="right", fontsize=8)
+        longer = next(x for x in study.sampled_settings() if x.episodes == settings[0].episodes)
+        for run, colour, label in (
+            ("sft", "black", "best of 1 … {} of the SFT policy"),
+            (f"{longer.name}__1", "tab:red", f"best of 1 … {{}} of RLOO, β = {longer.beta:g}, after its run"),
+        ):
+            sampled = study.best_of_n.value(run, "by_n")
+            if sampled:
+                x = [np.sqrt(point["kl"]["mean"]) for point in sampled.values()]
+                y = [factor * point[name]["mean"] for point in sampled.values()]
+                axis.plot(x, y, "s--", color=colour, ms=4, label=label.format(max(map(int, sampled))))
+                for n, a, b in zip(sampled, x, y):
+                    axis.annotate(n, (a, b), textcoords="offset points", xytext=(-3, 6), ha="right", fontsize=8)
         n = study.plan.distilled
         found = study.runs.value(f"distilled{n}", "test", "sampled")
         if found:
             label = f"fine-tuned on the best of {n}"
             x, y = np.sqrt(found["kl"]["mean"]), factor * found[name]["mean"]
-            axis.plot([x], [y], "*", color="tab:red", ms=12, label=label, zorder=5)
+            axis.plot([x], [y], "*", color="tab:orange", ms=12, label=label, zorder=5)
         axis.set_xlabel("√KL from the SFT policy, √nats")
         axis.set_title(title)
         axis.grid(alpha=0.3)
@@ -358,6 +369,7 @@ def episodes_picture(plt, study, settings, path: Path):
     if not any(curves(study, setting) for setting in settings):
         return
     figure, axis = plt.subplots(figsize=(9, 5.5))
+    settings = in_order(settings)
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(settings)))
     for setting, colour in zip(settings, colours):
         found = curves(study, setting)
@@ -391,7 +403,7 @@ def noisy_picture(plt, study, path: Path):
         return
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.8), sharey=True, squeeze=False)
     for axis, (reward, settings) in zip(axes[0], panels.items()):
-        for setting, style in zip(sorted(settings, key=lambda x: x.beta), ("o-", "s--", "^:")):
+        for setting, style in zip(sorted(settings, key=lambda x: x.beta), ("o-", "s--")):
             _, values = curves(study, setting)
             proxy = "proxy" if reward else "score"
             for name, label, colour in ((proxy, "reward model trained on", "tab:orange"), ("gold", "gold", "tab:blue")):
@@ -420,8 +432,8 @@ def write_tables(study):
         "compare": compare_table(study, *study.comparisons()[0], "first choice"),
         "second compare": compare_table(study, *study.comparisons()[1], "chosen"),
         "best of n": best_of_n_table(study),
-        "long": long_table(study, dict.fromkeys(setting for setting, _ in study.long_runs())),
-        "parting": parting_table(study, [*study.long_settings(), *study.noisy_settings()]),
+        "long": long_table(study, in_order({setting for setting, _ in study.long_runs()})),
+        "parting": parting_table(study, in_order({*study.long_settings(), *study.noisy_settings()})),
         "limits": limits_table(study),
     }
     insert_tables(tables, study.results)
