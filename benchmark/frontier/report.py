@@ -418,7 +418,7 @@ def noisy_picture(plt, study, path: Path):
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("score gained over the SFT policy")
     figure.suptitle(f"Over-optimisation: what is trained on and what is wanted, {study.plan.long_episodes:,} episodes")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=2, fontsize=9)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
