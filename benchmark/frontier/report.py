@@ -285,16 +285,13 @@ def frontier_picture(plt, study, settings, path: Path):
             if found:
                 _, values = found
                 seeds = len(values["kl"])
-                label = f"RLOO, β = {setting.beta:g} ({seeds} seed{'s' if seeds > 1 else ''})"
+                label = f"RLOO, β = {setting.beta:g}, {setting.episodes:,} episodes (seeds: {seeds})"
                 for i in range(seeds):
-                    x = np.sqrt(np.maximum(values["kl"][i], 0))
-                    axis.plot(
-                        x, factor * values[name][i], "o-", ms=3, lw=1, color=colour, label=label if i == 0 else None
-                    )
-        longer = next(x for x in study.sampled_settings() if x.episodes == settings[0].episodes)
+                    x, y = np.sqrt(np.maximum(values["kl"][i], 0)), factor * values[name][i]
+                    axis.plot(x, y, "o-", ms=3, lw=1, color=colour, label=label if i == 0 else None)
         for run, colour, label in (
             ("sft", "black", "best of 1 … {} of the SFT policy"),
-            (f"{longer.name}__1", "tab:red", f"best of 1 … {{}} of RLOO, β = {longer.beta:g}, after its run"),
+            (f"{study.sampled_settings()[1].name}__1", "tab:red", "best of 1 … {} of the policy where it begins"),
         ):
             sampled = study.best_of_n.value(run, "by_n")
             if sampled:
@@ -313,8 +310,9 @@ def frontier_picture(plt, study, settings, path: Path):
         axis.set_title(title)
         axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
-    episodes = settings[0].episodes
-    figure.suptitle(f"RLOO over {episodes:,} episodes and best-of-n, by the distance from the SFT policy")
+    figure.suptitle(
+        "RLOO and best-of-n by the distance from the SFT policy (points along each run, on fresh test posts)"
+    )
     figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -465,6 +463,6 @@ def draw_pictures(study):
         return
     plt.switch_backend("Agg")
     headline_picture(plt, study, study.chosen() or study.plan.old, study.results / "headline.png")
-    frontier_picture(plt, study, study.long_settings(), study.results / "frontier.png")
+    frontier_picture(plt, study, [*study.long_settings(), study.longest_setting()], study.results / "frontier.png")
     episodes_picture(plt, study, study.long_settings(), study.results / "episodes.png")
     noisy_picture(plt, study, study.results / "overoptimisation.png")
