@@ -389,12 +389,12 @@ def added_memory(function: Callable, device: str) -> float:
     return max(itertools.accumulate(sizes, initial=0)) / 2**30
 
 
-def touch_memory():
-    """Uses free memory once, at most 12 GiB. A virtual machine may get its memory only when it first uses it, a second
-    or more per GiB, and the first trainer measured would pay for all."""
+def touch_memory(weights: int):
+    """Uses as much free memory once as training so many weights may need, at most 12 GiB. A virtual machine may get its
+    memory only when it first uses it, a second or more per GiB, and the first trainer measured would pay for all."""
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no Linux, or less may be had than is free
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        torch.ones(min(12 * 2**30, free * 3 // 4), dtype=torch.uint8)
+        torch.ones(min(12 * 2**30, 2**30 + 160 * weights, free * 3 // 4), dtype=torch.uint8)
 
 
 def seconds(rounds: list[dict]) -> float:
@@ -969,7 +969,7 @@ def compare(args: Args):
         sizes = in_a_process(write_inputs, Path(temporary), args)
         if "updates" not in args.skip:  # first, since other programs may fail
             with contextlib.suppress(BrokenProcessPool):  # a container's limit ended it
-                in_a_process(touch_memory)
+                in_a_process(touch_memory, sizes["parameters"])
             updates = measure_updates(Path(temporary), args, sizes, trl_names, vllm_name)
             found["whole update"], machine["whole update"] = updates
         if not {"decode", "phases"} <= set(args.skip):

@@ -28,15 +28,25 @@ def run(*words) -> subprocess.CompletedProcess:
     return subprocess.run([str(word) for word in command], capture_output=True, text=True)
 
 
-def test_decoding_and_phases_of_a_tiny_model(tmp_path):
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Nothing is started, which takes seconds each time. What is left of the threads and the environment is undone."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(throughput, "in_a_process", lambda function, *arguments: function(*arguments))
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_decoding_and_phases_of_a_tiny_model(tmp_path, in_this_process, capsys):
     output = tmp_path / "found.json"
     flags = ["--shape", "tiny", "--skip", "updates", "--repetitions", 2, "--stop_share", 0.2, "--output", output]
-    done = run(*SIZES, *flags)
-    assert done.returncode == 0, done.stderr
+    throughput.command_line([str(word) for word in (*SIZES, *flags)])
+    said = capsys.readouterr().out
     result = json.loads(output.read_text())
     assert list(result["found"]) == ["decode", "first token", "reference", "reward model", "training"]
     for part, lanes in result["found"].items():
-        assert {len(rounds) for rounds in lanes.values()} == {2} and part in done.stdout
+        assert {len(rounds) for rounds in lanes.values()} == {2} and part in said
         assert list(result["speedups"][part]) == list(lanes)[1:]
         assert all(one["flop"] > 0 for rounds in lanes.values() for one in rounds)
         assert len(result["machine"][part]) == 2
@@ -57,11 +67,10 @@ def test_updates_of_a_tiny_model(tmp_path):
         assert one["tokens"] == 24 and one["flop"] > 0 and one["peak_gb"] > 0
 
 
-def test_length_of_a_tiny_model(tmp_path):
+def test_length_of_a_tiny_model(tmp_path, in_this_process):
     output = tmp_path / "length.json"
     flags = ["--shapes", "tiny-llama", "--response_lengths", 3, 4, "--repetitions", 1, "--threads", 1]
-    done = run("length", *flags, "--output", output)
-    assert done.returncode == 0, done.stderr
+    throughput.command_line([str(word) for word in ("length", *flags, "--output", output)])
     found = json.loads(output.read_text())["found"]
     assert len(found) == 2 and all(list(lengths) == ["3", "4"] for lengths in found.values())
     assert all(set(lanes) == {"group", "plain"} for lengths in found.values() for lanes in lengths.values())
