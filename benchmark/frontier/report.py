@@ -214,7 +214,7 @@ def described(study, setting) -> list[str]:
 
 
 def long_table(study, settings) -> str:
-    rows = [["reward model", "β", "episodes", "else", "seeds", *(column[0] for column in COLUMNS), "J"]]
+    rows = [["trained on", "β", "episodes", "else", "seeds", *(column[0] for column in COLUMNS), "J"]]
     for setting in settings:
         found = list(having(study, setting, study.plan.seeds, "test").values())
         if found:
@@ -226,7 +226,7 @@ def long_table(study, settings) -> str:
 def parting_table(study, settings) -> str:
     """Where the gold score of a setting's runs is highest, and where they end; means over seeds."""
     rows = [
-        ["reward model", "β", "seeds", "gold highest at, episodes", "KL, nats", "gold score", "its reward model"]
+        ["trained on reward model", "β", "seeds", "gold highest at, episodes", "KL, nats", "gold score", "its reward model"]
         + ["at the end: KL, nats", "gold score", "its reward model"]
     ]
     for setting in settings:
