@@ -226,7 +226,7 @@ def long_table(study, settings) -> str:
 def parting_table(study, settings) -> str:
     """Where the gold score of a setting's runs is highest, and where they end; means over seeds."""
     rows = [
-        ["trained on reward model", "β", "seeds", "gold highest at, episodes", "KL, nats", "gold score", "its reward model"]
+        ["trained on", "β", "seeds", "gold highest at, episodes", "KL, nats", "gold score", "its reward model"]
         + ["at the end: KL, nats", "gold score", "its reward model"]
     ]
     for setting in settings:
