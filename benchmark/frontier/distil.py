@@ -23,10 +23,13 @@ import rloo
 def sample_best(engine: measure.Engine, rows: list[dict], n: int) -> list[tuple[dict, list[int], float]]:
     """The best of n samples of each row by the reward model: the row, its token ids and its score."""
     rows = sorted(rows, key=lambda row: len(row["prompt_ids"]))  # little padding
-    found, size = [], engine.args.local_rollout_forward_batch_size
+    found = []
+    size, length = engine.args.local_rollout_forward_batch_size, engine.args.response_length
     for begin in range(0, len(rows), size // n):
         part = rows[begin : begin + size // n]
-        batch, _ = rloo.rollout(engine.reference, part, n, measure.TEMPERATURE, 53, engine.stop_ids, chunk_size=size)
+        batch, _ = rloo.rollout(
+            engine.reference, part, n, measure.TEMPERATURE, length, engine.stop_ids, chunk_size=size
+        )
         scores = rloo.score(engine.rewards["score"], (1.0,), batch)[0]  # (n, b)
         ids = batch.completion_ids()  # completion (j, b) is at j·b + b
         best = scores.argmax(0).tolist()
@@ -43,7 +46,7 @@ def nll(policy, pairs: list[tuple], stop_ids: list[int]) -> torch.Tensor:
 
 
 def fine_tune(policy, pairs, held_out, stop_ids, learning_rate: float, epochs: int, batch_size: int = 32):
-    """Maximises the log-likelihood of the pairs; prints that of the held-out ones."""
+    """Maximises the log-likelihood of the pairs; prints and returns the negative one of those held out, their mean."""
 
     def held_out_nll() -> float:
         with torch.no_grad():
@@ -52,7 +55,8 @@ def fine_tune(policy, pairs, held_out, stop_ids, learning_rate: float, epochs: i
     steps = epochs * (len(pairs) // batch_size)
     optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, weight_decay=0.0)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, steps)
-    print(f"before: {held_out_nll():.3f} nats", flush=True)
+    loss = held_out_nll()
+    print(f"before: {loss:.3f} nats", flush=True)
     for epoch in range(epochs):
         order = torch.randperm(len(pairs)).tolist()
         for part in batches([pairs[i] for i in order], batch_size):
@@ -62,8 +66,9 @@ def fine_tune(policy, pairs, held_out, stop_ids, learning_rate: float, epochs: i
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-        print(f"epoch {epoch + 1}: {held_out_nll():.3f} nats", flush=True)
-    return held_out_nll()
+        loss = held_out_nll()
+        print(f"epoch {epoch + 1}: {loss:.3f} nats", flush=True)
+    return loss
 
 
 def batches(items: list, size: int) -> list[list]:

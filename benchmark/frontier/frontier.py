@@ -47,9 +47,8 @@ HERE = Path(__file__).resolve().parent
 Stage = Literal["sweep", "robust", "compare", "time", "headline", "long", "limits", "best_of_n", "report"]
 SAMPLES = 2  # completions sampled for each post
 QUIET = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
-COST_LIMIT = (
-    1.4  # of a finalist, relative to the old default. On a shared machine seconds vary by a quarter; see `time`
-)
+# Of a finalist, relative to the old default. On a shared machine seconds vary by a quarter; see `time`.
+COST_LIMIT = 1.4
 
 
 # ---- What is run -----------------------------------------------------------------------------------------------------

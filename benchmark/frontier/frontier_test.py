@@ -115,7 +115,13 @@ def test_wins():
 
 def all_settings():
     plan = frontier.Plan()
-    return [plan.old, *plan.grid, *frontier.around(plan.grid[0]), replace(plan.old, reward="noisy10")]
+    return [
+        plan.old,
+        *plan.grid,
+        *frontier.around(plan.grid[0]),
+        replace(plan.old, reward="noisy10"),
+        replace(plan.old, norm=0.0),
+    ]
 
 
 def test_names_are_unique():
@@ -129,6 +135,7 @@ def test_commands_are_of_rloo_and_have_the_completions_that_they_say():
         steps = args.per_device_train_batch_size * args.gradient_accumulation_steps
         assert steps * args.num_mini_batches == setting.size
         assert (args.seed, args.learning_rate, args.kl_coef) == (3, setting.lr, setting.beta)
+        assert (args.max_grad_norm, args.adam_eps) == (setting.norm, setting.eps)
         assert (args.rloo_k, args.num_ppo_epochs, args.total_episodes) == (4, 1, 6_400) or setting != frontier.OLD
 
 

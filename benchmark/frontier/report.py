@@ -423,7 +423,7 @@ def noisy_picture(plt, study, path: Path):
 
 
 def write_tables(study):
-    """Tables into README.md, between the lines that name them, or, where there is no such page, into tables.md."""
+    """All tables of the study, into the pages that name them."""
     tables = {
         "sweep": sweep_table(study),
         "robust": robust_table(study),
