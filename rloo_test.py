@@ -2780,7 +2780,7 @@ def test_every_command_of_the_readme_parses():
     assert all((HERE / name).is_file() for name in scripts)
 
 
-PAGES = [HERE / "README.md", *sorted((HERE / "benchmark").rglob("README.md"))]
+PAGES = [HERE / "README.md", *sorted((HERE / "benchmark").rglob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:

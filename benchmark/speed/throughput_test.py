@@ -30,9 +30,11 @@ def run(*words) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Nothing is started, which takes seconds each time. What is left of the threads and the environment is undone."""
+    """Only trainers are started, since each process takes seconds, and a machine is not measured again and again. What
+    is left of the threads and the environment is undone."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(throughput, "machine_probe", lambda *_: lambda: {"flop_per_s": 1e9, "bytes_per_s": 1e9})
     monkeypatch.setattr(throughput, "in_a_process", lambda function, *arguments: function(*arguments))
     yield
     torch.set_num_threads(threads)
@@ -56,11 +58,10 @@ def test_decoding_and_phases_of_a_tiny_model(tmp_path, in_this_process, capsys):
     assert output.with_suffix(".png").is_file() == PICTURES
 
 
-def test_updates_of_a_tiny_model(tmp_path):
+def test_updates_of_a_tiny_model(tmp_path, in_this_process):
     output = tmp_path / "found.json"
     flags = ["--shape", "tiny-llama", "--skip", "decode", "--skip", "phases", "--rounds", 1, "--updates", 1]
-    done = run(*SIZES, *flags, "--output", output)
-    assert done.returncode == 0, done.stderr
+    throughput.command_line([str(word) for word in (*SIZES, *flags, "--output", output)])
     result = json.loads(output.read_text())
     assert list(result["found"]) == ["whole update"] and len(result["machine"]["whole update"]) == 1
     for (one,) in result["found"]["whole update"].values():
@@ -107,6 +108,11 @@ def test_mistakes_are_one_line(words, message, monkeypatch):
 
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_multiplies_more_than_it_reads():
+    found = limits.machine_probe("cpu", "float32")()
+    assert list(found) == ["flop_per_s", "bytes_per_s"] and found["flop_per_s"] > found["bytes_per_s"] > 0
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
