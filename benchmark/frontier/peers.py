@@ -16,7 +16,8 @@ Each method gets six trials of 6,400 episodes with seed 1, measured by the gold 
     6       the best of these, with updates of a quarter of the completions at half of its learning rate
 
 The best trial gets seeds 2 to 6, by which nothing was chosen, and these are measured on the fresh test posts. First
-come all trials of the methods of FIRST, then their seeds, then the other methods one by one.
+come all trials of the methods of FIRST, then their seeds. The other methods take over the settings of one of these and
+get seeds 2 to 4.
 
 Runs are made one at a time, on one thread. What is found is written at once to peers.json (a record for each run) and
 peers_posts.json (what is needed of each test post); what has its record there is not made again. Training output is in
@@ -75,8 +76,6 @@ class Method:
     """where PPO's value model begins: reward, policy, or a reward model of noisy.py"""
     like: str = ""
     """the method whose best setting it takes over; it has no trials of its own"""
-    longer: int = 1
-    """times the episodes of the others"""
 
     @property
     def environment(self) -> str:
@@ -93,19 +92,13 @@ METHODS = [
     GRPO,
     RAFT,
     Method("no_baseline", "REINFORCE without baseline", variant="no_baseline"),
-    # what PPO owes to its value model: the same settings
+    # what PPO owes to its value model and to its epochs, at the same settings
     replace(PPO, name="ppo_policy", title="PPO, value model from the policy", value_model="policy", like="ppo"),
     replace(PPO, name="ppo_noisy", title="PPO, value model from comparisons only", value_model="noisy10", like="ppo"),
-    # equal k
-    Method("rloo_k2", "RLOO, k = 2", k=2),
-    replace(RAFT, name="raft_k2", title="RAFT, k = 2", k=2),
-    Method("rloo_k8", "RLOO, k = 8", k=8),
-    replace(RAFT, name="raft_k8", title="RAFT, k = 8", k=8),
-    Method("rloo_k16", "RLOO, k = 16", k=16),
-    # epochs, and as many optimizer steps as PPO
-    Method("rloo_4_epochs", "RLOO, k = 4, 4 epochs", 2e-4, epochs=4),
-    Method("rloo_long", "RLOO, k = 4, 4 times the episodes", like="rloo", longer=4),
-    replace(PPO, name="ppo_1_epoch", title="PPO, 1 epoch", lr=4e-4, epochs=1),
+    replace(PPO, name="ppo_1_epoch", title="PPO, 1 epoch", epochs=1, like="ppo"),
+    # equal k, at the settings of k = 4
+    *(Method(f"rloo_k{k}", f"RLOO, k = {k}", k=k, like="rloo") for k in (2, 8, 16)),
+    *(replace(RAFT, name=f"raft_k{k}", title=f"RAFT, k = {k}", k=k, like="raft") for k in (2, 8)),
 ]
 FIRST = ("rloo", "ppo", "grpo_trl", "raft", "no_baseline")
 BY_NAME = {method.name: method for method in METHODS}
@@ -157,7 +150,7 @@ class Plan:
     trials: int = 6
     """of each method, at least 3"""
     seeds: tuple[int, ...] = (2, 3, 4, 5, 6)
-    """of the best trial: not the one it was chosen by"""
+    """of the best trial: not the one it was chosen by; methods that are not of `first` have the first three"""
     episodes: int = 6_400
     size: int = 128
     """completions per update"""
@@ -165,14 +158,14 @@ class Plan:
     test_posts: int = 5_000
     noisy_posts: int = 20_000
     """that the reward model from comparisons is trained on"""
-    at_episodes: tuple[int, ...] = (1_600, 3_200, 6_400, 25_600)
+    at_episodes: tuple[int, ...] = (1_600, 3_200, 6_400)
     """where the table of equal budgets looks"""
     at_seconds: tuple[int, ...] = (25, 50, 100, 200, 400, 800)
     at_steps: tuple[int, ...] = (25, 50, 100, 200)
 
 
 def quick_plan() -> Plan:
-    names = (*FIRST, "ppo_1_epoch", "rloo_long")
+    names = (*FIRST, "ppo_1_epoch", "rloo_k2")
     return Plan(
         methods=tuple(BY_NAME[name] for name in names),
         trials=3,
@@ -276,7 +269,7 @@ class Peers(frontier.Study):
 
     # Choosing.
     def first_trial(self, method: Method) -> Trial:
-        return Trial(method, method.lr, method.betas[0], self.plan.episodes * method.longer, self.plan.size)
+        return Trial(method, method.lr, method.betas[0], self.plan.episodes, self.plan.size)
 
     def win(self, trial: Trial) -> float | None:
         """What a trial is chosen by: the gold win rate on validation posts; 0 if it diverged, None if not made."""
@@ -292,7 +285,7 @@ class Peers(frontier.Study):
         """The best of all trials; None while one is missing."""
         if method.like:
             found = self.best(next(x for x in self.plan.methods if x.name == method.like))
-            return found and replace(found, method=method, episodes=self.plan.episodes * method.longer)
+            return found and replace(found, method=method)
         trials = self.trials(method)
         if len(trials) < self.plan.trials or None in [self.win(trial) for trial in trials]:
             return None
@@ -317,7 +310,7 @@ class Peers(frontier.Study):
             self.measure_unless_diverged(self.test, trial, seed, "test")
 
     def seeds(self, method: Method) -> tuple[int, ...]:
-        return self.plan.seeds
+        return self.plan.seeds if method.name in self.plan.first else self.plan.seeds[:3]
 
     def start(self):
         """Measures the SFT policy, where every run begins."""

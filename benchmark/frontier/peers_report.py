@@ -19,7 +19,6 @@ CLAIMS = [  # of Ahmadian et al.: what should be ahead of what
 COLUMNS = [column for column in report.COLUMNS if column[1][0] == "sampled"]
 DRAWN = {  # method -> colour
     "rloo": "tab:blue",
-    "rloo_long": "tab:cyan",
     "ppo": "tab:red",
     "ppo_1_epoch": "tab:orange",
     "ppo_policy": "tab:pink",
@@ -62,11 +61,10 @@ def verdict(differences: np.ndarray) -> str:
 
 
 def summary(study, trials: dict) -> str:
-    """Who is ahead of RLOO and who is not, before the table. What has more episodes is not counted."""
+    """Who is ahead of RLOO and who is not, before the table."""
     groups = {"ahead": [], "behind": [], "not told apart": []}
     for name, trial in trials.items():
-        counted = name != "rloo" and "rloo" in trials and trial.method.longer == 1
-        found = compared(study, trial, trials["rloo"]) if counted else None
+        found = compared(study, trial, trials["rloo"]) if name != "rloo" and "rloo" in trials else None
         if found is not None and len(found) > 1:
             text = f"{trial.method.title} ({report.mean_and_interval(found, 100, decimals=1)})"
             groups[verdict(found)].append((found.mean(), text))
@@ -230,7 +228,7 @@ def budgets_table(study, trials: dict) -> str:
     short = {"episodes": "episode", "CPU seconds": "CPU second", "optimizer steps": "step"}
     rows = [["", *(f"{short[axis]} {x:,}" for axis, x in budgets), "end"]]
     for name, trial in trials.items():
-        found = curves(study, trial) if name in (*DRAWN, "rloo_4_epochs") else None
+        found = curves(study, trial) if name in DRAWN else None
         if found:
             scores = [score_at(found, axis, x) for axis, x in budgets] + [found["score"][:, -1]]
             rows.append([trial.method.title, *("" if x is None else f"{x.mean():.2f}" for x in scores)])

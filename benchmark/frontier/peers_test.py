@@ -212,9 +212,9 @@ def wins_of(method, low, middle, high) -> dict:
 def test_the_best_trial_is_chosen_once_all_are_made(tmp_path):
     study = study_with(tmp_path, (RLOO,), wins_of(RLOO, 0.60, 0.62, 0.61))
     assert study.best(RLOO) == peers.Trial(RLOO, 5e-4, 0.05)
-    assert peers.BY_NAME["rloo_long"].like == "rloo"
-    longer = study.best(peers.BY_NAME["rloo_long"])
-    assert (longer.lr, longer.beta, longer.episodes) == (5e-4, 0.05, 25_600)
+    taken_over = study.best(peers.BY_NAME["rloo_k2"])
+    assert (taken_over.lr, taken_over.beta, taken_over.method.k) == (5e-4, 0.05, 2)
+    assert (study.seeds(RLOO), study.seeds(taken_over.method)) == ((2, 3, 4, 5, 6), (2, 3, 4))
     assert study.best(PPO) is None
     study.plan = replace(study.plan, trials=6)
     assert study.best(RLOO) is None
