@@ -84,7 +84,9 @@ class Data:
 
     dataset_name: str | None = None  # .jsonl file, folder of <split>.jsonl files, or Hub id; default: mini TL;DR
     dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str | None = None  # split to evaluate on; default: test, else the last tenth of train (max 100)
+    dataset_test_split: str | None = (
+        None  # split to evaluate on; default: test, else the last tenth of dataset_train_split (max 100)
+    )
     max_prompt_length: int = 512  # in tokens; rows with longer prompts are dropped
 
 
@@ -263,7 +265,7 @@ def policy_loss(
     log_ratio = (new - old) * mask  # (k, B, R)
     if ratio_level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)  # (k, B, 1)
-        mask = mask[..., :1]  # true: every completion has a first token
+        mask = mask[..., :1]  # all true: every completion has a token
     ratio = log_ratio.clamp(max=80.0).exp()  # an infinite ratio would have a NaN gradient even where it is clipped
     loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
@@ -341,6 +343,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     device = policy.device
     k, B = args.rloo_k, len(rows)
     dtype = forward_dtype(args)
+    # No cache: with one, all blocks of log-probs would share a bfloat16 copy of the head and sum its gradient in it.
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
     chunk_size, temperature = args.local_rollout_forward_batch_size, args.temperature
     noted = defaultdict(list)  # metric -> tensors of any shape; the mean of all their entries on all ranks is logged
     times = [clock(device)]
@@ -355,8 +359,6 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
 
     # 2. KL of each token from the reference (the k1 estimator), in nats, 0 where masked; 0 without a reference. The
     # policy's log-probs are the rollout's, or with --rollout_correction those of a forward pass as in training.
-    # No cache: with one, all blocks of log-probs would share a bfloat16 copy of the head and sum its gradient in it.
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
     ratio_level = args.ratio_level or default_ratio_level(args)
     logprobs = rollout_logprobs
     if args.rollout_correction != "off":
@@ -427,7 +429,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                     ratio_level,
                     correction[:, micro],
                 )
-                if not args.kl_in_reward:
+                if args.kl_coef and not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
                 # An entropy bonus would be: losses = losses - coefficient * entropy.sum(-1)
                 noted["policy/entropy_avg"].append(entropy.detach()[real])
@@ -438,6 +440,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
                 noted["loss/policy_avg"].append(losses.detach())
                 noted["policy/approxkl_avg"].append(0.5 * log_ratio.square())
                 noted["policy/clipfrac_avg"].append(clipped)
+                # Per token, whatever --ratio_level, as in TRL.
                 noted["val/ratio"].append((new.detach() - old)[real].double().exp())
 
             if args.sharding == "ddp":
@@ -631,7 +634,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 warn_about(metrics, args)
                 scored |= "objective/scores" in metrics
                 give_up = min(first + 3, num_updates)
-                require(scored or done < give_up, "no update has a score: all rewards are None or have weight 0")
+                require(
+                    scored or done < give_up,
+                    f"none of the first {give_up - first} updates has a score: all rewards are None or have weight 0",
+                )
                 bar.set_postfix(
                     reward=metrics.get("objective/rlhf_reward", "-"),
                     kl=metrics.get("objective/kl", "-"),
@@ -699,7 +705,7 @@ def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
     if metrics["grad_norm"] == 0 or metrics.get("frac_reward_zero_std") == 1:
         say_once(
-            "an update had nothing to learn from: all rewards within each group are equal, or nothing is in the loss"
+            "an update had no score to learn from: within each group all are equal, or no completion is in the loss"
         )
     if metrics["completions/clipped_ratio"] > 0.5:
         say_once(
@@ -722,7 +728,7 @@ def saved_on_error(output: Path, state, policy, optimizer, tokenizer, limit):
         everywhere = not dist.is_initialized() or isinstance(error, FunctionError)
         if everywhere and state["update"] and steps_taken(optimizer) == state["steps"]:
             save_checkpoint(output, state, policy, optimizer, tokenizer, limit)
-        saved = ", ".join(path.name for path in checkpoints(output)[:1]) or "nothing"
+        saved = ", ".join(path.name for path in checkpoints(output)[:1]) or "none"
         tqdm.write(f"an error ends the run after update {state['update']}; newest checkpoint: {saved}")
         raise
 
@@ -738,6 +744,7 @@ def open_output(args, output: Path, state):
     for a new run), so that a resumed run continues them."""
     with explained(f"--output_dir {output}: cannot be written to; is another run using it?"):
         output.mkdir(parents=True, exist_ok=True)
+        (output / "metrics.jsonl").touch()  # first: it marks the folder as a run's
         lock = (output / "args.json").open("a+")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     lock.truncate(0)
@@ -783,7 +790,7 @@ def write(output: Path, update, metrics: dict, samples: list[dict], track: bool)
 def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: list[str], signals):
     """Samples a completion of each row in each mode ("sampled", "greedy") and grades it: weighted score, judge, and
     whether it beats the row's reference. Returns the samples of all ranks, of which three are shown, and means and
-    standard errors by name; both are empty if the run was told to stop. Each call uses the same random numbers."""
+    standard errors by name; both empty if the run was told to stop. All calls begin with the same random numbers."""
     model = sampling_model(policy, forward_dtype(args))
     graders = {"score": (rewards, args.reward_weights)}
     if judges:
@@ -848,13 +855,14 @@ def win(ours: float, theirs: float) -> float | None:
 
 def print_gains(before: dict[str, float], after: dict[str, float], prompts):
     """The closing table: the evaluations before and after training."""
-    title = f"{prompts} held-out prompts, before and after" if after else f"{prompts} held-out prompts"
+    columns = [before, after] if after else [before]
+    title = f"{prompts} held-out prompts{', before and after' if after else ''}"
     print(f"\n{title}, mean ± standard error. win_rate: graded above the reference; ties count half;")
     print("judge: grades by --judge_fn, which are not trained on; length: in tokens.")
-    for name in after or before:
+    for name in before | after:
         if not name.endswith("_stderr"):
-            columns = [f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" for x in (before, after) if name in x]
-            print(f"{name:24}", *columns)
+            cells = [f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" if name in x else f"{'-':>18}" for x in columns]
+            print(f"{name:24}", *cells)
 
 
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
@@ -1067,6 +1075,7 @@ def attention_and_lse(query, key, value, bias, scaling):
     return (scores - lse).exp().to(value.dtype) @ value, lse
 
 
+# group_attention is looked up at each call, so that it can be replaced.
 transformers.AttentionInterface.register("lanes", lambda *args, **kwargs: group_attention(*args, **kwargs))
 transformers.AttentionMaskInterface.register("lanes", transformers.AttentionMaskInterface()["sdpa"])
 
@@ -1581,7 +1590,7 @@ def function_reward(label, function: Callable, name, tokenizer, batch: Batch) ->
     """Scores of a reward function by its `name`, NaN where it returned None. It gets prompts (as the dataset has them),
     completions (texts), completion_ids (with the stop token) and the other columns by name: lists in order j·B + b."""
     rows = batch.rows * len(batch.responses)
-    given = {name: [deepcopy(row["columns"][name]) for row in rows] for name in rows[0]["columns"] if name != "prompt"}
+    given = {x: [deepcopy(row["columns"][x]) for row in rows] for x in rows[0]["columns"] if x != "prompt"}
     given["prompts"] = [deepcopy(row["prompt"]) for row in rows]  # copies: the function may change what it gets
     given["completions"] = completion_texts(batch, tokenizer)
     given["completion_ids"] = batch.completion_ids()
@@ -1991,6 +2000,16 @@ MAKES_ANOTHER_RUN = {
     "completions per update",
     "training prompts",
 }
+EVALUATES_OTHERWISE = {
+    "dataset_test_split",
+    "num_eval_prompts",
+    "judge_fn",
+    "reward_weights",
+    "response_length",
+    "temperature",
+    "stop_token",
+    "stop_token_id",
+}
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -2029,7 +2048,8 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
 
 
 def load_state(folder: Path, flags: dict) -> dict:
-    """The state of a checkpoint, with the new `flags`. Prints which changed; refuses changes to MAKES_ANOTHER_RUN."""
+    """The state of a checkpoint, with the new `flags`. Prints which changed; refuses changes to MAKES_ANOTHER_RUN, and
+    drops the evaluation before training if that after it will be another one."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         before = state["flags"]
@@ -2041,7 +2061,8 @@ def load_state(folder: Path, flags: dict) -> dict:
     require(not another, f"--resume: {folder.parent} is a run with other flags: {', '.join(another)}")
     said = f"; changed: {', '.join(changed.values())}" if changed else ""
     print(f"resumed from {folder}{said}")
-    return state | {"flags": flags}
+    kept = {} if changed.keys() & EVALUATES_OTHERWISE else state["before"]
+    return state | {"flags": flags, "before": kept}
 
 
 def load_moments(folder: Path, policy, optimizer):
@@ -2160,12 +2181,17 @@ def resolve_args(args: Args) -> Args:
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     output = Path(args.output_dir)
     metrics = output / "metrics.jsonl"
-    left_over = {output / "args.json", output / "completions.jsonl", metrics}  # by a run that did no update
-    new = {*output.glob("*")} <= left_over and not (metrics.is_file() and metrics.read_bytes())
+    found = {path.name for path in output.glob("*")}
+    left_over = {"metrics.jsonl"} <= found <= {"metrics.jsonl", "args.json", "completions.jsonl"}
+    new = not found or left_over and not metrics.read_bytes()  # left over by a run that did no update
     require(
         new or args.resume and metrics.is_file(),
         f"--output_dir {output}: is not empty; choose a new folder, or continue with --resume if it holds a run "
         "(a metrics.jsonl)",
+    )
+    require(
+        new or checkpoints(output) or not (output / "config.json").is_file(),
+        f"--resume: {output} has a trained policy and no checkpoint to continue from; choose a new --output_dir",
     )
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()

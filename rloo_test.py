@@ -1847,7 +1847,7 @@ def test_weights_add_reward_model_and_functions(train):
 def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train, tmp_path):
     functions = tuple(f"{__file__}:{name}" for name in ("never", "constant_reward"))
     flags = {"reward_model_path": None, "reward_fns": functions, "reward_weights": (1.0, 0.0), "kl_coef": 0.0}
-    with pytest.raises(InputError, match="^no update has a score"):
+    with pytest.raises(InputError, match="^none of the first . updates has a score"):
         train(**flags, total_episodes=32, output_dir=str(tmp_path / "out"))
     (metrics,) = read_metrics(tmp_path / "out")  # of the first of two updates
     assert metrics["rewards/constant_reward/mean"] == 1 and "objective/scores" not in metrics
@@ -2429,7 +2429,7 @@ def test_updates_without_an_advantage_are_survived_and_said_once(train, capfd):
     )
     said = "".join(capfd.readouterr())
     *_, row = map(json.loads, (output / "completions.jsonl").read_text().splitlines())
-    assert said.count("an update had nothing to learn from: all rewards within each group are equal") == 1
+    assert said.count("an update had no score to learn from: within each group all are equal") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert metrics[0]["rewards/never/applied"] == 0 and "rewards/never/mean" not in metrics[0]
     assert (row["score"], row["win_rate"]) == (1, 0.5)  # a tie
@@ -2965,6 +2965,33 @@ def test_resume_begins_a_run_and_repeats_nothing_of_a_finished_one_whose_checkpo
         train(**flags)
     for path in (output / "checkpoint-1", output):  # both are models with a tokenizer
         assert len(train(sft_model_path=str(path))[0]) == 1
+    for path in output.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    with pytest.raises(InputError, match="has a trained policy and no checkpoint to continue from"):
+        train(**flags, resume=True)
+    assert end_of(output) == expected
+
+
+def test_the_files_of_others_are_not_taken_for_those_of_a_run_without_updates(train, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    for name in ("args.json", "completions.jsonl"):
+        (output / name).write_text("{}")
+    before = snapshot(output)
+    with pytest.raises(InputError, match="is not empty"):
+        train(output_dir=str(output))
+    assert snapshot(output) == before
+    (output / "metrics.jsonl").touch()  # as of a run that was stopped after its evaluation
+    train(output_dir=str(output))
+
+
+def test_evaluations_of_different_things_are_not_shown_as_before_and_after(train, capsys):
+    for changed, shown in (({"learning_rate": 1e-3}, "±"), ({"response_length": 5}, "-")):
+        _, output = train(num_eval_prompts=3)
+        capsys.readouterr()
+        train(output_dir=str(output), resume=True, total_episodes=32, num_eval_prompts=3, **changed)
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("sampled/length ")]
+        assert line.count("±") == 1 + (shown == "±") and (shown in line)
 
 
 def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(
@@ -3453,10 +3480,12 @@ def test_a_model_that_takes_no_mask_of_group_rows_falls_back_with_its_reason(tra
 
 def test_a_run_in_which_nothing_can_be_scored_ends(train, tmp_path):
     flags = {"reward_model_path": None, "reward_fns": (f"{__file__}:never",), "output_dir": str(tmp_path / "out")}
-    with pytest.raises(InputError, match="^no update has a score: all rewards are None or have weight 0"):
+    with pytest.raises(
+        InputError, match="^none of the first 3 updates has a score: all rewards are None or have weight 0"
+    ):
         train(total_episodes=160, **flags)
     assert len(read_metrics(tmp_path / "out")) == 2  # updates before the third
-    with pytest.raises(InputError, match="^no update has a score"):
+    with pytest.raises(InputError, match="^none of the first . updates has a score"):
         train(total_episodes=16, **flags | {"output_dir": str(tmp_path / "one")})  # its only update
 
 
