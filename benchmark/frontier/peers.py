@@ -161,7 +161,7 @@ class Plan:
     at_episodes: tuple[int, ...] = (1_600, 3_200, 6_400)
     """where the table of equal budgets looks"""
     at_seconds: tuple[int, ...] = (25, 50, 100, 200, 400, 800)
-    at_steps: tuple[int, ...] = (25, 50, 100, 200)
+    at_steps: tuple[int, ...] = (25, 50, 100, 200, 400, 800)
 
 
 def quick_plan() -> Plan:

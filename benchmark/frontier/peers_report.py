@@ -246,13 +246,14 @@ def draw_picture(study):
         print("the picture needs matplotlib: pip install matplotlib")
         return
     plt.switch_backend("Agg")
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5.6), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5.2), sharey=True)
     plan = study.plan
     ticks = {"episodes": plan.at_episodes, "CPU seconds": plan.at_seconds, "optimizer steps": plan.at_steps}
     for axis, x_name in zip(axes, ticks):
         for name, trial in trials.items():
             found = curves(study, trial)
-            x, y = found[x_name][:, 1:], found["score"][:, 1:]  # a logarithmic axis has no 0
+            whole = min(max(1, WINDOW // trial.size // 2), found["score"].shape[1] - 2)  # the first whole window
+            x, y = found[x_name][:, whole:], found["score"][:, whole:]
             seeds = len(y)
             label = f"{trial.method.title} ({seeds} seed{'s' if seeds > 1 else ''})"
             axis.plot(x.mean(0), y.mean(0), color=DRAWN[name], lw=1.6, label=label)
@@ -264,7 +265,7 @@ def draw_picture(study):
         axis.set_xscale("log")
         axis.set_xticks(ticks[x_name], [f"{x:,}" for x in ticks[x_name]])
         axis.minorticks_off()
-        axis.set_xlabel(f"{x_name} (logarithmic)")
+        axis.set_xlabel(f"{x_name}, logarithmic")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("reward model's score")
     handles, labels = axes[0].get_legend_handles_labels()
@@ -275,7 +276,7 @@ def draw_picture(study):
         "band: range of the seeds; dot: the final policy on test posts",
         fontsize=10,
     )
-    figure.tight_layout(rect=(0, 0.16, 1, 1))
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(study.results / "peers.png", dpi=110)
     plt.close(figure)
     print(f"picture: {study.results / 'peers.png'}")
