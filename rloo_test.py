@@ -3058,7 +3058,7 @@ def test_the_newest_checkpoints_are_kept_and_random_numbers_depend_on_the_update
     assert torch.equal(final_weights(silent), final_weights(whole))
 
 
-def test_a_process_that_evaluates_nothing_has_no_evaluation_after(train, monkeypatch):
+def test_a_process_that_evaluates_nothing_has_no_evaluation(train, monkeypatch):
     """The checkpoint of update 6 comes from a process that evaluated at 0 and 5."""
     run, results = (
         LONG | {"total_episodes": 160, "save_steps": 6, "num_sample_generations": 1},
@@ -3068,7 +3068,7 @@ def test_a_process_that_evaluates_nothing_has_no_evaluation_after(train, monkeyp
     shutil.rmtree(output / "checkpoint-10")
     train(**{**run, "num_eval_prompts": 0}, output_dir=str(output), resume=True)
     (_, whole), (_, resumed) = results
-    assert whole["after"] and resumed == {"before": whole["before"], "after": {}}
+    assert whole["before"] and whole["after"] and resumed == {"before": {}, "after": {}}
 
 
 def test_parameters_that_no_text_uses_have_no_moments_and_their_run_resumes(train, tiny, tmp_path):
