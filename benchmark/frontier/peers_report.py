@@ -7,11 +7,14 @@ import numpy as np
 import report
 
 WINDOW = 640  # completions that a point of a curve is the mean of
-CLAIMS = [  # of Ahmadian et al.: what should be ahead of what
+CLAIMS = [  # what should be ahead of what; the first and the last three are of Ahmadian et al.
     ("RLOO beats PPO", "rloo", "ppo"),
     ("the same, PPO with 1 epoch", "rloo", "ppo_1_epoch"),
     ("the same, PPO's value model from the policy", "rloo", "ppo_policy"),
     ("the same, PPO's value model from comparisons only", "rloo", "ppo_noisy"),
+    ("PPO's value model: from the reward model beats from the policy", "ppo", "ppo_policy"),
+    ("the same, beats from comparisons only", "ppo", "ppo_noisy"),
+    ("PPO: 4 epochs beat 1", "ppo", "ppo_1_epoch"),
     ("RLOO beats RAFT, k = 2", "rloo_k2", "raft_k2"),
     ("RLOO beats RAFT, k = 4", "rloo", "raft"),
     ("RLOO beats RAFT, k = 8", "rloo_k8", "raft_k8"),
