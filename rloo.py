@@ -84,9 +84,8 @@ class Data:
 
     dataset_name: str | None = None  # .jsonl file, folder of <split>.jsonl files, or Hub id; default: mini TL;DR
     dataset_train_split: str = "train"  # split to train on
-    dataset_test_split: str | None = (
-        None  # split to evaluate on; default: test, else the last tenth of dataset_train_split (max 100)
-    )
+    # split to evaluate on; default: test, else the last tenth of dataset_train_split, at most 100 rows
+    dataset_test_split: str | None = None
     max_prompt_length: int = 512  # in tokens; rows with longer prompts are dropped
 
 
@@ -634,10 +633,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
                 warn_about(metrics, args)
                 scored |= "objective/scores" in metrics
                 give_up = min(first + 3, num_updates)
-                require(
-                    scored or done < give_up,
-                    f"none of the first {give_up - first} updates has a score: all rewards are None or have weight 0",
-                )
+                require(scored or done < give_up, "so far no update has a score: all rewards are None or of weight 0")
                 bar.set_postfix(
                     reward=metrics.get("objective/rlhf_reward", "-"),
                     kl=metrics.get("objective/kl", "-"),

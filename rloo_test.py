@@ -1847,7 +1847,7 @@ def test_weights_add_reward_model_and_functions(train):
 def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train, tmp_path):
     functions = tuple(f"{__file__}:{name}" for name in ("never", "constant_reward"))
     flags = {"reward_model_path": None, "reward_fns": functions, "reward_weights": (1.0, 0.0), "kl_coef": 0.0}
-    with pytest.raises(InputError, match="^none of the first . updates has a score"):
+    with pytest.raises(InputError, match="^so far no update has a score"):
         train(**flags, total_episodes=32, output_dir=str(tmp_path / "out"))
     (metrics,) = read_metrics(tmp_path / "out")  # of the first of two updates
     assert metrics["rewards/constant_reward/mean"] == 1 and "objective/scores" not in metrics
@@ -3478,14 +3478,18 @@ def test_a_model_that_takes_no_mask_of_group_rows_falls_back_with_its_reason(tra
         train(layout="group")
 
 
+def test_a_kl_of_weight_0_in_the_loss_adds_nothing(train, monkeypatch):
+    monkeypatch.setattr(rloo, "kl_penalty", lambda new, *_: new.sum(-1) * math.inf)
+    (metrics,), _ = train(kl_coef=0.0, kl_in_reward=False)
+    assert math.isfinite(metrics["loss/policy_avg"])
+
+
 def test_a_run_in_which_nothing_can_be_scored_ends(train, tmp_path):
     flags = {"reward_model_path": None, "reward_fns": (f"{__file__}:never",), "output_dir": str(tmp_path / "out")}
-    with pytest.raises(
-        InputError, match="^none of the first 3 updates has a score: all rewards are None or have weight 0"
-    ):
+    with pytest.raises(InputError, match="^so far no update has a score: all rewards are None or of weight 0"):
         train(total_episodes=160, **flags)
     assert len(read_metrics(tmp_path / "out")) == 2  # updates before the third
-    with pytest.raises(InputError, match="^none of the first . updates has a score"):
+    with pytest.raises(InputError, match="^so far no update has a score"):
         train(total_episodes=16, **flags | {"output_dir": str(tmp_path / "one")})  # its only update
 
 

@@ -110,9 +110,9 @@ def test_mistakes_are_one_line(words, message, monkeypatch):
 # ---- Work ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_multiplies_more_than_it_reads():
+def test_the_machine_is_measured():
     found = limits.machine_probe("cpu", "float32")()
-    assert list(found) == ["flop_per_s", "bytes_per_s"] and found["flop_per_s"] > found["bytes_per_s"] > 0
+    assert list(found) == ["flop_per_s", "bytes_per_s"] and min(found.values()) > 0
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
