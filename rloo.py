@@ -738,7 +738,7 @@ def evaluated_updates(num_updates, between) -> set[int]:
 def open_output(args, output: Path, state):
     """Prepares the output folder and returns a lock on it. Cuts its files to the lengths they had at the checkpoint (0
     for a new run), so that a resumed run continues them."""
-    with explained(f"--output_dir {output}: cannot be written to; is another run using it?"):
+    with explained(f"--output_dir {output}: cannot be written to, or another run is using it"):
         output.mkdir(parents=True, exist_ok=True)
         (output / "metrics.jsonl").touch()  # first: it marks the folder as a run's
         lock = (output / "args.json").open("a+")
@@ -851,13 +851,14 @@ def win(ours: float, theirs: float) -> float | None:
 
 def print_gains(before: dict[str, float], after: dict[str, float], prompts):
     """The closing table: the evaluations before and after training."""
-    columns = [before, after] if after else [before]
-    title = f"{prompts} held-out prompts{', before and after' if after else ''}"
-    print(f"\n{title}, mean ± standard error. win_rate: graded above the reference; ties count half;")
-    print("judge: grades by --judge_fn, which are not trained on; length: in tokens.")
+    columns = {"before": before, "after": after} if after else {"before": before}
+    print(f"\n{prompts} held-out prompts, mean ± standard error. score: by the rewards; judge: by --judge_fn, which is")
+    print("not trained on; win_rate: graded above the reference, ties count half; length: in tokens.")
+    print(f"{'':24}", *(f"{title:>18}" for title in columns))
     for name in before | after:
         if not name.endswith("_stderr"):
-            cells = [f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" if name in x else f"{'-':>18}" for x in columns]
+            found = columns.values()
+            cells = [f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" if name in x else f"{'-':>18}" for x in found]
             print(f"{name:24}", *cells)
 
 
@@ -1558,8 +1559,8 @@ def load_functions(specs: Sequence[str], flag, tokenizer, row) -> dict[str, Call
     for spec in specs:
         label = f"--{flag} {spec}"
         function = load_function(spec, label)
-        with explained(f"{label}: must take prompts, completions, completion_ids and the columns {', '.join(columns)}"):
-            given = ["prompts", "completions", "completion_ids", *columns]
+        given = ["prompts", "completions", "completion_ids", *columns]
+        with explained(f"{label}: is given {', '.join(given)}; add **columns for those that it does not need"):
             inspect.signature(function, follow_wrapped=False).bind(**dict.fromkeys(given))
         name = spec.rpartition(":")[2]
         require(name not in {*rewards, "reward_model"}, f"{label}: another reward is called {name}; rename one of them")
@@ -1578,7 +1579,7 @@ def load_function(spec, label) -> Callable:
         return getattr(module, name)
     except (Exception, SystemExit) as error:
         inside = any(frame.filename == str(path) for frame in traceback.extract_tb(error.__traceback__))
-        said = f"{label}: must be file.py:function or module:function ({type(error).__name__}: {error})"
+        said = f"{label}: cannot be loaded as file.py:function or module:function ({type(error).__name__}: {error})"
         raise (FunctionError if inside else InputError)(said) from error  # the former shows its trace
 
 
@@ -1606,8 +1607,8 @@ def function_reward(label, function: Callable, name, tokenizer, batch: Batch) ->
         if len(values) != n or not finite_or_none or isinstance(scores, dict):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        said = len(scores) if hasattr(scores, "__len__") and len(scores) != n else f"{scores!r:.60}"
-        raise FunctionError(f"{label} must return {n} finite numbers or None, got {said}") from None
+        said = f"{len(scores)} values" if hasattr(scores, "__len__") and len(scores) != n else f"{scores!r:.60}"
+        raise FunctionError(f"{label} must return {n} finite numbers or Nones in a list, not {said}") from None
     return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
 
 
@@ -1616,7 +1617,7 @@ def function_reward(label, function: Callable, name, tokenizer, batch: Batch) ->
 
 def load_rows(name, split) -> list[dict] | None:
     """Rows of a split, None if it does not exist. `name`: a .jsonl file (its split: train), a folder, or a Hub id."""
-    with explained(f"--dataset_name {name[:99]}: no .jsonl file or folder of them; Hub ids: pip install datasets"):
+    with explained(f"--dataset_name {name[:99]}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
             from datasets import load_dataset
@@ -1669,6 +1670,7 @@ def prepare_row(row, tokenizer) -> dict:
     `completion` is missing, the reference is the assistant's first message after the prompt."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
+        require(messages, f"the row has {', '.join(x for x in row if row[x] is not None)}")
         roles = [message["role"] for message in messages]
         prompt = messages[: roles.index("user") + 1]
     if reference is None and isinstance(messages, list):
