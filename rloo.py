@@ -464,7 +464,6 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     if args.rollout_correction != "off":
         counted = w[mask[..., : w.shape[-1]]].double()
         noted["val/rollout_weight"] = [counted]
-        noted["val/rollout_weight_squared"] = [counted.square()]
     for name, values in by_reward.items():
         noted[f"rewards/{name}/mean"] = [values]
         noted[f"rewards/{name}/applied"] = [~values.isnan()]
@@ -477,9 +476,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     metrics["val/ratio_var"] = float(stats["val/ratio"][1]) ** 2
     if args.rollout_correction != "off":
         metrics["val/rollout_weight_max"] = max(gather([float(counted.max())]))
-        metrics["val/rollout_weight_share"] = metrics["val/rollout_weight"] ** 2 / metrics.pop(
-            "val/rollout_weight_squared"
-        )
+        share = stats["val/rollout_weight"][0] ** 2 / mean_and_std(counted.square())[0]
+        metrics["val/rollout_weight_share"] = float(share)  # NaN if all weights are 0
     metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
     metrics["lr"] = optimizer.param_groups[0]["lr"]
     metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
@@ -1035,8 +1033,8 @@ def step_attention(query, key, value, step: Step, scaling):
     N, H, _, D = query.shape
     h = key.shape[1]
     g, k, n = H // h, step.k, step.own_bias.shape[-1]
-    # The layer is the one whose own keys these are. Layers that share keys have fewer caches than there are layers.
-    layer = next((i for i, own in enumerate(step.own.layers) if own.keys is key), None)
+    # The layer is the one whose cache these are. Layers that share keys have fewer caches than there are layers.
+    layer = next((i for i, own in enumerate(step.own.layers) if own.keys is key and own.values is value), None)
     require(layer is not None, "this model does not attend to its cache as it is: set --rollout_engine hf")
     prompt = step.prompts.layers[layer]
     b = len(prompt.keys)
@@ -1593,6 +1591,7 @@ def function_reward(label, function: Callable, name, tokenizer, batch: Batch) ->
     given["completion_ids"] = batch.completion_ids()
     try:
         scores = function(**given)
+        scores = list(scores) if inspect.isgenerator(scores) else scores
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [x for x in frames if "/lib/python3" not in x.filename and x.filename[0] != "<"]  # not a library's
@@ -1856,7 +1855,7 @@ def why_not_group(model, args, rows) -> str | None:
     kernel, window = model.config._attn_implementation, getattr(config, "sliding_window", None)
     if kernel not in ("sdpa", "lanes"):
         return f"its attention kernel is {kernel}, not sdpa"
-    if window is not None and longest + R > window:
+    if window and longest + R > window:  # 0, as in Qwen2-MoE's config: no window
         return f"its attention sees {window} tokens, fewer than prompt and completion have"
     model.set_attn_implementation("lanes")
     if model.config._attn_implementation != "lanes":

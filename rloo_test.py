@@ -1817,6 +1817,35 @@ def test_what_a_reward_function_may_not_return(returned, message):
         rloo.function_reward("--reward_fns r", lambda **kw: returned, "r", tiny_tokenizer(), random_batch())
 
 
+def test_a_reward_function_may_be_a_generator_and_its_error_names_its_line():
+    def scores(completions, **columns):
+        for text in completions[1:]:
+            yield float(len(text))
+        raise KeyError("last")
+
+    with pytest.raises(rloo.FunctionError, match=r"^r raised KeyError: 'last' \(.*rloo_test.py, line \d+\)"):
+        rloo.function_reward("r", scores, "r", tiny_tokenizer(), random_batch())
+
+
+def test_a_model_that_changes_what_it_has_cached_is_refused_by_the_decoder():
+    """DiffLlama attends to its values in another arrangement than they are cached in."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("diffllama", vocab_size=16, num_key_value_heads=2, eos_token_id=0, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(InputError, match="set --rollout_engine hf"):
+        rloo.rollout(model, [{"prompt_ids": [5, 6, 7]}], 2, 1.0, 4, [0])
+
+
+def test_a_sliding_window_of_0_is_none():
+    """As in the configs of Qwen2-MoE."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("qwen2_moe", vocab_size=16, num_key_value_heads=2, num_experts=4, **sizes)
+    assert config.sliding_window == 0
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rows = [{"prompt_ids": [5, 6, 7]}, {"prompt_ids": [8]}]
+    assert rloo.choose_layout(model, Args(device="cpu", response_length=4, rloo_k=2), rows) == "group"
+
+
 @pytest.mark.parametrize("flag", ["reward_fns", "judge_fn"])
 def test_an_error_in_a_users_function_names_flag_file_and_line(train, tmp_path, flag):
     """... the innermost line of the user's files, not of the library that was called there."""
