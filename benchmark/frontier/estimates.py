@@ -70,6 +70,9 @@ def mean_and_error(values) -> tuple[float, float]:
 # 97.5% quantiles of Student's t for 1, 2, 3, ... degrees of freedom; for more than 24 that of 24, a little too large.
 T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 T_QUANTILES += (2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064)
+# The same for 95%: those of a 90% interval.
+T_QUANTILES_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782)
+T_QUANTILES_90 += (1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711)
 
 
 def interval_over_seeds(values) -> tuple[float, float]:
@@ -91,8 +94,9 @@ def interval_over_seeds_and_posts(differences: np.ndarray) -> tuple[float, float
     return mean - half, mean + half
 
 
-def interval_of_difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """The 95% interval of the difference of two means, each over (seeds, posts): other seeds, the same posts.
+def interval_of_difference(ours: np.ndarray, theirs: np.ndarray, quantiles=T_QUANTILES) -> tuple[float, float]:
+    """The interval of the difference of two means, each over (seeds, posts): other seeds, the same posts. It is the 95%
+    interval, or with T_QUANTILES_90 the 90% interval, which two one-sided tests of equivalence at 5% look at.
 
     Welch's t for the seeds. What differs between posts, apart from chance within each run, is added to the variance."""
     variances, freedom, chance = [], 0.0, 0.0
@@ -106,6 +110,6 @@ def interval_of_difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float,
     of_posts = (ours.mean(0) - theirs.mean(0)).var(ddof=1) / ours.shape[1] - chance  # chance is in the seeds' already
     total = sum(variances)
     freedom = int(total**2 / freedom) if freedom else 1
-    half = T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1] * math.sqrt(total + max(0.0, of_posts))
+    half = quantiles[min(freedom, len(quantiles)) - 1] * math.sqrt(total + max(0.0, of_posts))
     mean = ours.mean() - theirs.mean()
     return mean - half, mean + half

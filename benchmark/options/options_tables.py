@@ -18,24 +18,27 @@ def values(study, option) -> np.ndarray | None:
     return 100 * np.array(found) / study.post_units if len(found) > 1 else None
 
 
-def verdict(low: float, high: float) -> str:
-    """What an interval of the difference from the default says."""
-    if low > 0:
+def verdict(interval: tuple[float, float], narrow: tuple[float, float]) -> str:
+    """What the 95% and the 90% interval of the difference from the default say."""
+    if interval[0] > 0:
         return "better"
-    if high < 0:
+    if interval[1] < 0:
         return "worse"
-    return "the same" if low > -MARGIN and high < MARGIN else "not told apart"
+    return "the same" if narrow[0] > -MARGIN and narrow[1] < MARGIN else "not told apart"
 
 
 def comparisons(study) -> dict:
-    """option -> mean difference from the default, its interval and the verdict, of the options that have runs."""
+    """option -> mean difference from the default, its 95% interval, the verdict, and the margin within which it is
+    equivalent to the default at 5% (the larger end of the 90% interval), of the options that have runs."""
     default, *options = study.plan.methods
     base, found = values(study, default), {}
     for option in options:
         ours = values(study, option)
         if base is not None and ours is not None:
-            low, high = estimates.interval_of_difference(ours, base)
-            found[option] = (ours.mean() - base.mean(), low, high, verdict(low, high))
+            interval = estimates.interval_of_difference(ours, base)
+            narrow = estimates.interval_of_difference(ours, base, estimates.T_QUANTILES_90)
+            kind, margin = verdict(interval, narrow), max(-narrow[0], narrow[1])
+            found[option] = (ours.mean() - base.mean(), *interval, kind, margin)
     return found
 
 
@@ -51,7 +54,7 @@ def answer(study) -> str:
     for kind, title in titles.items():
         found = sorted((x for x in comparisons(study).items() if x[1][3] == kind), key=lambda pair: -pair[1][0])
         texts = [
-            f"{full_title(option)} ({mean:+.1f} [{low:+.1f}, {high:+.1f}])" for option, (mean, low, high, _) in found
+            f"{full_title(option)} ({mean:+.1f} [{low:+.1f}, {high:+.1f}])" for option, (mean, low, high, *_) in found
         ]
         lines.append(f"- {title}: {'; '.join(texts) or 'none'}.")
     return "\n".join(lines)
@@ -63,16 +66,26 @@ def full_title(option) -> str:
 
 def results_table(study) -> str:
     """All options on test posts."""
-    head = ["", "flags", "learning rate", "seeds", *(column[0] for column in COLUMNS), "difference, points", ""]
+    head = [
+        "",
+        "flags",
+        "learning rate",
+        "seeds",
+        *(column[0] for column in COLUMNS),
+        "difference, points",
+        "",
+        "equivalent within",
+    ]
     rows, compared = [head], comparisons(study)
     for option in study.plan.methods:
         trial = study.best(option)
         found = list(report.having(study, trial, study.seeds(option), "test").values()) if trial else []
         if found:
-            mean, low, high, kind = compared.get(option, (None,) * 4)
+            mean, low, high, kind, margin = compared.get(option, (None,) * 5)
             difference = "" if mean is None else f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
             line = [full_title(option), flags(study, option), f"{trial.lr:g}", str(len(found))]
-            rows.append([*line, *report.measures(found, COLUMNS), difference, kind or ""])
+            within = "" if margin is None else f"± {margin:.1f}"
+            rows.append([*line, *report.measures(found, COLUMNS), difference, kind or "", within])
     return report.markdown(rows)
 
 
@@ -99,7 +112,7 @@ def tuning_table(study) -> str:
             if win is not None
         ]
         if option.like:
-            cells = ["the default's"]
+            cells = [f"that of {next(full_title(x) for x in study.plan.methods if x.name == option.like)}"]
         if cells:
             rows.append([full_title(option), ", ".join(cells)])
     return report.markdown(rows)
@@ -116,10 +129,10 @@ def draw_picture(study):
         print("the picture needs matplotlib: pip install matplotlib")
         return
     plt.switch_backend("Agg")
-    figure, axis = plt.subplots(figsize=(9, 1.8 + 0.32 * len(found)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(11, 1.8 + 0.32 * len(found)), layout="constrained")
     axis.axvspan(-MARGIN, MARGIN, color="tab:green", alpha=0.1, lw=0, label=f"the same: within {MARGIN:g} point")
     axis.axvline(0, color="black", lw=1)
-    for place, (mean, low, high, kind) in enumerate(found.values()):
+    for place, (mean, low, high, kind, _) in enumerate(found.values()):
         axis.plot([low, high], [place, place], color=COLOURS[kind], lw=2)
         axis.plot(mean, place, "o", color=COLOURS[kind])
     for kind, colour in COLOURS.items():
@@ -129,8 +142,8 @@ def draw_picture(study):
     axis.set_xlabel("gold win rate, difference from the default in points")
     axis.grid(axis="x", alpha=0.3)
     seeds = len(study.plan.seeds)
-    axis.set_title(
-        f"Each option ({seeds} seeds) against the default ({2 * seeds} seeds), both with their best learning rate\n"
+    figure.suptitle(
+        f"Each option ({seeds} seeds) against the default ({3 * seeds} seeds), both with their best learning rate\n"
         "point: mean difference on fresh test posts; line: 95% interval",
         fontsize=10,
     )
