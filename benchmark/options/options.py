@@ -7,8 +7,8 @@
 
 Each option is one change of the default settings. Since an option may want another learning rate, each gets three
 trials of it with seed 1, the default's, half of it and twice of it, chosen by the gold win rate on fresh validation
-posts (another β takes over the default's, no clip that of 4 epochs). The best one gets the seeds 2 to 4, by which nothing
-was chosen, measured on fresh test posts; the default gets three times as many, since everything is compared with it.
+posts (another β takes over the default's, no clip that of 4 epochs). The best one gets the seeds 2 to 4, measured on
+fresh test posts; the default gets three times as many, since everything is compared with it.
 
 Runs are made one at a time, on one thread. What is found is written at once to options.json (a record for each run)
 and posts.json (what is needed of each test post); what has its record there is not made again. Training output is in
