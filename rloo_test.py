@@ -3673,7 +3673,7 @@ def test_a_name_that_is_no_folder_is_looked_up_with_a_word(train, capsys):
 
 def test_a_missing_column_is_named_with_those_that_there_are(train, tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, animal, **columns):\n    return [1.0 for _ in completions]\n")
-    with pytest.raises(InputError, match="columns completion, n .*missing a required argument: 'animal'"):
+    with pytest.raises(InputError, match="completion_ids, completion, n; .*missing a required argument: 'animal'"):
         train(reward_fns=(f"{tmp_path}/mine.py:f",))
 
 
