@@ -2645,6 +2645,7 @@ def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
     assert metrics[9]["eval/sampled/length"] == sum(row["length"] for row in rows[15:20]) / 5
     screen = capsys.readouterr().out
     assert screen.count("Held-out completions after") == 3 and "5 held-out prompts, mean" in screen
+    assert f"\n{'before':>43}{'after':>19}\n" in screen  # over the columns of the closing table
 
 
 def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys):
@@ -2668,6 +2669,7 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
     (evaluated,) = metrics
     assert evaluated == {f"eval_before/{name}": x for name, x in nothing_trained["before"].items()} and evaluated
     assert "\n0 episodes in" in screen and "4 held-out prompts, mean" in screen
+    assert f"\n{'before':>43}\n" in screen
 
     flags = {"num_eval_prompts": 4, "output_dir": str(output), "resume": True}
     train(total_episodes=48, **flags)  # there is no checkpoint, so it begins

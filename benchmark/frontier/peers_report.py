@@ -13,7 +13,7 @@ CLAIMS = [  # what should be ahead of what; the first and the last three are of 
     ("the same, PPO's value model from the policy", "rloo", "ppo_policy"),
     ("the same, PPO's value model from comparisons only", "rloo", "ppo_noisy"),
     ("PPO's value model: from the reward model beats from the policy", "ppo", "ppo_policy"),
-    ("the same, beats from comparisons only", "ppo", "ppo_noisy"),
+    ("PPO's value model: from the reward model beats from comparisons only", "ppo", "ppo_noisy"),
     ("PPO: 4 epochs beat 1", "ppo", "ppo_1_epoch"),
     ("RLOO beats RAFT, k = 2", "rloo_k2", "raft_k2"),
     ("RLOO beats RAFT, k = 4", "rloo", "raft"),

@@ -143,7 +143,7 @@ def draw_picture(study):
     axis.grid(axis="x", alpha=0.3)
     seeds = len(study.plan.seeds)
     figure.suptitle(
-        f"Each option ({seeds} seeds) against the default ({3 * seeds} seeds), both with their best learning rate\n"
+        f"Each option ({seeds} seeds) against the default ({3 * seeds} seeds)\n"
         "point: mean difference on fresh test posts; line: 95% interval",
         fontsize=10,
     )
