@@ -533,7 +533,7 @@ def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeyp
     and the ratio of the first step stays 1."""
     noise = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)) * 0.6 - 0.3
     spy(monkeypatch, "rollout", lambda inputs, output: (output[0], (output[1] + noise) * output[0].response_mask))
-    seen = spy(monkeypatch, "policy_loss")
+    seen, weights = spy(monkeypatch, "policy_loss"), spy(monkeypatch, "rollout_weight")
     (metrics,), _ = train(rollout_correction=correction, rollout_correction_cap=1.2)
     weight = seen[-1][0][7].flatten()
     assert metrics["val/ratio"] == 1 and 0.1 < metrics["val/rollout_logprob_gap"] < 0.2
@@ -542,7 +542,9 @@ def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeyp
     else:
         assert metrics["objective/kl"] == pytest.approx(0, abs=1e-5)
         assert weight.max() <= 1.2001 and (weight == 0).any() == (correction == "mask")
+        w = weights[-1][1][1].double()  # before it is cut
         assert 0 < metrics["val/rollout_weight_share"] < 1 < metrics["val/rollout_weight_max"]
+        assert metrics["val/rollout_weight_share"] == pytest.approx(float(w.sum() ** 2 / w.square().sum() / w.numel()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
