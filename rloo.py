@@ -55,7 +55,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Cache, LlamaConfig, StaticLayer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Cache, StaticLayer
 
 MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used if none is given
 say_once = lru_cache(maxsize=None)(tqdm.write)  # prints above the progress bar, each text only once
@@ -860,11 +860,11 @@ def print_gains(before: dict[str, float], after: dict[str, float], prompts):
             print(f"{name:24}", *cells)
 
 
-# ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
-# plain: every completion is a row of its own, its prompt before it.
-# group: a row per prompt. Its k completions, the lanes, follow it: first token 0 of each lane, then token 1, and so on.
-# So the prompt is read once. A lane sees the prompt and itself, never its siblings, so results are those of plain rows.
-# With P = 2 (one of them padding), k = 2 and R = 2 (x: sees):
+# ---- Rows: how prompts and completions become rows of a model, and which slots attend to which -----------------------
+# plain: a row per completion: its prompt, then the completion.
+# group: a row per prompt: the prompt, then its k completions, the lanes, interleaved by time: first token 0 of each
+# lane, then token 1, and so on. So the prompt is read once. A lane attends to the prompt and to itself, never to its
+# siblings, so results are those of plain rows. With P = 2 (one of them padding), k = 2 and R = 2 (x: attends to):
 #     slot:      0    1     2     3     4     5        slot   0 1 2 3 4 5
 #     holds:     pad  p     a0    b0    a1    b1       pad    x
 #     position:  0    0     1     1     2     2        p      . x
@@ -930,149 +930,81 @@ def positions_of(mask):
 
 
 def causal_mask(real):
-    """Who sees whom in rows (B, S), bool (B, 1, S, S): each slot the real ones up to it. It also sees itself if it is
-    padding, so that no row of the softmax is empty."""
+    """Attention mask of rows whose slots are `real` (B, S), bool (B, 1, S, S): each slot attends to the real ones up to
+    it, and to itself even if it is padding, so that no row of the softmax is empty."""
     slot = torch.arange(real.shape[1], device=real.device)
     return (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
 
 
-def group_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """The attention of rollouts and group rows, as `transformers` calls it: query (B, H, n, D), key and value
-    (B, h, ≥ m, D); returns (B, n, H, D) and None. `transformers` hands a 4-D mask to every layer as it is, so an
-    attribute of the mask can say what the rows are:
+def group_attention(module, query, key, value, attention_mask, **kwargs):
+    """Attention as `transformers` calls it, in place of its sdpa function: query (B, H, n, D), key and value
+    (B, h, n, D); returns (B, n, H, D) and None. Two kinds of calls are made for this file, all others pass through:
 
-    usual rows: the mask (B, 1, n, m) says who sees whom
-    a step of a rollout: mask.step; the rows are the N running lanes, see step_attention
-    group rows: mask.lanes = P, k, and the mask (B, 1, S, S) of a prompt and one completion, S = P + R; n = m = P + k·R.
-        Prompts attend to themselves, each lane to its prompt and itself. That costs P² + k·R·(P + R) products; one
-        large mask would cost (P + k·R)².
+    a step of the decoder: key and value are pairs, see OwnCache
+    group rows, n = P + k·R: the mask is that of a prompt and one completion, (B, 1, P + R, P + R), with `mask.lanes` =
+        (P, k). `transformers` hands a 4-D mask to every layer as it is. Prompts attend to themselves; a lane, to its
+        prompt and itself. That costs P² + k·R·(P + R) products; one mask over the row would cost (P + k·R)².
     """
-    if attention_mask is None:  # causal rows without padding, as `generate` and plain rows may have
-        return transformers.AttentionInterface()["sdpa"](module, query, key, value, None, scaling=scaling, **kwargs)
-    g = query.shape[1] // key.shape[1]  # query heads that share a key head
-    dtype = value.dtype  # autocast casts queries and keys to it as well
-    if hasattr(attention_mask, "step"):
-        return step_attention(query, key, value, attention_mask.step, scaling), None
+    if isinstance(key, tuple):
+        return step_attention(query, key, value, attention_mask, kwargs["scaling"]), None
     if not hasattr(attention_mask, "lanes"):
-        n, m = attention_mask.shape[2:]  # `generate` may have a cache of more slots
-        bias = attention_bias(attention_mask, 0, n, m, g, dtype)
-        out = masked_attention(query, key[:, :, :m], value[:, :, :m], bias, scaling)
-        return out.transpose(1, 2).contiguous(), None
+        return sdpa_attention(module, query, key, value, attention_mask, **kwargs)
 
-    # Group rows: first the prompts, by the first P lines and columns of the mask ...
     P, k = attention_mask.lanes
-    S = attention_mask.shape[-1]
-    bias = attention_bias(attention_mask, 0, P, P, g, dtype)
-    prompts = masked_attention(query[:, :, :P], key[:, :, :P], value[:, :, :P], bias, scaling)
+    mask = attention_mask[:, :, :P, :P]
+    prompts, _ = sdpa_attention(module, query[:, :, :P], key[:, :, :P], value[:, :, :P], mask, **kwargs)
 
-    # ... then the lanes, by its other lines. Their copies of the prompt's keys and values are made again in backward.
-    bias = attention_bias(attention_mask, P, S, S, g, dtype)
-    lanes = checkpoint(lanes_attention, query, key, value, bias, scaling, P, k, use_reentrant=False)
-    return torch.cat([prompts.transpose(1, 2), lanes], dim=1), None
+    def attend(query, key, value):
+        mask = attention_mask[:, :, P:]
+        out, _ = sdpa_attention(
+            module, lanes_as_heads(query, P, k), prompt_and_own(key, P, k), prompt_and_own(value, P, k), mask, **kwargs
+        )
+        return out.reshape(len(out), -1, *prompts.shape[2:])  # (B, R, k·H, D) as (B, R·k, H, D)
 
-
-def attention_bias(mask, begin, end, m, g, dtype):
-    """A mask of the queries begin … end - 1 over the first m keys as a bias of the scores, (B, 1, g·n, m): repeated
-    for the g query heads that share a key head. The first layer makes it and keeps it with the mask for the others. In
-    memory each row begins at a multiple of 8, which fast kernels require."""
-    biases = vars(mask).setdefault("biases", {})
-    if (begin, g, dtype) not in biases:
-        bias = (~mask[:, :, begin:end, :m]).to(dtype) * torch.finfo(dtype).min
-        biases[begin, g, dtype] = F.pad(bias, (0, -m % 8)).repeat(1, 1, g, 1)[..., :m]
-    return biases[begin, g, dtype]
+    # Each lane gets a copy of its prompt's keys and values. Backward makes the copies again instead of keeping them.
+    lanes = checkpoint(attend, query, key, value, use_reentrant=False)
+    return torch.cat([prompts, lanes], dim=1), None
 
 
-def masked_attention(query, key, value, bias, scaling):
-    """Attention of queries (B, H, n, D) over keys and values (B, h, m, D), (B, H, n, D). The g = H / h query heads that
-    share a key head become g·n queries of it, since with a mask kernels would copy its keys and values g times."""
-    B, H, n, D = query.shape
-    out = F.scaled_dot_product_attention(query.reshape(B, key.shape[1], -1, D), key, value, bias, scale=scaling)
-    return out.reshape(B, H, n, -1)
-
-
-def lanes_attention(query, key, value, bias, scaling, P, k):
-    """Attention of the lanes of group rows, (B, R·k, H, D), as k times as many heads that each see one lane."""
-    B, H, _, D = query.shape
-    h = key.shape[1]
-    g = H // h  # query heads that share a key head
-
-    q = query[:, :, P:].reshape(B, h, g, -1, k, D)  # (B, h, g, R, k, D)
-    q = q.permute(0, 1, 4, 2, 3, 5)  # (B, h, k, g, R, D)
-    q = q.reshape(B, h * k, -1, D)  # one row of g·R queries per key head and lane
-
-    out = F.scaled_dot_product_attention(q, prompt_and_own(key, P, k), prompt_and_own(value, P, k), bias, scale=scaling)
-
-    out = out.reshape(B, h, k, g, -1, out.shape[-1])  # (B, h, k, g, R, D)
-    out = out.permute(0, 4, 2, 1, 3, 5)  # (B, R, k, h, g, D)
-    return out.reshape(B, -1, H, out.shape[-1])  # (B, R·k, H, D)
+def lanes_as_heads(x, P, k):
+    """The lanes of x (B, H, P + k·R, D) as heads, (B, k·H, R, D): two reshapes without a copy, since lanes are
+    interleaved."""
+    x = x.transpose(1, 2)[:, P:]  # (B, R·k, H, D)
+    x = x.reshape(len(x), -1, k * x.shape[2], x.shape[3])  # (B, R, k·H, D)
+    return x.transpose(1, 2)
 
 
 def prompt_and_own(x, P, k):
-    """Keys or values x (B, h, P + k·R, D) as each lane sees them, the prompt's and its own: (B, h·k, P + R, D)."""
-    prompt = x[:, :, None, :P].expand(-1, -1, k, -1, -1)  # (B, h, k, P, D)
-    own = x[:, :, P:].unflatten(2, (-1, k)).transpose(2, 3)  # (B, h, k, R, D)
-    return torch.cat([prompt, own], dim=3).flatten(1, 2)
+    """The keys or values that lanes attend to, (B, k·h, P + R, D), from those of group rows, (B, h, P + k·R, D)."""
+    return torch.cat([x[:, :, :P].repeat(1, k, 1, 1), lanes_as_heads(x, P, k)], dim=2)
 
 
-class Step(NamedTuple):
-    """What the attention of a step of a rollout needs to know. The step reads one token of each of N running lanes,
-    which belong to b prompts. A bias is added to scores: 0, or a large negative number where a slot is hidden."""
-
-    prompts: Cache  # keys and values (b, h, P, D) of the prompts, in each layer
-    own: Cache  # keys and values (N, h, R, D) of the lanes' own tokens, in each layer
-    prompt_bias: torch.Tensor  # (b, 1, 1, P)
-    own_bias: torch.Tensor  # (1, 1, 1, n) for the first n of a lane's own slots; the others are not read
-    place: torch.Tensor  # (N,): for lane j of prompt i, where i counts the b prompts, i·k + j
-    k: int
-
-
-def step_attention(query, key, value, step: Step, scaling):
-    """Attention of one query of each running lane, (N, H, 1, D), over its prompt's keys, (b, h, P, D), and its own,
-    (N, h, R, D); returns (N, 1, H, D). So a prompt's keys are read once for all of its lanes (Juravsky et al. 2024,
+def step_attention(query, key, value, mask, scaling):
+    """Attention of the newest token of b·k lanes (prompt-major: row b·k + j), query (b·k, H, 1, D); returns
+    (b·k, 1, H, D). key and value are pairs: of the prompts, (b, h, P, D), and of the lanes' own n tokens,
+    (b·k, h, n, D). mask (b·k, 1, 1, P + n), bool. A prompt's keys are read once for its k lanes (Juravsky et al. 2024,
     "Hydragen", arXiv:2402.05099)."""
-    N, H, _, D = query.shape
-    h = key.shape[1]
-    g, k, n = H // h, step.k, step.own_bias.shape[-1]
-    # The layer is the one whose cache these are. Layers that share keys have fewer caches than there are layers.
-    layer = next((i for i, own in enumerate(step.own.layers) if own.keys is key and own.values is value), None)
-    require(layer is not None, "this model does not attend to its cache as it is: set --rollout_engine hf")
-    prompt = step.prompts.layers[layer]
-    b = len(prompt.keys)
+    prompt_key, own_key = key
+    prompt_value, own_value = value
+    b, h, P, D = prompt_key.shape
+    lanes = (b, len(query) // b)  # b, k
 
-    # The prompts: all lanes of a prompt in one product. Removed lanes have query 0; their result is dropped.
-    q = query.reshape(N, h, g, D)
-    by_prompt = q.new_zeros(b * k, h, g, D).index_copy(0, step.place, q)
-    by_prompt = by_prompt.unflatten(0, (b, k)).transpose(1, 2).flatten(2, 3)  # (b, h, k·g, D)
-    out, lse = attention_and_lse(by_prompt, prompt.keys, prompt.values, step.prompt_bias, scaling)
+    q = (query * scaling).reshape(*lanes, h, -1, D)  # (b, k, h, g, D): g query heads share a key head
+    of_prompt = torch.einsum("bkhgd,bhpd->bkhgp", q, prompt_key)
+    of_own = torch.einsum("bkhgd,bkhnd->bkhgn", q, own_key.unflatten(0, lanes))
+    scores = torch.cat([of_prompt, of_own], dim=-1).float()
+    scores = torch.where(mask.view(*lanes, 1, 1, -1), scores, -math.inf)
 
-    def by_lane(x):
-        """(b, h, k·g, ...) as (N, h, g, ...)."""
-        return x.unflatten(2, (k, g)).transpose(1, 2).flatten(0, 1)[step.place]
-
-    out, lse = by_lane(out), by_lane(lse)
-
-    # The lanes' own keys. One softmax over all keys is (e^lse · out + e^own_lse · own) / (e^lse + e^own_lse): the own
-    # part has the weight sigmoid(own_lse - lse).
-    own, own_lse = attention_and_lse(q, key[:, :, :n], value[:, :, :n], step.own_bias, scaling)
-    out = torch.lerp(out.float(), own.float(), (own_lse - lse).sigmoid())
-    return out.to(value.dtype).reshape(N, 1, H, -1)
+    weights = scores.softmax(-1).to(prompt_value.dtype)
+    out = torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)
+    out = out + torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, lanes))
+    return out.reshape(len(query), 1, -1, out.shape[-1])
 
 
-def attention_and_lse(query, key, value, bias, scaling):
-    """Attention of queries (..., n, D) over keys and values (..., m, D), (..., n, D); and log Σ exp(score) over the
-    keys, (..., n, 1) in float32. On a CPU one kernel returns both, if keys are as long as values."""
-    if query.is_cpu and query.shape[-1] == value.shape[-1]:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(query, key, value, attn_mask=bias, scale=scaling)
-        return out, lse[..., None]
-    scores = (query @ key.mT).float() * scaling + bias
-    lse = scores.logsumexp(-1, keepdim=True)
-    return (scores - lse).exp().to(value.dtype) @ value, lse
-
-
-# group_attention is looked up at each call, so that it can be replaced.
-transformers.AttentionInterface.register("lanes", lambda *args, **kwargs: group_attention(*args, **kwargs))
-transformers.AttentionMaskInterface.register("lanes", transformers.AttentionMaskInterface()["sdpa"])
+# In place of sdpa, so that every model with that kernel can run group rows. Looked up at each call, so that it can be
+# replaced.
+sdpa_attention = transformers.AttentionInterface()["sdpa"]
+transformers.AttentionInterface.register("sdpa", lambda *args, **kwargs: group_attention(*args, **kwargs))
 
 
 # ---- Log-probs -------------------------------------------------------------------------------------------------------
@@ -1081,33 +1013,22 @@ transformers.AttentionMaskInterface.register("lanes", transformers.AttentionMask
 def completion_hidden(model, batch: Batch, layout):
     """Hidden states (k, B, r + 1, H), r ≤ R the longest length: slot t predicts token t, slot t + 1 has read it."""
     batch = batch.without_padding()
-    return group_hidden(model, batch) if layout == "group" else plain_hidden(model, batch)
-
-
-def plain_hidden(model, batch: Batch):
-    """completion_hidden in rows (k·B, P + R), each of a prompt and one completion."""
-    k, B, R = batch.responses.shape
-    ids = torch.cat([batch.prompt_ids.repeat(k, 1), batch.responses.flatten(0, 1)], dim=1)
-    real = torch.cat([batch.prompt_mask.repeat(k, 1), batch.response_mask.flatten(0, 1)], dim=1)
-    positions = positions_of(F.pad(batch.prompt_mask, (0, R), value=True)).repeat(k, 1)
-    hidden = model.base_model(ids, attention_mask=real.long(), position_ids=positions, use_cache=False)[0]
-    return hidden[:, -R - 1 :].unflatten(0, (k, B))
-
-
-def group_hidden(model, batch: Batch):
-    """completion_hidden in rows (B, P + k·R), each of a prompt and its k completions."""
     k, B, R = batch.responses.shape
     P = batch.prompt_ids.shape[1]
-    real = F.pad(batch.prompt_mask, (0, R), value=True)  # of a prompt and one completion, (B, P + R)
+    real = F.pad(batch.prompt_mask, (0, R), value=True)  # slots of a prompt and one completion, (B, P + R)
     positions = positions_of(real)
-    mask = causal_mask(real)
-    mask.lanes = P, k  # transformers hands the mask to every layer as it is, so group_attention finds them there
 
-    ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)
+    if layout == "plain":
+        ids = torch.cat([batch.prompt_ids.repeat(k, 1), batch.responses.flatten(0, 1)], dim=1)  # (k·B, P + R)
+        mask = torch.cat([batch.prompt_mask.repeat(k, 1), batch.response_mask.flatten(0, 1)], dim=1).long()
+        hidden = model.base_model(ids, attention_mask=mask, position_ids=positions.repeat(k, 1), use_cache=False)[0]
+        return hidden[:, P - 1 :].unflatten(0, (k, B))
+
+    ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)  # (B, P + R·k)
     positions = torch.cat([positions[:, :P], positions[:, P:].repeat_interleave(k, dim=1)], dim=1)
-    model.set_attn_implementation("lanes")
+    mask = causal_mask(real)
+    mask.lanes = P, k  # see group_attention
     hidden = model.base_model(ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
-
     last_of_prompt = hidden[:, P - 1 : P].expand(k, -1, -1, -1)  # predicts token 0 of every completion
     lanes = hidden[:, P:].unflatten(1, (R, k)).permute(2, 0, 1, 3)  # (k, B, R, H)
     return torch.cat([last_of_prompt, lanes], dim=2)
@@ -1124,20 +1045,14 @@ def final_logits(model, hidden):
 
 def block_logprobs(model, hidden, tokens, temperature):
     """log_softmax(logits / temperature) of tokens (n,), and the entropy of that softmax in nats, (n,)."""
-    logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)
-    found = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    entropy = checkpoint(entropy_of, logprobs, use_reentrant=False)  # repeated in backward only if the loss has it
-    return found, entropy
-
-
-def entropy_of(logprobs):
-    """Entropy -Σ p log p (n,) of distributions with log-probs (n, vocabulary). A token of probability 0 adds 0."""
-    return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)
+    logprobs = F.log_softmax(final_logits(model, hidden).div_(temperature), dim=-1)  # (n, vocabulary)
+    entropy = -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # a token of probability 0 adds 0
+    return logprobs.gather(1, tokens[:, None]).squeeze(1), entropy
 
 
 def fsdp_forward(function: Callable) -> Callable:
-    """Decorator: runs `function(model, ...)` as a forward pass of a sharded model, for which FSDP gathers the weights
-    outside of the layers (embedding, norm, head)."""
+    """Decorator for functions that call parts of a model. FSDP gathers a sharded model's embedding, norm and head only
+    while the model itself is called, so the function is run as the model's forward pass, see `shard`."""
 
     @wraps(function)
     def forward(model, *args, **options):
@@ -1157,13 +1072,13 @@ def completion_logprobs(model, batch: Batch, temperature, layout="group"):
     tokens = batch.responses[mask]
     vocabulary = model.get_output_embeddings().weight.shape[0]
     size = max(128, (2**23 if hidden.is_cpu else 2**27) // vocabulary)
-    logprobs, entropies = [], []
-    for block in zip(hidden.split(size), tokens.split(size), strict=True):
-        found, entropy = checkpoint(block_logprobs, model, *block, temperature, use_reentrant=False)
-        logprobs.append(found)
-        entropies.append(entropy)
+    blocks = [
+        checkpoint(block_logprobs, model, *block, temperature, use_reentrant=False)
+        for block in zip(hidden.split(size), tokens.split(size), strict=True)
+    ]
+    logprobs, entropies = map(torch.cat, zip(*blocks, strict=True))
     zeros = torch.zeros(mask.shape, device=mask.device)
-    return zeros.masked_scatter(mask, torch.cat(logprobs)), zeros.masked_scatter(mask, torch.cat(entropies))
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
 
 
 @torch.no_grad()
@@ -1202,13 +1117,15 @@ def rollout(
     sampling distribution softmax(logits / temperature), 0 where masked. Evaluations use k = 1, and temperature 0 for
     greedy completions. Engine: "group", "hf" or a function (see own_engine) that gets version and max_length."""
     if callable(engine):
-        sampled = own_engine(engine, model, rows, k, temperature, response_length, stop_ids, version, max_length)
+        tokens, logprobs = own_engine(
+            engine, model, rows, k, temperature, response_length, stop_ids, version, max_length
+        )
     else:
-        prompts = (x.to(model.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
-        chunks = zip(*(x.split(max(1, chunk_size // k)) for x in prompts), strict=True)  # of ids and mask
-        sample_chunks = {"group": decode, "hf": generate}[engine]
-        sampled = sample_chunks(model, chunks, k, temperature, response_length, stop_ids)
-    tokens, logprobs = sampled
+        prompt_ids, prompt_mask = (x.to(model.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
+        size = max(1, chunk_size // k)
+        chunks = zip(prompt_ids.split(size), prompt_mask.split(size), strict=True)
+        sample_chunks = decode if engine == "group" else generate
+        tokens, logprobs = sample_chunks(model, chunks, k, temperature, response_length, stop_ids)
     batch = make_batch(rows, tokens, stop_ids)
     if logprobs is None:
         logprobs = chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)
@@ -1217,18 +1134,20 @@ def rollout(
 
 def decode(model, chunks, k, temperature, R, stop_ids):
     """Tokens and their log-probs (k, B, R) by the Decoder, for chunks of prompts: ids and mask (b, P)."""
-    decoder, parts = None, []
+    decoder = None
+    tokens, logprobs = [], []
     for ids, mask in chunks:
         if ids.is_cpu:
             longest = int(mask.sum(1).max())
             ids, mask = ids[:, -longest:], mask[:, -longest:]
-            decoder = None  # it can be used once
-        # On a GPU chunks have one shape, but for the last, so that they can replay the same graphs.
-        if decoder is None or decoder.prompt_mask.shape != mask.shape:
+        # On a GPU all chunks but the last have one shape, and share one decoder and its graph.
+        if decoder is None or ids.is_cpu or mask.shape != decoder.prompt_mask.shape:
             decoder = None  # frees the old cache before the new one is allocated
             decoder = Decoder(model, *mask.shape, k, R, temperature, stop_ids)
-        parts.append(decoder.generate(ids, mask))
-    return [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
+        decoder.generate(ids, mask)
+        tokens.append(decoder.tokens.unflatten(0, (-1, k)).transpose(0, 1).clone())
+        logprobs.append(decoder.logprobs.unflatten(0, (-1, k)).transpose(0, 1).clone())
+    return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1)
 
 
 def generate(model, chunks, k, temperature, R, stop_ids):
@@ -1280,65 +1199,76 @@ def own_engine(engine: Callable, model, rows, k, temperature, R, stop_ids, versi
 
 def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
     """Refuses what a rollout engine may not return."""
-    flag = "--rollout_engine: it"
-    require([len(group) for group in tokens] == [k] * B, f"{flag} must return {k} completions for each of {B} prompts")
-    for b, group in enumerate(tokens):
-        for j, ids in enumerate(group):
-            what = f"{flag} returned, as completion {j} of prompt {b},"
-            require(all(0 <= x < vocabulary for x in ids), f"{what} a token that the model does not have")
-            length = next((t + 1 for t, x in enumerate(ids[:R]) if x in stop_ids), R)  # that it must have
-            require(len(ids) == length, f"{what} {len(ids)} tokens that do not end with their first stop token")
-            if logprobs is not None:
-                numbers = logprobs[b][j]
-                require(len(numbers) == len(ids), f"{what} {len(ids)} tokens, but {len(numbers)} log-probs")
-                require(all(map(math.isfinite, numbers)), f"{what} a log-prob that is not finite")
+    counts = [len(group) for group in tokens]
+    require(counts == [k] * B, f"--rollout_engine: must return {k} completions for each of {B} prompts, not {counts}")
+    for b, j in np.ndindex(B, k):
+        ids = tokens[b][j]
+        numbers = [0.0] * len(ids) if logprobs is None else logprobs[b][j]
+        length = next((t + 1 for t, token in enumerate(ids[:R]) if token in stop_ids), R)  # that it must have
+        tokens_exist = all(0 <= token < vocabulary for token in ids)
+        require(
+            len(ids) == len(numbers) == length and tokens_exist and all(map(math.isfinite, numbers)),
+            f"--rollout_engine: completion {j} of prompt {b} must have {R} tokens of the model or end with its first "
+            f"stop token, and one finite log-prob for each token; it has {len(ids)} tokens, {len(numbers)} log-probs",
+        )
+
+
+class OwnCache(Cache):
+    """Keys and values of the lanes' own tokens, (b·k, h, R, D) in each layer. A layer that adds those of the newest
+    token gets pairs for step_attention: the prompts' keys, and the lanes' own up to `length`; the same for values."""
+
+    def __init__(self, prompts: Cache, R):
+        super().__init__(layer_class_to_replicate=partial(StaticLayer, max_cache_len=R))
+        self.prompts = prompts  # (b, h, P, D) in each layer
+        self.length = R
+
+    def update(self, key, value, layer_idx, *args, **kwargs):
+        keys, values = super().update(key, value, layer_idx, *args, **kwargs)
+        prompt = self.prompts.layers[layer_idx]
+        return (prompt.keys, keys[:, :, : self.length]), (prompt.values, values[:, :, : self.length])
 
 
 class Decoder:
     """Samples k completions of up to R tokens for each of B prompts of P slots. It reads the prompts once, then one
-    token of each running lane per step, until all have ended. On a CPU, ended lanes are removed once they are more than
-    a fifth. On a GPU they stay and what they sample is ignored: shapes and addresses are static and no step waits for
-    the device, so that CUDA can replay a step as a graph."""
+    token of each lane per step, until all lanes have ended. `tokens` and `logprobs` (B·k, R) are prompt-major: row
+    b·k + j is lane j of prompt b. What they hold after a stop token is arbitrary.
 
-    graphs_work = True  # False once CUDA could not capture a step
+    On a CPU lanes that have ended leave, so a decoder cannot be reused. On a GPU they stay, and what they sample is
+    ignored: shapes and addresses are static and no step waits for the device, so a step is captured as a CUDA graph
+    once and replayed."""
 
     def __init__(self, model, B, P, k, R, temperature, stop_ids):
         device = model.device
-        self.model, self.k, self.R, self.temperature = model, k, R, temperature
+        self.model = model
+        self.temperature = temperature
         self.stop_ids = torch.tensor(stop_ids, device=device)
-        self.t = torch.zeros(1, dtype=torch.long, device=device)  # index of the newest token
-        # Lanes are numbered b·k + j here (not j·B + b): first the k lanes of prompt 0.
         self.tokens = torch.zeros(B * k, R, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(B * k, R, device=device)
-        # Row r of a step is lane running[r]. place[r] is the number of this lane once the prompts that have no running
-        # lane are removed: place[r] // k is its row in the prompts' cache. Its row in its own cache is r.
-        self.running = self.place = torch.arange(B * k, device=device)
+        self.lanes = torch.arange(B * k, device=device).view(B, k)  # the rows of `tokens` that a step continues
+        self.t = torch.zeros(1, dtype=torch.long, device=device)  # index of the newest token
         self.prompt_mask = torch.zeros(B, P, dtype=torch.bool, device=device)
-        # The caches count their slots on the device, so that a replayed graph also advances them.
-        self.prompts = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))  # (B, h, P, D) per layer
-        self.own = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=R))  # (N, h, R, D) per layer
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # `length` of a step -> the captured step
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # memory that all graphs share
-        model.set_attn_implementation("lanes")
+        # Caches of static size that count their slots on the device, so that a replayed graph also advances them.
+        self.prompts = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))
+        self.own = OwnCache(self.prompts, R)
+        self.graph = self.capture() if device.type == "cuda" and R > 2 else None
 
     def generate(self, prompt_ids, prompt_mask):
-        """Tokens and their log-probs (k, B, R) for prompts (B, P); what follows a stop token is arbitrary. Can
-        be called once on a CPU: removed lanes do not return."""
-        by_graphs = prompt_ids.is_cuda and self.R > 1 and self.can_capture(prompt_ids, prompt_mask)
-        # A step attends to the t + 1 slots of a lane that are filled. A graph has one size, so it attends to all slots
-        # up to the end of a span, a quarter of R and at least 128, and hides the empty ones.
-        span = max(128, math.ceil(self.R / 4)) if by_graphs else 1
-        run = self.replay if by_graphs else self.step
+        """Fills `tokens` and `logprobs` for prompts (B, P)."""
         self.read_prompts(prompt_ids, prompt_mask)
-        for t in range(self.R - 1):
-            if t % 4 == 3:  # the check waits for the device, so not each time
-                ended = torch.isin(self.tokens[self.running, : t + 1], self.stop_ids).any(-1)
-                if ended.all():
+        R = self.tokens.shape[1]
+        for t in range(R - 1):
+            if t % 4 == 3:  # not each time, since it waits for the device
+                alive = ~torch.isin(self.tokens[self.lanes, : t + 1], self.stop_ids).any(-1)  # (b, k)
+                if not alive.any():
                     break
-                if prompt_ids.is_cpu and ended.float().mean() > 0.2:
-                    self.remove(ended)
-            run(min(self.R, (t // span + 1) * span))
-        return [x.unflatten(0, (-1, self.k)).transpose(0, 1).clone() for x in (self.tokens, self.logprobs)]
+                if prompt_ids.is_cpu:
+                    self.drop_ended(alive)
+            if prompt_ids.is_cpu:
+                self.own.length = t + 1
+            if self.graph is None:
+                self.step()
+            else:
+                self.graph.replay()
 
     def read_prompts(self, prompt_ids, prompt_mask):
         """Starts again: reads the prompts and samples token 0 of each lane."""
@@ -1353,26 +1283,17 @@ class Decoder:
             use_cache=True,
             past_key_values=self.prompts,
         )[0]
-        self.append(hidden[:, -1].repeat_interleave(self.k, dim=0))
+        self.append(hidden[:, -1].repeat_interleave(self.lanes.shape[1], dim=0))
 
-    def step(self, length):
-        """Reads token t of each running lane and samples token t + 1. A lane attends to its prompt and to the first
-        `length` of its own slots, of which those after t are hidden."""
-        least = torch.finfo(torch.float32).min
-        mask = self.prompt_mask[:, None, None]  # group_attention gets it, and uses `step` only
-        mask.step = Step(
-            prompts=self.prompts,
-            own=self.own,
-            prompt_bias=~mask * least,
-            own_bias=(torch.arange(length, device=mask.device) > self.t)[None, None, None] * least,
-            place=self.place,
-            k=self.k,
-        )
-        prompt_lengths = self.prompt_mask.sum(1)
+    def step(self):
+        """Reads token t of each lane, which attends to the prompt and the lane up to it, and samples token t + 1."""
+        b, k = self.lanes.shape
+        own = torch.arange(self.own.length, device=self.t.device) <= self.t  # the others are still empty
+        mask = torch.cat([self.prompt_mask.repeat_interleave(k, dim=0), own.expand(b * k, -1)], dim=1)
         hidden = self.model.base_model(
-            self.tokens[self.running, self.t][:, None],
-            attention_mask=mask,
-            position_ids=(prompt_lengths[self.place // self.k] + self.t)[:, None],
+            self.tokens[self.lanes.flatten(), self.t][:, None],
+            attention_mask=mask[:, None, None],
+            position_ids=mask.sum(1, keepdim=True) - 1,
             use_cache=True,
             past_key_values=self.own,
         )[0]
@@ -1380,62 +1301,48 @@ class Decoder:
         self.append(hidden[:, 0])
 
     def append(self, hidden):
-        """Samples token t of the running lanes from hidden states (N, H)."""
-        # Drawn for all lanes, so that a lane gets the same numbers whichever others have left.
-        uniform = torch.rand(len(self.tokens), 1, device=hidden.device)[self.running]
+        """Samples token t of each lane from hidden states (b·k, H)."""
+        lanes = self.lanes.flatten()
+        # Drawn for all rows, so that random numbers do not depend on which lanes have left.
+        uniform = torch.rand(len(self.tokens), 1, device=hidden.device)[lanes]
         tokens, logprobs = sample(final_logits(self.model, hidden), self.temperature, uniform)
-        self.tokens[self.running, self.t] = tokens
-        self.logprobs[self.running, self.t] = logprobs
+        self.tokens[lanes, self.t] = tokens
+        self.logprobs[lanes, self.t] = logprobs
 
-    def remove(self, ended):
-        """Removes the running lanes that have `ended` (N,), and prompts that have no running lane any more."""
-        kept = (~ended).nonzero().squeeze(1)
-        self.running, place = self.running[kept], self.place[kept]
-        self.own.reorder_cache(kept)
-        kept_prompts, prompt_of_lane = (place // self.k).unique(return_inverse=True)
-        self.place = prompt_of_lane * self.k + place % self.k
-        if len(kept_prompts) < len(self.prompt_mask):
-            self.prompt_mask = self.prompt_mask[kept_prompts]
-            self.prompts.reorder_cache(kept_prompts)
+    def drop_ended(self, alive):
+        """Keeps the prompts that have a lane `alive` (b, k), and as many lanes of each as the prompt with the most has
+        alive, these first. So lanes remain a rectangle, as step_attention needs. Nothing happens below a fifth."""
+        prompts = alive.any(1).nonzero().squeeze(1)
+        k = int(alive.sum(1).max())
+        if len(prompts) * k > 0.8 * alive.numel():
+            return
+        kept = alive[prompts].byte().argsort(dim=1, descending=True, stable=True)[:, :k]  # indices of lanes
+        self.own.reorder_cache((prompts[:, None] * alive.shape[1] + kept).flatten())
+        self.prompts.reorder_cache(prompts)
+        self.prompt_mask = self.prompt_mask[prompts]
+        self.lanes = self.lanes[prompts[:, None], kept]
 
-    def can_capture(self, prompt_ids, prompt_mask) -> bool:
-        """Whether CUDA can capture a step. The first call tries two: the first one initializes libraries and allocates
-        the caches, the second raises an error if it waits for the device."""
-        if Decoder.graphs_work and not self.graphs:
-            with torch.random.fork_rng([prompt_ids.device], device_type="cuda"):  # draws nothing from the run
-                self.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])  # one slot is enough
-                self.step(self.R)
-                self.read_prompts(prompt_ids[:, :1], prompt_mask[:, :1])
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    self.step(self.R)
-                except RuntimeError as error:
-                    self.give_up_graphs(error)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-        return Decoder.graphs_work
-
-    def replay(self, length):
-        """`step` as a CUDA graph, which is captured the first time."""
-        if length not in self.graphs and Decoder.graphs_work:
-            graph = torch.cuda.CUDAGraph()
+    def capture(self):
+        """A step as a CUDA graph; None if a step waits for the device, which a graph cannot do."""
+        device = self.t.device
+        prompt_ids = torch.zeros(len(self.prompt_mask), 1, dtype=torch.long, device=device)
+        with torch.random.fork_rng([device], device_type="cuda"):  # leaves the run's random state unchanged
+            self.read_prompts(prompt_ids, prompt_ids == 0)
+            self.step()  # initializes libraries and allocates the caches
+            torch.cuda.set_sync_debug_mode("error")
             try:
-                with torch.cuda.graph(graph, pool=self.pool):
-                    self.step(length)  # records the step, does not run it
-                self.graphs[length] = graph
+                self.step()
             except RuntimeError as error:
-                self.give_up_graphs(error)
-        if length in self.graphs:
-            self.graphs[length].replay()
-        else:
-            self.step(length)
-
-    def give_up_graphs(self, error: RuntimeError):
-        """Continues without graphs, except after an out-of-memory error, which is raised."""
-        if isinstance(error, torch.OutOfMemoryError):
-            raise error
-        Decoder.graphs_work = False
-        say_once(f"decoding runs without CUDA graphs, which costs speed ({error})")
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                say_once(f"decoding runs without a CUDA graph, which costs speed: a step waits for the GPU ({error})")
+                return None
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.step()  # records the step, does not run it
+        return graph
 
 
 def sample(logits, temperature, uniform):
@@ -1800,20 +1707,28 @@ def shard(model, device, home: torch.device, dtype):
 
 
 def choose_layout(model, args, rows) -> str:
-    """The layout for a model and the prompts of `rows`: --layout, or with auto group rows if it can run them."""
+    """The layout for a model and the prompts of `rows`: --layout, or with auto group rows if trials show that the model
+    can run them and, if it is to sample, that the decoder can run it."""
     check_sizes(model, args, rows)
-    device, dtype = torch.device(args.device), forward_dtype(args)
-    with torch.no_grad(), on_device(model, device), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        if model.get_output_embeddings() is not None:
+    dtype = forward_dtype(args)
+    decodes = model.get_output_embeddings() is not None
+    with torch.no_grad(), torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+        if decodes:
             check_logits(model)
         if args.layout == "plain":
             return "plain"
-        reason = why_not_group(model, args, rows)
+        longest = max(len(row["prompt_ids"]) for row in rows)
+        reason = why_not_group(model, args, longest)
+    if reason is None and decodes and args.rollout_engine == "group":
+        reason = why_not_decode(sampling_model(model, dtype), args)
     if reason is None:
         return "group"
     name = type(model).__name__
     require(args.layout == "auto", f"--layout group: {name} cannot: {reason}")
-    print(f"{name}: falls back to --layout plain (a policy also to --rollout_engine hf), because {reason}")
+    print(
+        f"{name}: falls back to --layout plain (a policy also to --rollout_engine hf), because {reason}; with --layout "
+        "group an error shows its trace"
+    )
     return "plain"
 
 
@@ -1848,50 +1763,59 @@ def check_logits(model):
 
 
 @fsdp_forward
-def why_not_group(model, args, rows) -> str | None:
-    """None if group rows give the results of plain rows, as a trial shows; else why not."""
-    config, k, R = model.config.get_text_config(), args.rloo_k, args.response_length
-    longest = max(len(row["prompt_ids"]) for row in rows)
-    kernel, window = model.config._attn_implementation, getattr(config, "sliding_window", None)
-    if kernel not in ("sdpa", "lanes"):
+def why_not_group(model, args, longest) -> str | None:
+    """None if group rows give the hidden states of plain rows, in a trial with prompts of up to `longest` tokens; else
+    why not. With --layout group an error inside is raised."""
+    kernel = model.config._attn_implementation
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    R = args.response_length
+    if kernel != "sdpa":
         return f"its attention kernel is {kernel}, not sdpa"
-    if window and longest + R > window:  # 0, as in Qwen2-MoE's config: no window
+    if window and longest + R > window:  # one token out of sight would be lost in the tolerance below
         return f"its attention sees {window} tokens, fewer than prompt and completion have"
-    model.set_attn_implementation("lanes")
-    if model.config._attn_implementation != "lanes":
-        return "its attention is not called through transformers' attention interface"
+    batch = trial_batch(model, [longest, longest - longest // 2], args.rloo_k, R)
+    plain = completion_hidden(model, batch, "plain")
     try:
-        if same_in_both_layouts(model, longest, k, R):
-            return None
-        reason = "group rows give other results, as with linear attention or ALiBi"
+        group = completion_hidden(model, batch, "group")
     except (TypeError, ValueError, RuntimeError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = any(frame.filename != __file__ and "/torch/" not in frame.filename for frame in frames)
-        ours = not theirs or any(frame.name == "group_attention" for frame in frames)
-        if ours or args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
+        if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = f"its layers do not accept the mask of group rows ({type(error).__name__}: {error})"
-    finally:
-        model.set_attn_implementation("sdpa")
-    # Not the model's fault if group rows fail for a Llama as well.
-    size = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    llama = LlamaConfig(**size, num_attention_heads=4, num_key_value_heads=2)
-    llama = AutoModelForCausalLM.from_config(llama).to(args.device).eval()
-    if not same_in_both_layouts(llama, longest, k, R):
-        raise RuntimeError("group rows give other results even for Llama: an edit of group_hidden or its attention?")
-    return reason
+        return f"its layers do not accept group rows ({type(error).__name__}: {error})"
+    return None if close(group, plain) else "group rows give other results, as with linear attention or ALiBi"
 
 
-def same_in_both_layouts(model, longest, k, R) -> bool:
-    """Whether group rows give the hidden states of plain rows, for two trial prompts of full and half length."""
-    tokens = torch.arange(longest + 2 * k * R, device=model.device) * 7919 % model.config.get_text_config().vocab_size
-    trial = [{"prompt_ids": tokens[:n].tolist()} for n in (longest, longest - longest // 2)]
-    batch = make_batch(trial, tokens[longest:].view(k, 2, R), stop_ids=[-1])
-    model.set_attn_implementation("sdpa")
-    plain = completion_hidden(model, batch, "plain").float()
-    group = completion_hidden(model, batch, "group").float()
-    tolerance = 0.1 if torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32 else 1e-3
-    return bool((plain - group).norm() < tolerance * plain.norm())
+@torch.no_grad()
+def why_not_decode(model, args) -> str | None:
+    """None if the decoder samples from the model's distribution, in a trial with a few tokens; else why not. With
+    --layout group an error inside is raised."""
+    k = args.rloo_k
+    batch = trial_batch(model, [4, 2], k, R=3)
+    decoder = Decoder(model, *batch.prompt_ids.shape, k, 3, 1.0, stop_ids=[-1])
+    try:
+        decoder.generate(batch.prompt_ids, batch.prompt_mask)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
+            raise
+        return f"its layers do not take the decoder's cache ({type(error).__name__}: {error})"
+    batch = make_batch(batch.rows, decoder.tokens.view(2, k, 3).transpose(0, 1), stop_ids=[-1])
+    expected, _ = completion_logprobs(model, batch, 1.0, "plain")
+    sampled = decoder.logprobs.view(2, k, 3).transpose(0, 1)
+    return None if close(sampled, expected) else "its layers modify their cache before attention"
+
+
+def trial_batch(model, lengths: list[int], k, R) -> "Batch":
+    """A Batch of arbitrary tokens, with prompts of these lengths."""
+    longest = max(lengths)
+    n = longest + k * len(lengths) * R
+    tokens = torch.arange(n, device=model.device) * 7919 % model.config.get_text_config().vocab_size
+    rows = [{"prompt_ids": tokens[:length].tolist()} for length in lengths]
+    return make_batch(rows, tokens[longest:].view(k, len(lengths), R), stop_ids=[-1])
+
+
+def close(x, expected) -> bool:
+    """Whether x is `expected` but for rounding: within 0.1% in float32, or 10% after passes in bfloat16."""
+    half = expected.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
+    return bool((x - expected).norm() < (0.1 if half else 1e-3) * expected.norm())
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
