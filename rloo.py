@@ -1780,6 +1780,9 @@ def why_not_group(model, args, longest) -> str | None:
     except (TypeError, ValueError, RuntimeError) as error:
         if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
             raise
+        for module in model.modules():  # an error leaves what FSDP has gathered
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
         return f"its layers do not accept group rows ({type(error).__name__}: {error})"
     return None if close(group, plain) else "group rows give other results, as with linear attention or ALiBi"
 

@@ -2491,10 +2491,10 @@ def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, level)
         (
             "a log-prob of the policy or of the reference",
             "completion_logprobs",
-            3,
+            4,
             lambda out, new: (out[0] * math.nan, out[1]),
         ),
-        ("the loss", "completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
+        ("the loss", "completion_logprobs", 5, lambda out, new: (out[0] - math.inf, out[1])),
         ("the loss", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
         ("the gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),
     ],
@@ -2867,9 +2867,9 @@ def edited(folder: Path, *blocks: str):
     spec = importlib.util.spec_from_file_location("edited", folder / "edited.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["edited"] = module  # where dataclasses look
-    lanes = AttentionInterface()["lanes"]
+    attention = AttentionInterface()["sdpa"]
     spec.loader.exec_module(module)
-    AttentionInterface.register("lanes", lanes)  # rloo's again, for the tests after this one
+    AttentionInterface.register("sdpa", attention)  # rloo's again, for the tests after this one
     return module
 
 
@@ -2975,7 +2975,7 @@ def test_references_are_as_long_as_completions_at_most(train, tmp_path, monkeypa
         shutil.copy(tmp_path / "long.jsonl", tmp_path / "data" / f"{split}.jsonl")
     seen = spy(monkeypatch, "make_batch")
     train(dataset_name=str(tmp_path / "data"), num_eval_prompts=1, total_episodes=0)
-    assert {batch.responses.shape[-1] for _, batch in seen} == {6}
+    assert {batch.responses.shape[-1] for (rows, *_), batch in seen if "prompt" in rows[0]} == {6}
     assert capsys.readouterr().out.count("1 of 1 references are cut to --response_length 6 for grading") == 1
 
 
@@ -3323,20 +3323,19 @@ def test_an_engine_of_ones_own_samples_for_updates_and_evaluations(train, tmp_pa
 @pytest.mark.parametrize(
     "tokens, logprobs, message",
     [
-        ([[[5, 0]]], None, "must return 2 completions for each of 1 prompts"),
-        ([[[5, 0], [5, 16]]], None, "completion 1 of prompt 0, a token that the model does not have"),
-        ([[[5, 0], [5, 5]]], None, "completion 1 of prompt 0, 2 tokens that do not end with their first stop token"),
-        ([[[5, 0], [0, 0]]], None, "completion 1 of prompt 0, 2 tokens that do not end with their first stop token"),
-        ([[[5, 0], [5] * 4]], None, "completion 1 of prompt 0, 4 tokens that do not end"),
-        ([[[5, 0], []]], None, "completion 1 of prompt 0, 0 tokens that do not end"),
-        ([[[5, 0], [0]]], [[[0.0, 0.0], [0.0, 0.0]]], "completion 1 of prompt 0, 1 tokens, but 2 log-probs"),
-        ([[[5, 0], [0]]], [[[0.0, math.nan], [0.0]]], "completion 0 of prompt 0, a log-prob that is not finite"),
+        ([[[5, 0]]], None, r"must return 2 completions for each of 1 prompts, not \[1\]"),
+        ([[[5, 0], [5, 16]]], None, "completion 1 .* it has 2 tokens, 2 log-probs"),
+        ([[[5, 0], [5, 5, 16]]], None, "completion 1 .* must have 3 tokens of the model or"),
+        ([[[5, 0], [5, 5]]], None, "completion 1 .* it has 2 tokens"),
+        ([[[5, 0], [0, 0]]], None, "completion 1 .* or end with its first stop token"),
+        ([[[5, 0], [5] * 4]], None, "completion 1 .* it has 4 tokens"),
+        ([[[5, 0], []]], None, "completion 1 .* it has 0 tokens"),
+        ([[[5, 0], [0]]], [[[0.0, 0.0], [0.0, 0.0]]], "completion 1 .* it has 1 tokens, 2 log-probs"),
+        ([[[5, 0], [0]]], [[[0.0, math.nan], [0.0]]], "completion 0 .* one finite log-prob for each"),
     ],
 )
 def test_what_an_engine_may_not_return(tokens, logprobs, message):
-    with pytest.raises(
-        InputError, match=f"^--rollout_engine: it {message}|^--rollout_engine: it returned, as {message}"
-    ):
+    with pytest.raises(InputError, match=f"^--rollout_engine: {message}"):
         rloo.check_completions(tokens, logprobs, 1, 2, 3, [0], 16)
     rloo.check_completions([[[5, 0], [5, 5, 5]]], [[[0.0, 0.0], [0.0] * 3]], 1, 2, 3, [0], 16)
 
@@ -3407,9 +3406,9 @@ def test_a_mistake_in_an_edit_of_group_rows_is_said_and_shows_its_trace(train, m
 
 
 def test_an_attention_of_ones_own_is_used(train, monkeypatch):
-    monkeypatch.setattr(rloo, "group_attention", lambda *args, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train()
+    seen = spy(monkeypatch, "group_attention")
+    train()
+    assert seen
 
 
 def append_turns(prompts, completions, completion_ids, **columns):
@@ -3920,7 +3919,7 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     for process in processes:
         process.start()
     for process in processes:
-        process.join(200)
+        process.join(600)
     assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
     rloo.main(Args(**resumed("fsdp to one", "fsdp", 16)))
 
