@@ -254,7 +254,7 @@ def advantage(rewards, estimator: str = "rloo"):
 
 
 def policy_loss(
-    new, old, advantages, mask, clip_low: float, clip_high: float | None, ratio_level: str = "sequence", weight=1.0
+    new, old, advantages, mask, clip_low: float, clip_high: float, ratio_level: str = "sequence", weight=1.0
 ):
     """Σ_t w max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7).
 
@@ -271,7 +271,7 @@ def policy_loss(
         raise ValueError(f"ratio level {ratio_level!r}: must be sequence or token; resolve_args fills in the default")
     ratio = log_ratio.clamp(max=80.0).exp()  # an infinite ratio would have a NaN gradient even where it is clipped
     loss = -advantages * ratio
-    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     per_completion = (torch.max(loss, clipped_loss) * weight * mask).sum(-1)
     return per_completion, log_ratio.detach()[mask], (clipped_loss > loss)[mask]
 
@@ -420,16 +420,18 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         logged[f"rewards/{name}/applied"] = ~values.isnan()
     stats = {name: mean_and_std(values) for name, values in logged.items()}
     metrics = {name: float(mean) for name, (mean, _) in stats.items()}
-    metrics["objective/scores_std"] = float(stats["objective/scores"][1])
     for name in by_reward:
         metrics[f"rewards/{name}/std"] = float(stats[f"rewards/{name}/mean"][1])
-    metrics["val/ratio_var"] = float(stats["val/ratio"][1]) ** 2
-    metrics["val/num_eos_tokens"] = int(sum_over_ranks(batch.ended.sum()))
     if args.rollout_correction != "off":
         metrics |= weight_metrics(w[mask[..., : w.shape[-1]]].double())
-    metrics["lr"] = optimizer.param_groups[0]["lr"]
-    metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
-    metrics["memory/peak_gb"] = peak_memory(device)
+    metrics |= {
+        "objective/scores_std": float(stats["objective/scores"][1]),
+        "val/ratio_var": float(stats["val/ratio"][1]) ** 2,
+        "val/num_eos_tokens": int(sum_over_ranks(batch.ended.sum())),
+        "lr": optimizer.param_groups[0]["lr"],
+        "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
+        "memory/peak_gb": peak_memory(device),
+    }
     for name, seconds in zip(("rollout", "reference", "reward", "train"), np.diff(times), strict=True):
         metrics[f"time/{name}"] = float(seconds)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}  # others: the mean of nothing
@@ -575,14 +577,14 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if args.total_episodes is None:
         args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
-    checkpoint_folder = on_first_rank(lambda: newest_checkpoint(output)) if args.resume else None
-    state = load_state(checkpoint_folder, flags) if checkpoint_folder else new_state(output, flags)
+    resumed = on_first_rank(lambda: checkpoints(output)[:1]) if args.resume else []
+    state = load_state(resumed[0], flags) if resumed else new_state(output, flags)
     first = state["update"]
     num_updates = max(first, math.ceil(args.total_episodes / batch_size))
     evaluated = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
 
     # 3. Models, rewards and the optimizer.
-    flag, path = (DAMAGED, checkpoint_folder) if checkpoint_folder else ("--sft_model_path", args.sft_model_path)
+    flag, path = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, flag, path, trained=True)
     layout = choose_layout(policy, args, all_rows)
     if layout == "plain" and engine == "group":
@@ -591,8 +593,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
     rewards = load_rewards(args, functions, tokenizer, policy, all_rows)
     optimizer, learning_rate = make_optimizer(args, policy, num_updates)
-    if checkpoint_folder:
-        load_moments(checkpoint_folder, policy, optimizer)
+    if resumed:
+        load_moments(resumed[0], policy, optimizer)
     optimizer.register_step_pre_hook(lambda *_: state.update(update=None))  # until the update is complete
 
     # 4. The evaluation before training, or that of a resumed checkpoint, whose files end before it.
@@ -632,8 +634,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             # Write.
             eps = (done - first) * batch_size / (clock(device) - start)
             metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
-            write_metrics(args, output, metrics)
+            append(output, "metrics.jsonl", [metrics])
             state |= {"update": done, "files": file_lengths(output)}
+            track(args, metrics, done)
             warn_about(metrics, args)
             show_progress(bar, metrics, evaluation)
             has_score |= "objective/scores" in metrics
@@ -732,21 +735,12 @@ def open_output(args, output: Path, state):
             with (output / name).open("ab") as file:
                 file.truncate(state["files"].get(name, 0))
         if args.track:
-            start_tracking(args, output, state["run_id"])
+            with explained("--track: Weights & Biases cannot start"):
+                import wandb
+
+                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": output.name}
+                wandb.init(**names, dir=output, id=state["run_id"], resume="allow", config=vars(args))
         yield
-
-
-def start_tracking(args, output: Path, run_id):
-    with explained("--track: Weights & Biases cannot start"):
-        importlib.import_module("wandb").init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            name=output.name,
-            dir=output,
-            id=run_id,
-            resume="allow",
-            config=vars(args),
-        )
 
 
 @contextmanager
@@ -759,9 +753,8 @@ def saved_on_error(output: Path, state, save: Callable):
         everywhere = not dist.is_initialized() or getattr(error, "on_all_ranks", False)
         if everywhere and state["update"]:
             save()
-        ended = "within an update" if state["update"] is None else f"after update {state['update']}"
-        newest = newest_checkpoint(output)
-        tqdm.write(f"an error ends the run {ended}; newest checkpoint: {newest.name if newest else 'none'}")
+        newest = ", ".join(path.name for path in checkpoints(output)[:1])
+        tqdm.write(f"an error ends the run; newest checkpoint: {newest or 'none'}")
         raise
 
 
@@ -786,10 +779,12 @@ def append(output: Path, name, objects: list[dict]):
             file.writelines(json.dumps(item) + "\n" for item in objects)
 
 
-def write_metrics(args, output: Path, metrics: dict):
-    append(output, "metrics.jsonl", [metrics])
+def track(args, metrics: dict, update):
+    """Logs metrics to Weights & Biases with --track."""
     if args.track and is_first_rank():
-        importlib.import_module("wandb").log(metrics, step=metrics["update"])
+        import wandb
+
+        wandb.log(metrics, step=update)
 
 
 def warn_about(metrics: dict, args):
@@ -841,7 +836,7 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
             samples.append(sample)
     samples = gather(samples)
     show(samples[: min(3, len(rows))])
-    return samples, means_of(samples, modes)
+    return samples, means_of(samples)
 
 
 def with_references(batch: "Batch", stop_ids) -> "Batch":
@@ -862,16 +857,17 @@ def win(score: float, reference_score: float) -> float | None:
     return 0.5 if math.isclose(score, reference_score, rel_tol=1e-6, abs_tol=1e-6) else float(score > reference_score)
 
 
-def means_of(samples: list[dict], modes) -> dict[str, float]:
+def means_of(samples: list[dict]) -> dict[str, float]:
     """Mean and standard error of each number of the samples, by mode and name."""
+    values = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.items():
+            if isinstance(value, int | float):
+                values[f"{sample['mode']}/{name}"].append(value)
     means = {}
-    for mode in modes:
-        for name in samples[0]:
-            values = [sample[name] for sample in samples if sample["mode"] == mode]
-            values = [value for value in values if isinstance(value, int | float)]
-            if values:
-                means[f"{mode}/{name}"] = float(np.mean(values))
-                means[f"{mode}/{name}_stderr"] = float(np.std(values) / max(1, len(values) - 1) ** 0.5)
+    for name, x in values.items():
+        means[name] = float(np.mean(x))
+        means[f"{name}_stderr"] = float(np.std(x) / max(1, len(x) - 1) ** 0.5)
     return means
 
 
@@ -889,8 +885,7 @@ def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
 def show(samples: list[dict]):
     """Prints samples, with the end of their prompts."""
     for sample in samples:
-        prompt = " ".join(sample["prompt"].split())
-        shown = sample | {"prompt": prompt if len(prompt) <= 100 else f"... {prompt[-100:]}"}
+        shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
         shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
         tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
 
@@ -899,25 +894,19 @@ def write_evaluation(args, output: Path, update, episode, samples: list[dict], m
     """Appends an evaluation and its completions to the files of the run."""
     append(output, "completions.jsonl", [{"update": update, **sample} for sample in samples])
     append(output, "evaluations.jsonl", [{"update": update, "episode": episode, **means}])
-    if args.track and is_first_rank():
-        wandb = importlib.import_module("wandb")
-        table = wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])
-        wandb.log({"completions": table} | {f"eval/{name}": value for name, value in means.items()}, step=update)
+    track(args, {f"eval/{name}": value for name, value in means.items()}, update)
 
 
 def print_evaluations(before: dict[str, float], after: dict[str, float], prompts):
     """The closing table: the evaluations before and after training."""
-    columns = {"before": before, "after": after} if after else {"before": before}
+    columns = {title: means for title, means in (("before", before), ("after", after)) if means}
     print(f"\n{prompts} held-out prompts, mean ± standard error. score: by the rewards; judge: by --judge_fn, which is")
     print("not trained on; win_rate: graded above the reference, ties count half; length: in tokens.")
     print(f"{'':24}", *(f"{title:>18}" for title in columns))
     for name in before | after:
         if not name.endswith("_stderr"):
-            cells = [
-                f"{means[name]:10.3f} ± {means[name + '_stderr']:.3f}" if name in means else f"{'-':>18}"
-                for means in columns.values()
-            ]
-            print(f"{name:24}", *cells)
+            cells = [(x.get(name, math.nan), x.get(f"{name}_stderr", math.nan)) for x in columns.values()]
+            print(f"{name:24}", *(f"{mean:10.3f} ± {stderr:.3f}" for mean, stderr in cells))
 
 
 # ---- Rows: how prompts and completions become rows of a model, and who attends to whom -------------------------------
@@ -1630,16 +1619,14 @@ def load_engine(name: str) -> str | Callable:
 def function_reward(label, function: Callable, tokenizer, batch: Batch):
     """Scores (k, B) of a reward function, NaN where it returned None. It gets prompts (as the dataset has them),
     completions (texts), completion_ids (with the stop token) and the other columns by name: lists in order j·B + b."""
-    rows = batch.rows * len(batch.responses)
-    given = {x: [deepcopy(row["columns"][x]) for row in rows] for x in rows[0]["columns"] if x != "prompt"}
-    given["prompts"] = [deepcopy(row["prompt"]) for row in rows]  # copies: the function may change what it gets
+    rows = [deepcopy(row) for row in batch.rows * len(batch.responses)]  # the function may change what it gets
+    given = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"] if name != "prompt"}
+    given["prompts"] = [row["prompt"] for row in rows]
     given["completions"] = completion_texts(batch, tokenizer)
     given["completion_ids"] = batch.completion_ids()
-    try:
-        returned = function(**given)
-        values = list(returned) if isinstance(returned, Iterator) else returned  # a generator runs here
-    except SystemExit as error:  # would look like the end of the run
-        raise RuntimeError(f"{label} has called sys.exit") from error
+    values = function(**given)
+    if isinstance(values, Iterator):  # of a generator, which runs here
+        values = list(values)
     must = f"{label} must return {len(rows)} finite numbers or Nones in a list, not {values!r:.60}"
     with explained(must):
         scores = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
@@ -1671,14 +1658,14 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     """Rows to train and to evaluate on, as `prepare_row` makes them; there may be none to evaluate on."""
     name = args.dataset_name
     split = args.dataset_train_split
-    test_split = args.dataset_test_split or ("test" if split != "test" else None)
     train = load_rows(name, split)
-    test = load_rows(name, test_split) if test_split else None
     require(train, f"--dataset_name {name}: its split {split} has no rows; choose one with --dataset_train_split")
+    test = load_rows(name, args.dataset_test_split or "test")
     require(
-        test is not None or args.dataset_test_split is None,
-        f"--dataset_test_split {args.dataset_test_split}: {name} has no such split",
+        test or not args.dataset_test_split, f"--dataset_test_split: {name} has no rows in {args.dataset_test_split}"
     )
+    if not args.dataset_test_split and split == "test":
+        test = None
     if test is None:
         n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
@@ -2036,10 +2023,6 @@ def checkpoints(output: Path) -> list[Path]:
     return sorted(folders, key=lambda path: -int(path.name[11:]))
 
 
-def newest_checkpoint(output: Path) -> Path | None:
-    return next(iter(checkpoints(output)), None)
-
-
 def save_policy(folder: Path, policy, tokenizer):
     """Writes the policy and its tokenizer in save_pretrained form. All ranks call it."""
     weights = state_dict.get_model_state_dict(policy, options=FULL)
@@ -2080,10 +2063,9 @@ def load_state(folder: Path, flags: dict) -> dict:
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         before = state["flags"]
-    changed = {}
-    for name, value in json.loads(json.dumps(flags)).items():  # lists instead of tuples
-        if before.get(name) != value and name not in ("resume", "output_dir", "device"):
-            changed[name] = f"{name} {before.get(name)} -> {value}"
+    new = json.loads(json.dumps(flags))  # with lists instead of tuples
+    names = [name for name in new if before.get(name) != new[name] and name not in ("resume", "output_dir", "device")]
+    changed = {name: f"{name} {before.get(name)} -> {new[name]}" for name in names}
     fixed = [text for name, text in changed.items() if name in FIXED_ON_RESUME]
     require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
     said = f"; changed: {', '.join(changed.values())}" if changed else ""
@@ -2179,14 +2161,9 @@ def resolve_args(args: Args) -> Args:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 and args.sharding == "fsdp":
         print("--sharding fsdp: there is one process, which holds all weights")
         args.sharding = "ddp"
-    args.reward_weights = args.reward_weights or (1.0,) * number_of_rewards(args)
     if args.output_dir is None and not args.resume:
         args.output_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     return args
-
-
-def number_of_rewards(args) -> int:
-    return (args.reward_model_path is not None) + len(args.reward_fns)
 
 
 def default_ratio_level(args) -> str:
@@ -2202,17 +2179,17 @@ def check_args(args: Args):
             require(math.isfinite(value) and value >= least, f"--{name} {value}: must be finite and at least {least}")
     k = args.rloo_k
     size = args.per_device_train_batch_size
-    num_rewards = number_of_rewards(args)
+    num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
+    weights = args.reward_weights or (1.0,) * num_rewards
     bundled = args.dataset_name == str(MINI_TLDR)
     require(not bundled or MINI_TLDR.is_dir(), f"--dataset_name is needed: the bundled task is not at {MINI_TLDR}")
     require(args.sft_model_path, "--sft_model_path is needed with --dataset_name: which model should be trained?")
     require(num_rewards, "no reward: give --reward_model_path, --reward_fns or both")
     require(
-        len(args.reward_weights) == num_rewards and all(map(math.isfinite, args.reward_weights)),
-        f"--reward_weights {args.reward_weights}: must be {num_rewards} finite numbers, the reward model's first, then "
+        len(weights) == num_rewards and all(map(math.isfinite, weights)) and any(weights),
+        f"--reward_weights {weights}: must be {num_rewards} finite numbers, not all 0, the reward model's first, then "
         "those of --reward_fns",
     )
-    require(any(args.reward_weights), f"--reward_weights {args.reward_weights}: all are 0")
     require(size % k == 0, f"--per_device_train_batch_size {size}: must be a multiple of --rloo_k {k}, whole groups")
     require(
         args.ratio_level == "token" or args.kl_level == "sequence",
