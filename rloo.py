@@ -591,7 +591,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         engine = args.rollout_engine = "hf"
     sampling = sampling_options(args, engine, policy, tokenizer, all_rows)
     reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
-    rewards = load_rewards(args, functions, tokenizer, policy, all_rows)
+    rewards = load_reward_model(args, tokenizer, all_rows, policy.config.get_text_config().vocab_size) | functions
     optimizer, learning_rate = make_optimizer(args, policy, num_updates)
     if resumed:
         load_moments(resumed[0], policy, optimizer)
@@ -603,18 +603,17 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     def evaluate_after(done) -> dict[str, float]:
         modes = ["sampled", "greedy"] if done in (0, num_updates) else ["sampled"]
-        tqdm.write(f"\nHeld-out completions after {done} of {num_updates} updates, sampled:")
         now = sampling | {"version": done}
         samples, means = evaluate(args, policy, rewards, judges, test_rows[rank::world], now, tokenizer, modes, signals)
         if samples:  # none if the run was told to stop
             write_evaluation(args, output, done, done * batch_size, samples, means)
         return means
 
-    with open_output(args, output, state), saved_on_error(output, state, save):
+    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=rank > 0)
+    with open_output(args, output, state), bar, saved_on_error(output, state, save):
         print(f"updates {first} to {num_updates} of {B * world} prompts x {args.rloo_k} completions, of", end=" ")
         print(f"{len(train_rows):,} prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}")
         print(f"{num_updates * batch_size:,} episodes, {settings(args, layout)}", flush=True)
-        bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=rank > 0)
         evaluation = evaluate_after(first) if first in evaluated else {}
         if first == 0:
             state["before"] = evaluation
@@ -627,22 +626,18 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             set_seed(args.seed, done - 1, rank)
             optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
             rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
-            metrics = update(
-                args, policy, reference, rewards, optimizer, rows, sampling | {"version": done - 1}, layout
-            )
-
-            # Write.
+            now = sampling | {"version": done - 1}
+            metrics = update(args, policy, reference, rewards, optimizer, rows, now, layout)
             eps = (done - first) * batch_size / (clock(device) - start)
             metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
+            # Write.
             append(output, "metrics.jsonl", [metrics])
             state |= {"update": done, "files": file_lengths(output)}
             track(args, metrics, done)
             warn_about(metrics, args)
             show_progress(bar, metrics, evaluation)
             has_score |= "objective/scores" in metrics
-            give_up = done == min(first + 3, num_updates)
-            require(has_score or not give_up, "so far no update has a score: all rewards are None or of weight 0")
-
+            require(has_score or done < min(first + 3, num_updates), NO_SCORE)
             # Save, evaluate, stop.
             if done == num_updates or args.save_steps and done % args.save_steps == 0:
                 save()
@@ -651,7 +646,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             stop_if_told(signals, save, done, num_updates, output)
 
     # 6. The trained policy, and what training has changed.
-    bar.close()
     if num_updates:
         save_policy(output, policy, tokenizer)
     evaluations = {"before": state["before"], "after": evaluation if num_updates else {}}
@@ -787,6 +781,9 @@ def track(args, metrics: dict, update):
         wandb.log(metrics, step=update)
 
 
+NO_SCORE = "so far no update has a score: all rewards are None or of weight 0"
+
+
 def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
     if metrics["grad_norm"] == 0 or metrics.get("frac_reward_zero_std") == 1:
@@ -804,10 +801,8 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
     """Samples a completion of each row in each mode ("sampled", "greedy") and grades it: weighted score, judge, and
     whether it beats the row's reference. Returns the samples of all ranks, of which three are shown, and means and
     standard errors by name; both empty if the run was told to stop. All calls begin with the same random numbers."""
+    tqdm.write(f"\nHeld-out completions after {sampling['version']} updates, sampled:")
     model = sampling_model(policy, forward_dtype(args))
-    graders = {"": (rewards, args.reward_weights)}  # prefix of the names in a sample -> functions and their weights
-    if judges:
-        graders["judge_"] = (judges, [1.0])
     samples = []
     for mode in modes:
         if on_any_rank(len(signals) > 0):
@@ -815,12 +810,12 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
         transformers.set_seed(args.seed % 2**32)
         batch, _ = rollout(model, rows, 1, args.temperature if mode == "sampled" else 0.0, **sampling)
         graded = with_references(batch, sampling["stop_ids"])
-        grades = {
-            prefix: score(functions, weights, graded)[0][0].tolist() for prefix, (functions, weights) in graders.items()
-        }
+        grades = {"": score(rewards, args.reward_weights, graded)[0][0].tolist()}  # by prefix of the name in a sample
+        if judges:
+            grades["judge_"] = score(judges, None, graded)[0][0].tolist()
         references = itertools.count(len(rows))
         texts = completion_texts(batch, tokenizer)
-        all_ids = batch.completion_ids()
+        lengths = batch.response_mask[0].sum(-1).tolist()
         for b, row in enumerate(rows):
             reference = next(references) if row["reference_ids"] else None  # its number in `graded`
             sample = {
@@ -828,14 +823,14 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
                 "prompt": tokenizer.decode(row["prompt_ids"]),  # as the model reads it
                 "completion": texts[b].strip(),
                 "reference": (row["reference"] or "").strip(),
-                "length": len(all_ids[b]),
+                "length": lengths[b],
             }
             for prefix, scores in grades.items():
                 sample[f"{prefix}score"] = None if math.isnan(scores[b]) else scores[b]
                 sample[f"{prefix}win_rate"] = None if reference is None else win(scores[b], scores[reference])
             samples.append(sample)
     samples = gather(samples)
-    show(samples[: min(3, len(rows))])
+    show(samples[:3])
     return samples, means_of(samples)
 
 
@@ -1543,17 +1538,14 @@ def completion_texts(batch: Batch, tokenizer) -> list[str]:
     return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def load_rewards(args, functions: dict[str, Callable], tokenizer, policy, rows) -> dict[str, Callable]:
-    """All rewards of a run by name: the reward model, if there is one, then the reward functions."""
-    if args.reward_model_path is None:
-        return functions
-    return load_reward_model(args, tokenizer, rows, policy.config.get_text_config().vocab_size) | functions
-
-
 def load_reward_model(args, tokenizer, rows, vocabulary) -> dict[str, Callable]:
-    """{"reward_model": reward}. The model must read the policy's tokens: its tokenizer is the policy's, apart from the
-    token for padding, and it has an embedding for each of the policy's tokens."""
-    flag, path = "--reward_model_path", args.reward_model_path
+    """{"reward_model": reward}, or {} without --reward_model_path. The model must read the policy's tokens: its
+    tokenizer is the policy's, apart from the token for padding, and it has an embedding for each of the policy's
+    tokens."""
+    flag = "--reward_model_path"
+    path = args.reward_model_path
+    if path is None:
+        return {}
     reward_tokenizer = load_tokenizer(args, flag, path)
     model = load_model(args, f"{flag} (with one label)", path, False, AutoModelForSequenceClassification, num_labels=1)
     embeddings = model.config.get_text_config().vocab_size
@@ -1571,7 +1563,10 @@ def load_reward_model(args, tokenizer, rows, vocabulary) -> dict[str, Callable]:
 @torch.no_grad()
 def token_reward(model, layout, chunk_size, batch: Batch):
     """The scores (k, B) of a reward model."""
-    scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
+    parts = [*batch.chunks(chunk_size)]
+    passes = max(gather([len(parts)]))  # as many on each rank, as FSDP needs them; evaluations differ in references
+    scores = [model_scores(model, part, layout) for part in (parts * passes)[:passes]]
+    scores = torch.cat(scores[: len(parts)], dim=1)
     require(scores.isfinite().all(), "a score of the reward model is not finite")
     return scores
 
@@ -1942,9 +1937,8 @@ def start_processes(device) -> tuple[int, int]:
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
     if world > 1 and not dist.is_initialized():
-        with explained(f"WORLD_SIZE {world}: the processes cannot connect"):
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(hours=2))  # saving may take an hour
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # saving may take an hour
     return dist.get_rank() if world > 1 else 0, world
 
 
