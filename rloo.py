@@ -889,7 +889,11 @@ def write_evaluation(args, output: Path, update, episode, samples: list[dict], m
     """Appends an evaluation and its completions to the files of the run."""
     append(output, "completions.jsonl", [{"update": update, **sample} for sample in samples])
     append(output, "evaluations.jsonl", [{"update": update, "episode": episode, **means}])
-    track(args, {f"eval/{name}": value for name, value in means.items()}, update)
+    if args.track and is_first_rank():
+        import wandb
+
+        table = wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])
+        track(args, {f"eval/{name}": value for name, value in means.items()} | {"completions": table}, update)
 
 
 def print_evaluations(before: dict[str, float], after: dict[str, float], prompts):

@@ -3873,6 +3873,12 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
     falcon = {"sft_model_path": str(tmp_path / "falcon"), "total_episodes": 64}
     any_model("falcon").save_pretrained(tmp_path / "falcon")
+    # The first process gets all rows with a reference, and so twice as many chunks to grade.
+    references = {"dataset_name": str(tmp_path / "data"), "local_rollout_forward_batch_size": 1, "total_episodes": 64}
+    rows = [{"prompt": "a b c"} if i % 2 else {"prompt": "d e", "completion": "f"} for i in range(16)]
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("tied model", "falcon"):
         tiny_tokenizer().save_pretrained(tmp_path / name)
 
@@ -3902,6 +3908,8 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         flags("fsdp, idle", num_eval_prompts=1, **fsdp),
         flags("ddp, falcon", **falcon),
         flags("fsdp, falcon", **fsdp, **falcon),
+        flags("ddp, references", **references),
+        flags("fsdp, references", **fsdp, **references),
     ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -3928,13 +3936,16 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         for ours, theirs in zip(*(without_times(read_metrics(tmp_path / n)) for n in (one, name)), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
             assert theirs["val/rollout_logprob_gap"] < 1e-5 and 0 < theirs["completions/clipped_ratio"] < 1
+        evaluations = [read_metrics(tmp_path / n, "evaluations") for n in (one, name)]
+        for ours, theirs in zip(*evaluations, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
         assert samples(name) == samples(one), name
     for update in read_metrics(tmp_path / "ddp, bfloat16") + read_metrics(tmp_path / "fsdp, bfloat16"):
         assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0)
         assert 0 < update["val/rollout_logprob_gap"] < 0.1
     assert len(read_metrics(tmp_path / "ddp, idle")) == 3 and samples("ddp, idle") == []
     assert logs[0].read_text().count(", evaluated on 0, by 2 x cpu, into ") == 2
-    for one, other in (("ddp, idle", "fsdp, idle"), ("ddp, falcon", "fsdp, falcon")):
+    for one, other in [(f"ddp, {x}", f"fsdp, {x}") for x in ("idle", "falcon", "references")]:
         assert (final_weights(tmp_path / one) - final_weights(tmp_path / other)).abs().max() < 1e-5, other
 
 

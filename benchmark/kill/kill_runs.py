@@ -6,8 +6,8 @@
 A run is `python rloo.py --save_steps 1 --resume ...` on a small part of mini TL;DR: 10 updates with a checkpoint after
 each, and evaluations at the beginning, in the middle and at the end. It gets SIGKILL at a random time, or while a
 checkpoint is being written or removed, and is started again by the same command until it ends. Then weights,
-metrics.jsonl, evaluations.jsonl, completions.jsonl and the last checkpoint must equal those of the run that nobody killed, bit for bit,
-except times and memory. New runs are started until the number of kills is reached.
+metrics.jsonl, evaluations.jsonl, completions.jsonl and the last checkpoint must equal those of the run that nobody
+killed, bit for bit, except times and memory. New runs are started until the number of kills is reached.
 """
 
 import argparse

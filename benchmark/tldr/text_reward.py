@@ -6,7 +6,7 @@
 `AutoModelForSequenceClassification` loads with one label and a `score` head. A chat goes through the reward model's
 own template, with the completion as the assistant's last message. Otherwise prompt and completion are joined as they
 are and end in eos, whether or not the completion has ended: penalise completions that do not end by
---missing_eos_penalty. A text that has more tokens than the model has positions is cut from the left, which is said once.
+--missing_eos_penalty. A text that has more tokens than the model has positions is cut from the left; that is said once.
 
 Environment variables: TEXT_REWARD_MODEL, the folder or Hub id; TEXT_REWARD_BATCH (default 16), texts per forward pass.
 Under torchrun each process loads the model, on its own GPU if there are any.
