@@ -1,6 +1,6 @@
 """RLOO (REINFORCE Leave-One-Out) for language models in one file of PyTorch.
 
-    python rloo.py                                  # trains the embedded mini TL;DR task, a few minutes on 2 cores
+    python rloo.py                                  # trains the bundled mini TL;DR task, a few minutes on 2 cores
     python rloo.py --rloo_k 4 --kl_coef 0.03        # the same with other settings; --help lists them all
 
 For each prompt the policy samples k completions. The reward of a completion is its score minus β times its KL
@@ -18,14 +18,13 @@ call follow: rows and attention, log-probs, rollout, rewards, data, models, proc
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Tensors with a value per completion begin with the axes (k, B); flattened, completion (j, b) has index j·B + b.
-Masks are boolean and true for what is kept. They come from lengths and stop tokens, never from the pad token.
+Masks are boolean; true marks kept positions. They come from lengths and stop tokens, never from the pad token.
 """
 
-import ctypes
-import errno
 import fcntl
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -37,7 +36,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -57,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Cache, StaticLayer
 
-MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the embedded task, used if none is given
+MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the bundled task, used if none is given
 say_once = lru_cache(maxsize=None)(tqdm.write)  # prints above the progress bar, each text only once
 
 
@@ -66,12 +65,12 @@ say_once = lru_cache(maxsize=None)(tqdm.write)  # prints above the progress bar,
 
 @dataclass
 class Models:
-    """save_pretrained folders or Hub ids; without --dataset_name those of the embedded mini TL;DR task"""
+    """save_pretrained folders or Hub ids; without --dataset_name those of the bundled mini TL;DR task"""
 
     sft_model_path: str | None = None  # policy to train, also the reference; default: model_name_or_path
     model_name_or_path: str | None = None  # where the tokenizer comes from; default: sft_model_path
     reward_model_path: str | None = None  # sequence classifier with one label that scores prompt + completion
-    # data type of forward passes; trained weights, log-probs and losses are always float32; default: bfloat16 on a GPU
+    # dtype of forward passes; weights being trained, log-probs and losses stay in float32; default: bfloat16 on a GPU
     # that supports it, float32 elsewhere and if neither a data set nor a model is given
     dtype: Literal["float32", "bfloat16"] | None = None
     attn_implementation: str | None = None  # attention kernel; --layout group needs sdpa
@@ -97,8 +96,8 @@ class Rollout:
     temperature: float = 0.7  # for sampling; log-probs also use softmax(logits / temperature)
     stop_token: str | None = None  # text of the one token that ends a completion; default or "eos": any eos token
     stop_token_id: int | None = None  # id of that token, instead of --stop_token
-    # how completions are generated: group, by the decoder in this file (with plain rows, hf is used instead); hf, by
-    # `generate` of transformers; or file.py:function, by a function of your own, see `own_engine`
+    # what generates completions: group: this file's decoder (with plain rows, hf is used instead); hf: `generate` of
+    # transformers; file.py:function: your own, see `own_engine`
     rollout_engine: str = "group"
     # weight of the policy loss if completions come from a sampler μ other than π_old, with w = π_old / μ; off: 1;
     # truncate: min(w, cap); mask: w if 1/cap ≤ w ≤ cap, else 0
@@ -117,14 +116,17 @@ class RLOO:
     token_level_kl: bool = False  # the same as --kl_level token, by TRL's name
     kl_in_reward: bool = True  # subtract β·kl from the reward; if false, add β·(k3 estimator) to the loss
     advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # which baseline, see `advantage`
-    loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"  # how losses add up, see `loss_weight`
+    loss_aggregation: Literal["sequence", "token", "sequence-mean"] = (
+        "sequence"  # how token losses are averaged: `loss_weight`
+    )
     # one ratio ρ per completion or per token; default: sequence if kl_level and loss_aggregation are, token otherwise
     ratio_level: Literal["sequence", "token"] | None = None
     missing_eos_penalty: float | None = None  # subtracted from the score of a completion without a stop token
     normalize_reward: bool = False  # after the penalty, scale scores to mean 0 and standard deviation 1 per update
-    reward_clip_range: float | None = None  # last, clamp scores to ± this value; default: off (TRL: 10)
+    reward_clip_range: float | None = None  # clamp scores to ± this value (applied last); default: off (TRL: 10)
     normalize_advantage: bool = False  # scale advantages to mean 0 and standard deviation 1 per update
-    mask_truncated_completions: bool = False  # completions without a stop token count in baselines, not in the loss
+    # completions without a stop token are used in baselines but left out of the loss
+    mask_truncated_completions: bool = False
     cliprange: float = 0.2  # ε: the ratio is clipped to [1 - ε, 1 + ε]
     cliprange_high: float | None = None  # ε of the upper side; default: cliprange
     num_ppo_epochs: int = 1  # passes over the completions of an update (TRL: 4)
@@ -143,7 +145,7 @@ class Rewards:
 
 @dataclass
 class BatchSize:
-    """completions per update and process: the first two flags multiplied together and by num_mini_batches"""
+    """completions per update and process: the product of these two and num_mini_batches"""
 
     per_device_train_batch_size: int = 32  # completions per forward and backward pass, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 1  # forward and backward passes per optimizer step
@@ -191,7 +193,6 @@ class Scale:
     # each process holds all weights (ddp) or a shard (fsdp, FSDP2); in rollouts fsdp adds a full copy in --dtype
     sharding: Literal["ddp", "fsdp"] = "ddp"
     gradient_checkpointing: bool = False  # recompute the layers' activations in backward instead of keeping them
-    offload_reference: bool = False  # keep the reference and the reward model on the CPU while idle
 
 
 @dataclass
@@ -203,11 +204,12 @@ class Args(Models, Data, Rollout, RLOO, Rewards, BatchSize, Optimizer, Run, Scal
 
 
 def shape_scores(scores, ended, missing_eos_penalty, normalize: bool, clip_range):
-    """Scores (k, B) after penalty, normalisation and clipping, in this order. ended (k, B): has a stop token."""
+    """Scores (k, B) after penalty, normalisation and clipping, in this order. ended (k, B): has a stop token. NaN
+    (no score) stays NaN, without influence on the others."""
     if missing_eos_penalty is not None:
         scores = scores - missing_eos_penalty * ~ended
     if normalize:
-        scores = standardize(scores)
+        scores = standardize(scores, ~scores.isnan())
     if clip_range is not None:
         scores = scores.clamp(-clip_range, clip_range)
     return scores
@@ -230,8 +232,8 @@ def advantage(rewards, estimator: str = "rloo"):
     grpo: as drgrpo, with A divided by the group's standard deviation + 1e-4 (Shao et al. 2024, arXiv:2402.03300)
     reinforce: the mean over the whole update and all ranks
 
-    NaN rewards (no score) are excluded from every baseline, and their advantages are NaN. The advantage of a reward is
-    also NaN if no other reward remains to compare it with.
+    A reward is NaN if the completion has no score; it is left out of all baselines. An advantage is NaN if there is no
+    reward, or no other one to compare it with.
     """
     r = rewards.double()  # sums are exact, so equal rewards have advantage 0
     n = (~r.isnan()).sum(0)
@@ -252,7 +254,7 @@ def advantage(rewards, estimator: str = "rloo"):
 
 
 def policy_loss(
-    new, old, advantages, mask, clip_low: float, clip_high: float | None, ratio_level: str = "sequence", weight=1.0
+    new, old, advantages, mask, clip_low: float, clip_high: float, ratio_level: str = "sequence", weight=1.0
 ):
     """Σ_t w max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)) of each completion, (k, B) (Schulman et al. 2017, eq. 7).
 
@@ -265,9 +267,11 @@ def policy_loss(
     if ratio_level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)  # (k, B, 1)
         mask = mask[..., :1]  # all true: every completion has a token
+    elif ratio_level != "token":
+        raise ValueError(f"ratio level {ratio_level!r}: must be sequence or token; resolve_args fills in the default")
     ratio = log_ratio.clamp(max=80.0).exp()  # an infinite ratio would have a NaN gradient even where it is clipped
     loss = -advantages * ratio
-    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     per_completion = (torch.max(loss, clipped_loss) * weight * mask).sum(-1)
     return per_completion, log_ratio.detach()[mask], (clipped_loss > loss)[mask]
 
@@ -326,9 +330,10 @@ def mean_and_std(values):
     return mean, variance.sqrt()
 
 
-def standardize(x):
-    """(x - mean) / (std + 1e-8) over all ranks' numbers. NaN stays NaN, and a single number stays as it is."""
-    mean, std = mean_and_std(x)
+def standardize(x, counts):
+    """(x - mean) / (std + 1e-8), with mean and std of the entries of all ranks where `counts` is true. If there is only
+    one of them, x stays as it is."""
+    mean, std = mean_and_std(x[counts])
     return torch.where(std.isfinite(), (x - mean) / (std + 1e-8), x)
 
 
@@ -337,163 +342,171 @@ def standardize(x):
 
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
     """Updates the policy (float32) on k completions for each of B prompts (`rows`, see prepare_row); returns metrics.
-    The reference may be None. `rewards` maps names to functions of a Batch that return {name: scores (k, B)}.
-    `sampling` holds the remaining arguments of `rollout`."""
+    The reference may be None. `rewards` maps names to functions of a Batch that return scores (k, B), NaN for a
+    completion without a score. `sampling` holds the remaining arguments of `rollout`. `args` as from resolve_args."""
     device = policy.device
-    k, B = args.rloo_k, len(rows)
-    dtype = forward_dtype(args)
-    # No cache: with one, all blocks of log-probs would share a bfloat16 copy of the head and sum its gradient in it.
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-    chunk_size, temperature = args.local_rollout_forward_batch_size, args.temperature
-    noted = defaultdict(list)  # metric -> tensors of any shape; the mean of all their entries on all ranks is logged
+    temperature = args.temperature
+    chunk_size = args.local_rollout_forward_batch_size
     times = [clock(device)]
 
     # 1. Rollout: k completions of each prompt, and the log-probs with which they were sampled. Prompts are sorted by
     # length, so that those that share a forward pass need little padding.
     rows = sorted(rows, key=lambda row: len(row["prompt_ids"]))
-    batch, rollout_logprobs = rollout(sampling_model(policy, dtype), rows, k, temperature, **sampling)
-    mask, ended = batch.response_mask, batch.ended
-    rollout_logprobs = rollout_logprobs.masked_fill(~mask, 0.0)
+    batch, sampled = rollout(sampling_model(policy, forward_dtype(args)), rows, args.rloo_k, temperature, **sampling)
+    mask = batch.response_mask
     times.append(clock(device))
 
-    # 2. KL of each token from the reference (the k1 estimator), in nats, 0 where masked; 0 without a reference. The
-    # policy's log-probs are the rollout's, or with --rollout_correction those of a forward pass as in training.
-    ratio_level = args.ratio_level or default_ratio_level(args)
-    logprobs = rollout_logprobs
-    if args.rollout_correction != "off":
-        with autocast:
-            logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
-    correction, w = rollout_weight(
-        logprobs, rollout_logprobs, mask, args.rollout_correction, args.rollout_correction_cap, ratio_level
-    )
-    ref_logprobs = logprobs
+    # 2. Log-probs `old` of the policy before this update: those of the rollout, or of a forward pass as in training if
+    # they must not differ from these by rounding, for a correction or several optimizer steps per epoch. Then the KL
+    # of each token from the reference (the k1 estimator), (k, B, R) in nats; 0 without a reference.
+    old = sampled
+    if args.rollout_correction != "off" or args.num_mini_batches > 1:
+        with training_dtype(args, device):
+            old = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
+    ref = old
     if reference is not None:
-        ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
-    kl = finite("a log-prob of the policy or of the reference", logprobs - ref_logprobs)
+        ref = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
+    kl = finite("a log-prob of the policy or of the reference", (old - ref) * mask)
+    correction, w = rollout_weight(
+        old, sampled, mask, args.rollout_correction, args.rollout_correction_cap, args.ratio_level
+    )
     times.append(clock(device))
 
-    # 3. Scores (k, B): raw, then after penalty, normalisation and clipping. NaN: no reward applies.
+    # 3. Scores (k, B): raw, then after penalty, normalisation and clipping. NaN: no reward function returned a score.
     raw_scores, by_reward = score(rewards, args.reward_weights, batch)
-    scores = shape_scores(raw_scores, ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range)
+    scores = shape_scores(
+        raw_scores, batch.ended, args.missing_eos_penalty, args.normalize_reward, args.reward_clip_range
+    )
+    scored = ~raw_scores.isnan()
+    comparable = scored & (scored.sum(0) > 1)  # has a score, and so has a sibling
     times.append(clock(device))
 
-    # 4. Advantages (k, B, 1), or (k, B, R) at token level; 0 where there is no baseline.
+    # 4. Advantages (k, B, 1), or (k, B, R) at token level. NaN: the completion has no score, or nothing to be compared
+    # with. Such completions have no influence on the normalisation, and advantage 0, like padding.
     kl_coef = args.kl_coef if args.kl_in_reward else 0.0
     reward = rlhf_reward(scores, kl, kl_coef, args.kl_level)
     advantages = advantage(reward, args.advantage_estimator)
     require(advantages.shape == reward.shape, "advantage: must return a number for each of its rewards, in their shape")
-    advantages = advantages.reshape(k, B, -1)
-    scored = ~raw_scores.isnan()
-    comparable = scored & (scored.sum(0) > 1)  # have a score, and so has a sibling
+    advantages = advantages.view(*scores.shape, -1)
     require(advantages[comparable].isfinite().all(), "advantage: is not finite, though the completion has a score")
-    advantages = advantages.masked_fill(~mask[..., : advantages.shape[-1]], math.nan)  # NaN: not in the mean below
+    counts = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
     if args.normalize_advantage:
-        advantages = standardize(advantages)
-    advantages = advantages.nan_to_num(0.0)
+        advantages = standardize(advantages, counts)
+    advantages = advantages.masked_fill(~counts, 0.0)
 
-    # The completions in the loss. To filter groups with equal scores, as DAPO's dynamic sampling does (which also
-    # samples others in their place), add in_loss = in_loss & ~equal_groups(scores) below. To exclude them from the
-    # denominator of means too, add weights /= mean_and_std(in_loss[:, mini])[0].clamp(min=1e-9) after loss_weight.
-    in_loss = scored & ended if args.mask_truncated_completions else scored
+    # 5. The optimizer steps, on the completions in the loss. To filter groups with equal scores, as DAPO's dynamic
+    # sampling does (which also samples others in their place), add in_loss = in_loss & ~equal_groups(scores) below. To
+    # exclude them from the denominator of means too, add weights /= mean_and_std(in_loss[:, mini])[0].clamp(min=1e-9)
+    # after loss_weight in `improve`.
+    in_loss = scored & batch.ended if args.mask_truncated_completions else scored
+    logged = improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantages, in_loss, correction)
+    times.append(clock(device))
 
-    # 5. PPO epochs x mini-batches x micro-batches of whole groups. With one epoch of one mini-batch this is REINFORCE.
-    # The old log-probs are computed anew: those of the rollout are rounded differently, which would look like a change
-    # of the policy. In the first mini-batch it has not changed yet: they are the new log-probs, detached, and ρ = 1.
+    # 6. Metrics, by TRL's names: the mean of all entries of a tensor on all ranks. Scores are logged raw.
+    logged |= {
+        "objective/scores": raw_scores,
+        "objective/rlhf_reward": rlhf_reward(scores, kl, kl_coef),
+        "objective/non_score_reward": -kl_coef * kl.sum(-1),
+        "objective/entropy": -(sampled * mask).sum(-1),
+        "frac_reward_zero_std": equal_groups(raw_scores)[comparable.any(0)],
+        "completions/mean_length": mask.sum(-1),
+        "completions/clipped_ratio": ~batch.ended,
+        "completions/in_loss": in_loss,
+    }
+    if reference is not None:
+        logged["objective/kl"] = kl.sum(-1)
+    for name, values in by_reward.items():
+        logged[f"rewards/{name}/mean"] = values
+        logged[f"rewards/{name}/applied"] = ~values.isnan()
+    stats = {name: mean_and_std(values) for name, values in logged.items()}
+    metrics = {name: float(mean) for name, (mean, _) in stats.items()}
+    for name in by_reward:
+        metrics[f"rewards/{name}/std"] = float(stats[f"rewards/{name}/mean"][1])
+    if args.rollout_correction != "off":
+        metrics |= weight_metrics(w[mask[..., : w.shape[-1]]].double())
+    metrics |= {
+        "objective/scores_std": float(stats["objective/scores"][1]),
+        "val/ratio_var": float(stats["val/ratio"][1]) ** 2,
+        "val/num_eos_tokens": int(sum_over_ranks(batch.ended.sum())),
+        "lr": optimizer.param_groups[0]["lr"],
+        "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
+        "memory/peak_gb": peak_memory(device),
+    }
+    for name, seconds in zip(("rollout", "reference", "reward", "train"), np.diff(times), strict=True):
+        metrics[f"time/{name}"] = float(seconds)
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}  # others: the mean of nothing
+
+
+def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantages, in_loss, correction):
+    """PPO epochs x mini-batches x micro-batches of whole groups, on a Batch with advantages from anywhere. With one
+    epoch of one mini-batch this is REINFORCE. Returns {metric: tensor of its values on this rank}.
+
+    sampled, old, ref (k, B, R): log-probs under what sampled, under the policy before its first step, and under the
+    reference (read with --no_kl_in_reward only). The first mini-batch takes `old` from its own forward pass: other
+    log-probs are rounded differently, which would look like a change of the policy. So ρ = 1 exactly there.
+    advantages, correction (k, B, 1 or R): the latter are weights of the policy loss, see rollout_weight.
+    in_loss (k, B) bool: completions in the loss.
+    """
+    mask = batch.response_mask
+    k, B = mask.shape[:2]
     micro_batch = args.per_device_train_batch_size // k  # in prompts
     mini_batch = micro_batch * args.gradient_accumulation_steps
-    old_logprobs = logprobs.clone()
-    if args.num_mini_batches > 1 and args.rollout_correction == "off":  # later ones see a changed policy
-        with autocast:
-            old_logprobs = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
+    old = old.clone()
+    logged = defaultdict(list)
     for epoch in range(args.num_ppo_epochs):
-        for step, mini in enumerate(torch.randperm(B).to(device).split(mini_batch)):
+        for number, mini in enumerate(torch.randperm(B).to(mask.device).split(mini_batch)):
             mini = mini.sort().values  # by length again, for the micro-batches
             weights = loss_weight(mask[:, mini].sum(-1), in_loss[:, mini], args.loss_aggregation)
             for micro, weight in zip(mini.split(micro_batch), weights.split(micro_batch, dim=1), strict=True):
                 real = mask[:, micro]
-                with autocast:
-                    new, entropy = completion_logprobs(policy, batch.prompts(micro), temperature, layout)
-                if epoch == step == 0:
-                    old_logprobs[:, micro] = new.detach()
-                    noted["val/rollout_logprob_gap"].append((new.detach() - rollout_logprobs[:, micro]).abs()[real])
-                old = old_logprobs[:, micro]
+                with training_dtype(args, mask.device):
+                    new, entropy = completion_logprobs(policy, batch.prompts(micro), args.temperature, layout)
+                if epoch == number == 0:
+                    old[:, micro] = new.detach()
+                    logged["val/rollout_logprob_gap"].append((new.detach() - sampled[:, micro]).abs()[real])
 
                 losses, log_ratio, clipped = policy_loss(
                     new,
-                    old,
+                    old[:, micro],
                     advantages[:, micro],
                     real,
                     args.cliprange,
                     args.cliprange_high,
-                    ratio_level,
+                    args.ratio_level,
                     correction[:, micro],
                 )
                 if args.kl_coef and not args.kl_in_reward:
-                    losses = losses + args.kl_coef * kl_penalty(new, ref_logprobs[:, micro], real)
+                    losses = losses + args.kl_coef * kl_penalty(new, ref[:, micro], real)
                 # An entropy bonus would be: losses = losses - coefficient * entropy.sum(-1)
-                noted["policy/entropy_avg"].append(entropy.detach()[real])
+                logged["policy/entropy_avg"].append(entropy.detach()[real])
                 losses = finite("the loss", losses * weight)
-                del entropy  # otherwise backward keeps a copy of all log-probs (n, vocabulary) for it
-                (losses.sum() / (k * mini_batch)).backward()  # summed over micro-batches: the mini-batch's mean
+                del entropy  # if it is not in the loss, this frees what its gradient would need: (n, vocabulary)
+                (losses.sum() / (k * len(mini))).backward()  # summed over micro-batches: the mini-batch's mean
 
-                noted["loss/policy_avg"].append(losses.detach())
-                noted["policy/approxkl_avg"].append(0.5 * log_ratio.square())
-                noted["policy/clipfrac_avg"].append(clipped)
-                # Per token, whatever --ratio_level, as in TRL.
-                noted["val/ratio"].append((new.detach() - old)[real].double().exp())
+                logged["loss/policy_avg"].append(losses.detach())
+                logged["policy/approxkl_avg"].append(0.5 * log_ratio.square())
+                logged["policy/clipfrac_avg"].append(clipped)
+                # Per token, regardless of --ratio_level, as in TRL.
+                logged["val/ratio"].append((new.detach() - old[:, micro])[real].double().exp())
 
             if args.sharding == "ddp":
                 average_gradients(policy)  # FSDP does it in backward
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-            noted["grad_norm"].append(finite("the gradient", whole(norm)))
+            logged["grad_norm"].append(finite("the gradient", whole(norm)))
             optimizer.step()
             optimizer.zero_grad()
-    times.append(clock(device))
+    return {name: torch.cat([values.flatten() for values in parts]) for name, parts in logged.items()}
 
-    # 6. Metrics, by TRL's names. Scores are logged raw: before penalty, normalisation and clipping.
-    noted["objective/scores"] = [raw_scores]
-    noted["objective/rlhf_reward"] = [rlhf_reward(scores, kl, kl_coef)]
-    noted["objective/non_score_reward"] = [-kl_coef * kl.sum(-1)]
-    noted["objective/entropy"] = [-rollout_logprobs.sum(-1)]
-    if reference is not None:
-        noted["objective/kl"] = [kl.sum(-1)]
-    noted["frac_reward_zero_std"] = [equal_groups(raw_scores)[comparable.any(0)]]
-    noted["completions/mean_length"] = [mask.sum(-1)]
-    noted["completions/clipped_ratio"] = [~ended]
-    noted["completions/in_loss"] = [in_loss]
-    if args.rollout_correction != "off":
-        counted = w[mask[..., : w.shape[-1]]].double()
-        noted["val/rollout_weight"] = [counted]
-    for name, values in by_reward.items():
-        noted[f"rewards/{name}/mean"] = [values]
-        noted[f"rewards/{name}/applied"] = [~values.isnan()]
-    stats = {name: mean_and_std(torch.cat([x.flatten() for x in parts])) for name, parts in noted.items()}
 
-    metrics = {name: float(mean) for name, (mean, _) in stats.items()}
-    metrics["objective/scores_std"] = float(stats["objective/scores"][1])
-    for name in by_reward:
-        metrics[f"rewards/{name}/std"] = float(stats[f"rewards/{name}/mean"][1])
-    metrics["val/ratio_var"] = float(stats["val/ratio"][1]) ** 2
-    if args.rollout_correction != "off":
-        metrics["val/rollout_weight_max"] = max(gather([float(counted.max())]))
-        share = stats["val/rollout_weight"][0] ** 2 / mean_and_std(counted.square())[0]
-        metrics["val/rollout_weight_share"] = float(share)  # NaN if all weights are 0
-    metrics["val/num_eos_tokens"] = int(sum_over_ranks(ended.sum()))
-    metrics["lr"] = optimizer.param_groups[0]["lr"]
-    metrics["tokens_per_second"] = int(sum_over_ranks(mask.sum())) / (times[-1] - times[0])
-    metrics["memory/peak_gb"] = peak_memory(device)
-    for name, seconds in zip(("rollout", "reference", "reward", "train"), np.diff(times), strict=True):
-        metrics[f"time/{name}"] = float(seconds)
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}  # NaN: there was nothing to average
+def training_dtype(args, device):
+    """Context in which the trained policy's forward passes run in --dtype. No cache: with one, all blocks of log-probs
+    would share a bfloat16 copy of the head and sum its gradient in it."""
+    dtype = forward_dtype(args)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
 def forward_dtype(args) -> torch.dtype:
-    return getattr(torch, args.dtype or "float32")
-
-
-def default_ratio_level(args) -> str:
-    """One ratio per completion, unless rewards or losses are per token."""
-    return "sequence" if args.kl_level == args.loss_aggregation == "sequence" else "token"
+    return torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
 
 def equal_groups(scores):
@@ -502,8 +515,20 @@ def equal_groups(scores):
     return (close | scores.isnan()).all(0)
 
 
+def weight_metrics(w) -> dict[str, float]:
+    """Mean and largest of the weights w (n,) of --rollout_correction, and (Σ w)² / (n Σ w²), NaN if all are 0."""
+    mean, _ = mean_and_std(w)
+    mean_of_squares, _ = mean_and_std(w.square())
+    return {
+        "val/rollout_weight": float(mean),
+        "val/rollout_weight_max": max(gather([float(w.max())])),
+        "val/rollout_weight_share": float(mean**2 / mean_of_squares),
+    }
+
+
 def average_gradients(model):
-    """Replaces each gradient by its mean over the ranks. A missing one, as of an expert without tokens, counts as 0."""
+    """Replaces each gradient by its mean over the ranks. Missing gradients (an expert that received no tokens) count
+    as 0."""
     if dist.is_initialized():
         for parameter in model.parameters():
             if parameter.grad is None:
@@ -530,51 +555,33 @@ def peak_memory(device: torch.device) -> float:
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
     """Trains; returns evaluations before and after. Once `signals` is not empty, saves after an update and exits."""
+    args = resolve_args(args)
+    check_args(args)
+
     # 1. Processes, data and functions, first because they load fast and are the most likely to be wrong.
-    given, args = args, resolve_args(args)
     print(f"loading {args.dataset_name} and {args.sft_model_path}", flush=True)
-    for path in {args.sft_model_path, args.model_name_or_path, args.reward_model_path} - {None}:
-        if not os.path.exists(path):
-            print(f"{path} is not a local folder: looking it up on the Hugging Face Hub", flush=True)
-    device, k = torch.device(args.device), args.rloo_k
+    device = torch.device(args.device)
     rank, world = start_processes(device)
     output = Path(on_first_rank(lambda: args.output_dir)).absolute()  # ranks may differ: the default has a time in it
     tokenizer = load_tokenizer(args, "--model_name_or_path or --sft_model_path", args.model_name_or_path)
     train_rows, test_rows = load_data(args, tokenizer)
     all_rows = train_rows + test_rows
     test_rows = test_rows[: len(test_rows) // world * world]  # the same number for each rank
-    cut = sum(len(row["reference_ids"]) >= args.response_length for row in test_rows)
-    if cut:
-        print(f"{cut} of {len(test_rows)} references are cut to --response_length {args.response_length} for grading")
     functions = load_functions(args.reward_fns, "reward_fns", tokenizer, train_rows[0])
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
+    engine = load_engine(args.rollout_engine)
 
-    engine = args.rollout_engine
-    if engine not in ("group", "hf"):
-        engine = load_function(engine, f"--rollout_engine {engine}")
-
-    # 2. Where the run begins: at update 0, or at a checkpoint. `state` is what a checkpoint holds besides the weights.
-    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // k
-    batch_size = k * B * world
-    flags = vars(given) | {"completions per update": batch_size, "training prompts": len(train_rows)}
+    # 2. Where the run begins: at update 0, or at a checkpoint. `state` is what a checkpoint holds besides weights.
+    B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // args.rloo_k
+    batch_size = args.rloo_k * B * world
     if args.total_episodes is None:
-        args.total_episodes = k * len(train_rows)
-    state = {
-        "update": 0,
-        "flags": json.loads(json.dumps(flags)),
-        "run_id": f"{output.name}-{time.time_ns()}",
-        "metrics": {},  # of the newest update; they are written after its evaluation
-        "before": {},  # the evaluation before training
-        "files": {},  # lengths in bytes of the files that the run appends to
-    }
-    resumed = on_first_rank(lambda: checkpoints(output)[:1] if args.resume else [])
-    if resumed:
-        state |= load_state(resumed[0], state["flags"])
+        args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
+    flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
+    resumed = on_first_rank(lambda: checkpoints(output)[:1]) if args.resume else []
+    state = load_state(resumed[0], flags) if resumed else new_state(output, flags)
     first = state["update"]
     num_updates = max(first, math.ceil(args.total_episodes / batch_size))
-    if args.total_episodes < first * batch_size:
-        print(f"--total_episodes {args.total_episodes}: the run has done {first * batch_size}, so nothing is trained")
-    evaluations = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
+    evaluated = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
 
     # 3. Models, rewards and the optimizer.
     flag, path = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
@@ -582,100 +589,90 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     layout = choose_layout(policy, args, all_rows)
     if layout == "plain" and engine == "group":
         engine = args.rollout_engine = "hf"
-    sampling = {
+    sampling = sampling_options(args, engine, policy, tokenizer, all_rows)
+    reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
+    rewards = load_reward_model(args, tokenizer, all_rows, policy.config.get_text_config().vocab_size) | functions
+    optimizer, learning_rate = make_optimizer(args, policy, num_updates)
+    if resumed:
+        load_moments(resumed[0], policy, optimizer)
+    optimizer.register_step_pre_hook(lambda *_: state.update(update=None))  # until the update is complete
+
+    # 4. The evaluation before training, or that of a resumed checkpoint, whose files end before it.
+    start = clock(device)
+    save = partial(save_checkpoint, output, state, policy, optimizer, tokenizer, args.save_total_limit)
+
+    def evaluate_after(done) -> dict[str, float]:
+        modes = ["sampled", "greedy"] if done in (0, num_updates) else ["sampled"]
+        now = sampling | {"version": done}
+        samples, means = evaluate(args, policy, rewards, judges, test_rows[rank::world], now, tokenizer, modes, signals)
+        if samples:  # none if the run was told to stop
+            write_evaluation(args, output, done, done * batch_size, samples, means)
+        return means
+
+    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=rank > 0)
+    with open_output(args, output, state), bar, saved_on_error(output, state, save):
+        print(f"updates {first} to {num_updates} of {B * world} prompts x {args.rloo_k} completions, of", end=" ")
+        print(f"{len(train_rows):,} prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}")
+        print(f"{num_updates * batch_size:,} episodes, {settings(args, layout)}", flush=True)
+        evaluation = evaluate_after(first) if first in evaluated else {}
+        if first == 0:
+            state["before"] = evaluation
+        stop_if_told(signals, save, first, num_updates, output)
+
+        # 5. The updates. All random numbers of an update depend on the seed, its number and the rank alone.
+        has_score = False
+        for done in range(first + 1, num_updates + 1):
+            # Train.
+            set_seed(args.seed, done - 1, rank)
+            optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
+            rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
+            now = sampling | {"version": done - 1}
+            metrics = update(args, policy, reference, rewards, optimizer, rows, now, layout)
+            eps = (done - first) * batch_size / (clock(device) - start)
+            metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
+            # Write.
+            append(output, "metrics.jsonl", [metrics])
+            state |= {"update": done, "files": file_lengths(output)}
+            track(args, metrics, done)
+            warn_about(metrics, args)
+            show_progress(bar, metrics, evaluation)
+            has_score |= "objective/scores" in metrics
+            require(has_score or done < min(first + 3, num_updates), NO_SCORE)
+            # Save, evaluate, stop.
+            if done == num_updates or args.save_steps and done % args.save_steps == 0:
+                save()
+            if done in evaluated:
+                evaluation = evaluate_after(done)
+            stop_if_told(signals, save, done, num_updates, output)
+
+    # 6. The trained policy, and what training has changed.
+    if num_updates:
+        save_policy(output, policy, tokenizer)
+    evaluations = {"before": state["before"], "after": evaluation if num_updates else {}}
+    if test_rows:
+        print_evaluations(**evaluations, prompts=len(test_rows))
+    result = f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"
+    print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. {result}")
+    return evaluations
+
+
+def settings(args, layout) -> str:
+    """What was chosen by default, or is worth seeing."""
+    return (
+        f"learning rate {args.learning_rate:g}, completions of up to {args.response_length} tokens, one ratio per "
+        f"{args.ratio_level}, forward passes in {args.dtype}, layout {layout}, rollout engine {args.rollout_engine}"
+    )
+
+
+def sampling_options(args, engine, policy, tokenizer, rows) -> dict:
+    """The arguments of `rollout` that stay the same in a run."""
+    return {
         "response_length": args.response_length,
         "stop_ids": on_first_rank(lambda: stop_token_ids(args, policy, tokenizer)),
         "engine": engine,
         "chunk_size": args.local_rollout_forward_batch_size,
-        "max_length": max(len(row["prompt_ids"]) for row in all_rows) + args.response_length,
+        "max_length": max(len(row["prompt_ids"]) for row in rows) + args.response_length,
     }
-    reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
-    rewards = functions
-    if args.reward_model_path:
-        vocabulary = policy.config.get_text_config().vocab_size
-        rewards = load_reward_model(args, tokenizer, all_rows, vocabulary) | functions
-    optimizer, learning_rate = make_optimizer(args, policy, num_updates)
-    if resumed:
-        load_moments(resumed[0], policy, optimizer)
-    state["steps"] = steps_taken(optimizer)
-
-    # 4. The updates. The first round only evaluates: the policy before training, or the checkpoint of a resumed run.
-    with ExitStack() as at_the_end:
-        if rank == 0:
-            at_the_end.enter_context(open_output(args, output, state))
-        print(
-            f"updates {first} to {num_updates} of {B * world} prompts x {k} completions, of {len(train_rows):,} "
-            f"prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}\n"
-            f"{num_updates * batch_size:,} episodes, learning rate {args.learning_rate:g}, completions of up to "
-            f"{args.response_length} tokens, forward passes in {args.dtype}, layout {layout}, rollout engine "
-            f"{args.rollout_engine}",
-            flush=True,
-        )
-        found, scored, start = {}, False, clock(device)
-        bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=rank > 0)
-        at_the_end.enter_context(bar)
-        at_the_end.enter_context(saved_on_error(output, state, policy, optimizer, tokenizer, args.save_total_limit))
-        for done in range(first, num_updates + 1):
-            if done > first:
-                sampling["version"] = done - 1
-                # Train. All random numbers of an update depend on the seed, its number and the rank alone.
-                seeds = np.random.SeedSequence([args.seed, done - 1, rank])
-                transformers.set_seed(int(seeds.generate_state(1)[0]))
-                optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
-                begin, n = ((done - 1) * world + rank) * B, len(train_rows)
-                rows = [train_rows[shuffled(n, args.seed, i // n)[i % n]] for i in range(begin, begin + B)]
-                metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
-                eps = (done - first) * batch_size / (clock(device) - start)
-                metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
-                state |= {"update": done, "steps": steps_taken(optimizer), "metrics": metrics, "files": lengths(output)}
-                warn_about(metrics, args)
-                scored |= "objective/scores" in metrics
-                give_up = min(first + 3, num_updates)
-                require(scored or done < give_up, "so far no update has a score: all rewards are None or of weight 0")
-                bar.set_postfix(
-                    reward=metrics.get("objective/rlhf_reward", "-"),
-                    kl=metrics.get("objective/kl", "-"),
-                    win=found.get("sampled/judge_win_rate", found.get("sampled/win_rate", "-")),
-                    refresh=False,
-                )
-                bar.update()
-                if done == num_updates or args.save_steps and done % args.save_steps == 0:
-                    save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit)
-
-            # Evaluate. A run that was told to stop exits here; the resumed one starts here, with the same evaluation.
-            samples, sampling["version"] = [], done
-            if done in evaluations:
-                bar.write(f"\nHeld-out completions after {done} of {num_updates} updates, sampled:")
-                modes = ["sampled", "greedy"] if done in (0, num_updates) else ["sampled"]
-                samples, found = evaluate(
-                    args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer, modes, signals
-                )
-            if on_any_rank(signals):
-                if done:
-                    save_checkpoint(output, state, policy, optimizer, tokenizer, args.save_total_limit)
-                bar.write(f"stopped after update {done} of {num_updates}; continue with --resume --output_dir {output}")
-                sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-
-            # Write the metrics; the first line has the evaluation before training as well.
-            metrics = dict(state["metrics"])
-            if done == 0:
-                state["before"] = found
-            elif samples:
-                metrics |= {f"eval/{name}": value for name, value in found.items()}
-            if done == min(1, num_updates):
-                metrics |= {f"eval_before/{name}": value for name, value in state["before"].items()}
-            if rank == 0:
-                write(output, done, metrics, samples, args.track)
-
-    # 5. The trained policy, and what training has changed.
-    if num_updates:
-        save_policy(output, policy, tokenizer)
-    gains = {"before": state["before"], "after": found if num_updates else {}}
-    if test_rows:
-        print_gains(**gains, prompts=len(test_rows))
-    result = f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"
-    print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. {result}")
-    return gains
 
 
 def make_optimizer(args, policy, num_updates):
@@ -689,17 +686,109 @@ def make_optimizer(args, policy, num_updates):
     return optimizer, lambda done: args.learning_rate * factor(done)
 
 
+def evaluated_updates(num_updates, between) -> set[int]:
+    """The updates after which the policy is evaluated: 0, the last, and up to `between` others, 5 or more apart."""
+    apart = max(5, math.ceil(num_updates / (between + 1)))
+    return {0, num_updates, *range(apart, num_updates - 4, apart)}
+
+
+def set_seed(*numbers: int):
+    """Seeds Python, NumPy and PyTorch by all of the numbers together."""
+    transformers.set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def rows_of_update(rows, seed, begin, count) -> list[dict]:
+    """`count` rows from number `begin` on of an endless sequence: all rows in one order, then in another, and so on."""
+    numbers = range(begin, begin + count)
+    return [rows[shuffled(len(rows), seed, number // len(rows))[number % len(rows)]] for number in numbers]
+
+
 @lru_cache(maxsize=2)
 def shuffled(n, seed, epoch) -> np.ndarray:
     """The order of n rows in an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
+@contextmanager
+def open_output(args, output: Path, state):
+    """Keeps the output folder locked for this run. Cuts its files to the lengths they had at the checkpoint (0 for a
+    new run), so that a resumed run continues them. The first rank does this for all."""
+    if not is_first_rank():
+        yield
+        return
+    with explained(f"--output_dir {output}: cannot be written to, or another run is using it"):
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "metrics.jsonl").touch()  # first: it marks the folder as a run's
+        lock = (output / "args.json").open("a+")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock:
+        lock.truncate(0)
+        lock.write(json.dumps(vars(args), indent=2) + "\n")
+        lock.flush()
+        for name in RUN_FILES:
+            with (output / name).open("ab") as file:
+                file.truncate(state["files"].get(name, 0))
+        if args.track:
+            with explained("--track: Weights & Biases cannot start"):
+                import wandb
+
+                names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": output.name}
+                wandb.init(**names, dir=output, id=state["run_id"], resume="allow", config=vars(args))
+        yield
+
+
+@contextmanager
+def saved_on_error(output: Path, state, save: Callable):
+    """If an error inside ends the run, saves a checkpoint of the last complete update, unless the next one has already
+    changed the weights, or other processes do not know of the error and so cannot take part in saving."""
+    try:
+        yield
+    except Exception as error:
+        everywhere = not dist.is_initialized() or getattr(error, "on_all_ranks", False)
+        if everywhere and state["update"]:
+            save()
+        newest = ", ".join(path.name for path in checkpoints(output)[:1])
+        tqdm.write(f"an error ends the run; newest checkpoint: {newest or 'none'}")
+        raise
+
+
+def stop_if_told(signals, save: Callable, done, num_updates, output: Path):
+    """Saves and exits if a process has got a signal."""
+    if on_any_rank(len(signals) > 0):
+        if done:
+            save()
+        tqdm.write(f"stopped after update {done} of {num_updates}; continue with --resume --output_dir {output}")
+        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
+
+
+def file_lengths(output: Path) -> dict[str, int]:
+    """The lengths in bytes of the files to which a run appends."""
+    return {path.name: path.stat().st_size for path in output.glob("*.jsonl")}
+
+
+def append(output: Path, name, objects: list[dict]):
+    """Appends objects to a file of the run, each as a line of JSON. Only the first rank writes."""
+    if is_first_rank():
+        with open(output / name, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(item) + "\n" for item in objects)
+
+
+def track(args, metrics: dict, update):
+    """Logs metrics to Weights & Biases with --track."""
+    if args.track and is_first_rank():
+        import wandb
+
+        wandb.log(metrics, step=update)
+
+
+NO_SCORE = "so far no update has a score: all rewards are None or of weight 0"
+
+
 def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
     if metrics["grad_norm"] == 0 or metrics.get("frac_reward_zero_std") == 1:
         say_once(
-            "an update had no score to learn from: within each group all are equal, or no completion is in the loss"
+            "an update gave no learning signal: within each group all scores are equal, or no completion is in the loss"
         )
     if metrics["completions/clipped_ratio"] > 0.5:
         say_once(
@@ -708,156 +797,115 @@ def warn_about(metrics: dict, args):
         )
 
 
-def steps_taken(optimizer) -> int:
-    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
-
-
-@contextmanager
-def saved_on_error(output: Path, state, policy, optimizer, tokenizer, limit):
-    """If an error inside ends the run, saves a checkpoint of the last complete update, unless the next one has already
-    changed the weights, or other processes do not know of the error and so cannot take part in saving."""
-    try:
-        yield
-    except Exception as error:
-        everywhere = not dist.is_initialized() or isinstance(error, FunctionError)
-        if everywhere and state["update"] and steps_taken(optimizer) == state["steps"]:
-            save_checkpoint(output, state, policy, optimizer, tokenizer, limit)
-        saved = ", ".join(path.name for path in checkpoints(output)[:1]) or "none"
-        tqdm.write(f"an error ends the run after update {state['update']}; newest checkpoint: {saved}")
-        raise
-
-
-def evaluated_updates(num_updates, between) -> set[int]:
-    """The updates after which the policy is evaluated: 0, the last, and up to `between` others, 5 or more apart."""
-    apart = max(5, math.ceil(num_updates / (between + 1)))
-    return {0, num_updates, *range(apart, num_updates - 4, apart)}
-
-
-def open_output(args, output: Path, state):
-    """Prepares the output folder and returns a lock on it. Cuts its files to the lengths they had at the checkpoint (0
-    for a new run), so that a resumed run continues them."""
-    with explained(f"--output_dir {output}: cannot be written to, or another run is using it"):
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "metrics.jsonl").touch()  # first: it marks the folder as a run's
-        lock = (output / "args.json").open("a+")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    lock.truncate(0)
-    lock.write(json.dumps(vars(args), indent=2) + "\n")
-    lock.flush()
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        with open(output / name, "ab") as file:
-            length = state["files"].get(name, 0)
-            require(file.tell() >= length, f"{output / name}: has fewer lines than at the checkpoint; restore it")
-            file.truncate(length)
-    if args.track:
-        with explained("--track: Weights & Biases cannot start"):
-            importlib.import_module("wandb").init(
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                name=output.name,
-                dir=output,
-                id=state["run_id"],
-                resume="allow",
-                config=vars(args),
-            )
-    return lock
-
-
-def lengths(output: Path) -> dict[str, int]:
-    """The lengths in bytes of the files to which a run appends."""
-    return {path.name: path.stat().st_size for path in output.glob("*.jsonl")}
-
-
-def write(output: Path, update, metrics: dict, samples: list[dict], track: bool):
-    """Appends the metrics of an update, and the completions of its evaluation, one line of JSON for each."""
-    with open(output / "completions.jsonl", "a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"update": update, **sample}) + "\n" for sample in samples)
-    with open(output / "metrics.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(metrics) + "\n" if metrics else "")
-    if track:
-        wandb = importlib.import_module("wandb")
-        if samples:
-            metrics = metrics | {"completions": wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])}
-        wandb.log(metrics, step=update)
-
-
 def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: list[str], signals):
     """Samples a completion of each row in each mode ("sampled", "greedy") and grades it: weighted score, judge, and
     whether it beats the row's reference. Returns the samples of all ranks, of which three are shown, and means and
     standard errors by name; both empty if the run was told to stop. All calls begin with the same random numbers."""
+    tqdm.write(f"\nHeld-out completions after {sampling['version']} updates, sampled:")
     model = sampling_model(policy, forward_dtype(args))
-    graders = {"score": (rewards, args.reward_weights)}
-    if judges:
-        graders["judge_score"] = (judges, [1.0])
     samples = []
     for mode in modes:
-        if on_any_rank(signals):
+        if on_any_rank(len(signals) > 0):
             return [], {}
         transformers.set_seed(args.seed % 2**32)
         batch, _ = rollout(model, rows, 1, args.temperature if mode == "sampled" else 0.0, **sampling)
-        pairs = with_references(batch, sampling["stop_ids"])
-        grades = {name: score(functions, weights, pairs)[0].tolist() for name, (functions, weights) in graders.items()}
-        texts, all_ids = completion_texts(batch, tokenizer), batch.completion_ids()
-        for b, (row, text, ids) in enumerate(zip(rows, texts, all_ids, strict=True)):
+        graded = with_references(batch, sampling["stop_ids"])
+        grades = {"": score(rewards, args.reward_weights, graded)[0][0].tolist()}  # by prefix of the name in a sample
+        if judges:
+            grades["judge_"] = score(judges, None, graded)[0][0].tolist()
+        references = itertools.count(len(rows))
+        texts = completion_texts(batch, tokenizer)
+        lengths = batch.response_mask[0].sum(-1).tolist()
+        for b, row in enumerate(rows):
+            reference = next(references) if row["reference_ids"] else None  # its number in `graded`
             sample = {
                 "mode": mode,
                 "prompt": tokenizer.decode(row["prompt_ids"]),  # as the model reads it
-                "completion": text.strip(),
+                "completion": texts[b].strip(),
                 "reference": (row["reference"] or "").strip(),
-                "length": len(ids),
+                "length": lengths[b],
             }
-            for name, (ours, references) in grades.items():
-                sample[name] = None if math.isnan(ours[b]) else ours[b]
-                sample[name.replace("score", "win_rate")] = (
-                    win(ours[b], references[b]) if row["reference_ids"] else None
-                )
+            for prefix, scores in grades.items():
+                sample[f"{prefix}score"] = None if math.isnan(scores[b]) else scores[b]
+                sample[f"{prefix}win_rate"] = None if reference is None else win(scores[b], scores[reference])
             samples.append(sample)
-
     samples = gather(samples)
-    for sample in samples[: min(3, len(rows))]:
-        prompt = " ".join(sample["prompt"].split())
-        shown = sample | {"prompt": prompt if len(prompt) <= 100 else f"... {prompt[-100:]}"}
-        shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
-        tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
-    means = {}
-    for mode in modes:
-        for name in samples[0]:
-            x = [sample[name] for sample in samples if sample["mode"] == mode]
-            x = [value for value in x if isinstance(value, (int, float))]
-            if x:
-                means[f"{mode}/{name}"] = float(np.mean(x))
-                means[f"{mode}/{name}_stderr"] = float(np.std(x) / max(1, len(x) - 1) ** 0.5)
-    return samples, means
+    show(samples[:3])
+    return samples, means_of(samples)
 
 
 def with_references(batch: "Batch", stop_ids) -> "Batch":
-    """A Batch with k = 2 to grade: the completions (1, B, R), then the references of their rows, cut to R - 1 tokens
-    and ended by a stop token. A row without a reference gets its own completion; that grade is not used."""
+    """What an evaluation grades, as a Batch with k = 1: the completions (1, B, R), then the references of the rows that
+    have one, cut to R - 1 tokens and ended by a stop token."""
     R = batch.responses.shape[-1]
-    found = [row["reference_ids"] or own for row, own in zip(batch.rows, batch.responses[0].tolist())]
+    referenced = [row for row in batch.rows if row["reference_ids"]]
     # Filled up with stop tokens, of which the first counts.
-    references = batch.responses.new_tensor([[(ids[: R - 1] + stop_ids[:1] * R)[:R] for ids in found]])
-    return make_batch(batch.rows, torch.cat([batch.responses, references]), stop_ids)
+    references = [(row["reference_ids"][: R - 1] + stop_ids[:1] * R)[:R] for row in referenced]
+    responses = [batch.responses[0], batch.responses.new_tensor(references).view(-1, R)]
+    return make_batch(batch.rows + referenced, torch.cat(responses)[None], stop_ids)
 
 
-def win(ours: float, theirs: float) -> float | None:
-    """1 if our score is above theirs, 0.5 if both are equal up to rounding, else 0; None if one is NaN."""
-    if math.isnan(ours - theirs):
+def win(score: float, reference_score: float) -> float | None:
+    """1 if a score is above the reference's, 0.5 if both are equal up to rounding, else 0; None if one is NaN."""
+    if math.isnan(score - reference_score):
         return None
-    return 0.5 if math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6) else float(ours > theirs)
+    return 0.5 if math.isclose(score, reference_score, rel_tol=1e-6, abs_tol=1e-6) else float(score > reference_score)
 
 
-def print_gains(before: dict[str, float], after: dict[str, float], prompts):
+def means_of(samples: list[dict]) -> dict[str, float]:
+    """Mean and standard error of each number of the samples, by mode and name."""
+    values = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.items():
+            if isinstance(value, int | float):
+                values[f"{sample['mode']}/{name}"].append(value)
+    means = {}
+    for name, x in values.items():
+        means[name] = float(np.mean(x))
+        means[f"{name}_stderr"] = float(np.std(x) / max(1, len(x) - 1) ** 0.5)
+    return means
+
+
+def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
+    """Advances the progress bar by an update."""
+    bar.set_postfix(
+        reward=metrics.get("objective/rlhf_reward", "-"),
+        kl=metrics.get("objective/kl", "-"),
+        win=evaluation.get("sampled/judge_win_rate", evaluation.get("sampled/win_rate", "-")),
+        refresh=False,
+    )
+    bar.update()
+
+
+def show(samples: list[dict]):
+    """Prints samples, with the end of their prompts."""
+    for sample in samples:
+        shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
+        shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
+        tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
+
+
+def write_evaluation(args, output: Path, update, episode, samples: list[dict], means: dict[str, float]):
+    """Appends an evaluation and its completions to the files of the run."""
+    append(output, "completions.jsonl", [{"update": update, **sample} for sample in samples])
+    append(output, "evaluations.jsonl", [{"update": update, "episode": episode, **means}])
+    if args.track and is_first_rank():
+        import wandb
+
+        table = wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])
+        track(args, {f"eval/{name}": value for name, value in means.items()} | {"completions": table}, update)
+
+
+def print_evaluations(before: dict[str, float], after: dict[str, float], prompts):
     """The closing table: the evaluations before and after training."""
-    columns = {"before": before, "after": after} if after else {"before": before}
+    columns = {title: means for title, means in (("before", before), ("after", after)) if means}
     print(f"\n{prompts} held-out prompts, mean ± standard error. score: by the rewards; judge: by --judge_fn, which is")
     print("not trained on; win_rate: graded above the reference, ties count half; length: in tokens.")
     print(f"{'':24}", *(f"{title:>18}" for title in columns))
     for name in before | after:
         if not name.endswith("_stderr"):
-            found = columns.values()
-            cells = [f"{x[name]:10.3f} ± {x[name + '_stderr']:.3f}" if name in x else f"{'-':>18}" for x in found]
-            print(f"{name:24}", *cells)
+            cells = [(x.get(name, math.nan), x.get(f"{name}_stderr", math.nan)) for x in columns.values()]
+            print(f"{name:24}", *(f"{mean:10.3f} ± {stderr:.3f}" for mean, stderr in cells))
 
 
 # ---- Rows: how prompts and completions become rows of a model, and which slots attend to which -----------------------
@@ -1084,8 +1132,7 @@ def completion_logprobs(model, batch: Batch, temperature, layout="group"):
 @torch.no_grad()
 def chunked_logprobs(model, batch: Batch, temperature, layout, chunk_size):
     """Log-probs (k, B, R) without gradient, of at most `chunk_size` completions at a time."""
-    with on_device(model, batch.responses.device):
-        parts = [completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)]
+    parts = [completion_logprobs(model, part, temperature, layout)[0] for part in batch.chunks(chunk_size)]
     return torch.cat(parts, dim=1)
 
 
@@ -1372,25 +1419,26 @@ def sampling_model(policy, dtype):
     return model
 
 
-# ---- Rewards: each is a function of a Batch that returns {name: scores (k, B) float32, NaN where it does not apply} --
+# ---- Rewards: each is a function of a Batch that returns scores (k, B) float32, NaN where it has no score ------------
 
 
 def score(rewards: dict[str, Callable], weights: Sequence[float] | None, batch: Batch):
-    """Σ_i weight_i · score_i (k, B) over the rewards that apply to a completion, NaN where none does; a reward of
-    weight 0 never applies. Also the scores of each reward by name. Weights: in the order of the rewards, or all 1."""
-    by_name, failed = {}, None
+    """Σ_i weight_i · score_i (k, B) over the rewards that have a score for a completion, NaN where none has; a reward
+    of weight 0 never counts. Also the scores of each reward by name. Weights: in the order of the rewards, or all 1."""
+    by_name = {}
+    error = None
     try:
-        for reward in rewards.values():
-            by_name |= reward(batch)
-    except FunctionError as error:
-        failed = error
-    errors = [text for text in gather([failed and str(failed)]) if text]
-    if errors:  # on some rank: all ranks stop here, so that they can save together
-        raise failed or FunctionError(errors[0])
+        for name, reward in rewards.items():
+            by_name[name] = reward(batch)
+    except Exception as raised:
+        error = raised
+    if on_any_rank(error is not None):  # all ranks stop here, so that they can save together
+        error = error or RuntimeError("a reward raised an error in another process, which prints it")
+        error.on_all_ranks = True
+        raise error
     weights = weights or [1.0] * len(rewards)
-    weighted = torch.stack(
-        [(weight or math.nan) * by_name[name] for name, weight in zip(rewards, weights, strict=True)]
-    )
+    weighted = [(weight or math.nan) * scores for weight, scores in zip(weights, by_name.values(), strict=True)]
+    weighted = torch.stack(weighted)
     return weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan), by_name
 
 
@@ -1402,120 +1450,95 @@ def completion_texts(batch: Batch, tokenizer) -> list[str]:
 
 
 def load_reward_model(args, tokenizer, rows, vocabulary) -> dict[str, Callable]:
-    """{"reward_model": reward}. The model reads the policy's tokens if its tokenizer is the policy's, apart from the
-    token for padding, and it has an embedding for each of the policy's tokens; otherwise it reads the text."""
-    flag, path = "--reward_model_path", args.reward_model_path
-    own = load_tokenizer(args, flag, path)
+    """{"reward_model": reward}, or {} without --reward_model_path. The model must read the policy's tokens: its
+    tokenizer is the policy's, apart from the token for padding, and it has an embedding for each of the policy's
+    tokens."""
+    flag = "--reward_model_path"
+    path = args.reward_model_path
+    if path is None:
+        return {}
+    reward_tokenizer = load_tokenizer(args, flag, path)
     model = load_model(args, f"{flag} (with one label)", path, False, AutoModelForSequenceClassification, num_labels=1)
     embeddings = model.config.get_text_config().vocab_size
     require(hasattr(model, "score"), f"{flag} {path}: has no `score` head")
-    require(own.vocab_size <= embeddings, f"{flag} {path}: has fewer embeddings than its tokenizer has words")
-    other_words = {word for word, _ in own.get_vocab().items() ^ tokenizer.get_vocab().items()}
-    if other_words <= {own.pad_token, tokenizer.pad_token} and vocabulary <= embeddings:
-        layout = choose_layout(model, args, rows)
-        return {"reward_model": partial(token_reward, model, layout, args.local_rollout_forward_batch_size)}
-    print(f"{flag} {path}: has another tokenizer or too few embeddings, so it reads completions as text")
-    return {"reward_model": partial(text_reward, model, own, args.local_rollout_forward_batch_size, tokenizer)}
+    others = {token for token, _ in reward_tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items()}
+    require(
+        others <= {reward_tokenizer.pad_token, tokenizer.pad_token} and vocabulary <= embeddings,
+        f"{flag} {path}: cannot read the policy's tokens, since it has another tokenizer or too few embeddings; "
+        "benchmark/tldr/text_reward.py is a reward function for such models (--reward_fns)",
+    )
+    layout = choose_layout(model, args, rows)
+    return {"reward_model": partial(token_reward, model, layout, args.local_rollout_forward_batch_size)}
 
 
 @torch.no_grad()
-def token_reward(model, layout, chunk_size, batch: Batch) -> dict:
-    """The scores of a reward model that reads the policy's tokens."""
-    with on_device(model, batch.responses.device):
-        scores = torch.cat([model_scores(model, part, layout) for part in batch.chunks(chunk_size)], dim=1)
+def token_reward(model, layout, chunk_size, batch: Batch):
+    """The scores (k, B) of a reward model."""
+    parts = [*batch.chunks(chunk_size)]
+    passes = max(gather([len(parts)]))  # as many on each rank, as FSDP needs them; evaluations differ in references
+    scores = [model_scores(model, part, layout) for part in (parts * passes)[:passes]]
+    scores = torch.cat(scores[: len(parts)], dim=1)
     require(scores.isfinite().all(), "a score of the reward model is not finite")
-    return {"reward_model": scores}
-
-
-def text_reward(model, own, chunk_size, tokenizer, batch: Batch) -> dict:
-    """The scores of a reward model that reads the text, through its own tokenizer. Text that has more tokens than the
-    model has positions is cut from the left; reward_model/cut is the share of such texts."""
-    rows, device = batch.rows * len(batch.responses), batch.ended.device
-    texts, ended = completion_texts(batch, tokenizer), batch.ended.flatten().tolist()
-    sequences = [retokenize(*parts, own) for parts in zip(rows, texts, ended, strict=True)]
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    ids, mask = (x.to(device) for x in pad([ids[-most:] for ids in sequences]))
-    # Each text becomes a group of one completion, whose prompt is its first token.
-    again = Batch(rows, ids[:, :1], mask[:, :1], ids[None, :, 1:], mask[None, :, 1:], batch.ended.view(1, -1))
-    scores = token_reward(model, "plain", chunk_size, again)["reward_model"]
-    cut = torch.tensor([float(len(ids) > most) for ids in sequences], device=device)
-    return {"reward_model": scores.view(batch.ended.shape), "reward_model/cut": cut.view(batch.ended.shape)}
-
-
-def retokenize(row, text, ended: bool, own) -> list[int]:
-    """Tokens of a prompt and its completion by a reward model's `own` tokenizer: a chat by its template; other text as
-    it is, then eos if the completion has ended."""
-    if isinstance(row["prompt"], list) and own.chat_template is not None:
-        chat = own.apply_chat_template([*row["prompt"], {"role": "assistant", "content": text}], tokenize=False)
-        ids = own(chat, add_special_tokens=False)["input_ids"]
-    else:
-        ids = own(row["prompt_text"] + text)["input_ids"]
-        if ended and own.eos_token_id not in (None, *ids[-1:]):
-            ids = [*ids, own.eos_token_id]
-    if ids[:2] == [own.bos_token_id] * 2:  # one of them is the text's: the policy's chat template adds it
-        ids = ids[1:]
-    return ids
+    return scores
 
 
 def load_functions(specs: Sequence[str], flag, tokenizer, row) -> dict[str, Callable]:
     """name -> reward, for functions `file.py:function` or `module:function`. They may import modules from their folder,
     and must accept the columns of a dataset's row, see function_reward."""
-    rewards, columns = {}, [name for name in row["columns"] if name != "prompt"]
+    rewards = {}
+    columns = [name for name in row["columns"] if name != "prompt"]
+    given = ["prompts", "completions", "completion_ids", *columns]
     for spec in specs:
         label = f"--{flag} {spec}"
         function = load_function(spec, label)
-        given = ["prompts", "completions", "completion_ids", *columns]
         with explained(f"{label}: is given {', '.join(given)}; add **columns for those that it does not need"):
             inspect.signature(function, follow_wrapped=False).bind(**dict.fromkeys(given))
         name = spec.rpartition(":")[2]
         require(name not in {*rewards, "reward_model"}, f"{label}: another reward is called {name}; rename one of them")
-        rewards[name] = partial(function_reward, label, function, name, tokenizer)
+        rewards[name] = partial(function_reward, label, function, tokenizer)
     return rewards
 
 
 def load_function(spec, label) -> Callable:
-    """The function of `file.py:function` or `module:function`."""
+    """The function of `file.py:function` or `module:function`. An error in its file is raised as it is."""
     source, _, name = spec.rpartition(":")
-    path = Path(source).resolve()
-    sys.path.append(str(path.parent))
+    path = Path(source)
+    is_file = path.suffix == ".py"
+    require(path.is_file() if is_file else source, f"{label}: must be file.py:function or module:function of a file")
+    sys.path.append(str(path.resolve().parent))
+    module_name = path.stem if is_file else source
     try:
-        module = importlib.import_module(path.stem if path.suffix == ".py" else source)
-        require(path.suffix != ".py" or path.samefile(module.__file__), f"rename it: {module} has the same name")
-        return getattr(module, name)
-    except (Exception, SystemExit) as error:
-        inside = any(frame.filename == str(path) for frame in traceback.extract_tb(error.__traceback__))
-        said = f"{label}: cannot be loaded as file.py:function or module:function ({type(error).__name__}: {error})"
-        raise (FunctionError if inside else InputError)(said) from error  # the former shows its trace
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        require(not f"{module_name}.".startswith(f"{error.name}."), f"{label}: there is no module {error.name}")
+        raise  # a module that the file imports
+    origin = getattr(module, "__file__", "Python itself")
+    require(hasattr(module, name), f"{label}: there is no {name} in {origin}; is this your file, or one of its name?")
+    return getattr(module, name)
 
 
-def function_reward(label, function: Callable, name, tokenizer, batch: Batch) -> dict:
-    """Scores of a reward function by its `name`, NaN where it returned None. It gets prompts (as the dataset has them),
+def load_engine(name: str) -> str | Callable:
+    """What --rollout_engine names, for `rollout`."""
+    return name if name in ("group", "hf") else load_function(name, f"--rollout_engine {name}")
+
+
+def function_reward(label, function: Callable, tokenizer, batch: Batch):
+    """Scores (k, B) of a reward function, NaN where it returned None. It gets prompts (as the dataset has them),
     completions (texts), completion_ids (with the stop token) and the other columns by name: lists in order j·B + b."""
-    rows = batch.rows * len(batch.responses)
-    given = {x: [deepcopy(row["columns"][x]) for row in rows] for x in rows[0]["columns"] if x != "prompt"}
-    given["prompts"] = [deepcopy(row["prompt"]) for row in rows]  # copies: the function may change what it gets
+    rows = [deepcopy(row) for row in batch.rows * len(batch.responses)]  # the function may change what it gets
+    given = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"] if name != "prompt"}
+    given["prompts"] = [row["prompt"] for row in rows]
     given["completions"] = completion_texts(batch, tokenizer)
     given["completion_ids"] = batch.completion_ids()
-    try:
-        scores = function(**given)
-        scores = list(scores) if inspect.isgenerator(scores) else scores
-    except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [x for x in frames if "/lib/python3" not in x.filename and x.filename[0] != "<"]  # not a library's
-        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else name
-        said = (str(error).splitlines() or [""])[0]
-        raise FunctionError(f"{label} raised {type(error).__name__}: {said} ({place})") from error
-    n = len(rows)
-    try:
-        values = list(scores)
-        numbers = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
-        finite_or_none = numbers.isfinite().tolist() == [value is not None for value in values]
-        if len(values) != n or not finite_or_none or isinstance(scores, dict):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        said = f"{len(scores)} values" if hasattr(scores, "__len__") and len(scores) != n else f"{scores!r:.60}"
-        raise FunctionError(f"{label} must return {n} finite numbers or Nones in a list, not {said}") from None
-    return {name: numbers.to(batch.ended.device).view(batch.ended.shape)}
+    values = function(**given)
+    if isinstance(values, Iterator):  # of a generator, which runs here
+        values = list(values)
+    must = f"{label} must return {len(rows)} finite numbers or Nones in a list, not {values!r:.60}"
+    with explained(must):
+        scores = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    require(len(values) == len(rows), f"{label} must return {len(rows)} values, not {len(values)}")
+    require(scores.isfinite().tolist() == [value is not None for value in values], must)
+    return scores.to(batch.ended.device).view(batch.ended.shape)
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -1523,7 +1546,7 @@ def function_reward(label, function: Callable, name, tokenizer, batch: Batch) ->
 
 def load_rows(name, split) -> list[dict] | None:
     """Rows of a split, None if it does not exist. `name`: a .jsonl file (its split: train), a folder, or a Hub id."""
-    with explained(f"--dataset_name {name[:99]}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
+    with explained(f"--dataset_name {name}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
             from datasets import load_dataset
@@ -1539,11 +1562,16 @@ def load_rows(name, split) -> list[dict] | None:
 
 def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     """Rows to train and to evaluate on, as `prepare_row` makes them; there may be none to evaluate on."""
-    name, split, wanted = args.dataset_name, args.dataset_train_split, args.dataset_test_split
+    name = args.dataset_name
+    split = args.dataset_train_split
     train = load_rows(name, split)
-    test = load_rows(name, wanted or "test") if wanted or split != "test" else None
     require(train, f"--dataset_name {name}: its split {split} has no rows; choose one with --dataset_train_split")
-    require(test is not None or wanted is None, f"--dataset_test_split {wanted}: {name} has no such split")
+    test = load_rows(name, args.dataset_test_split or "test")
+    require(
+        test or not args.dataset_test_split, f"--dataset_test_split: {name} has no rows in {args.dataset_test_split}"
+    )
+    if not args.dataset_test_split and split == "test":
+        test = None
     if test is None:
         n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
@@ -1553,10 +1581,12 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
         require(column not in columns, f"--dataset_name {name}: rename its column `{column}`, an argument of rewards")
     train = [columns | row for row in train]
     test = [columns | row for row in test[: args.num_eval_prompts]]
-    return (
-        prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}"),
-        prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out"),
-    )
+    train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
+    test = prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out")
+    cut = sum(len(row["reference_ids"]) >= args.response_length for row in test)
+    if cut:
+        print(f"{cut} of {len(test)} references are cut to --response_length {args.response_length} for grading")
+    return train, test
 
 
 def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
@@ -1610,10 +1640,16 @@ def prepare_row(row, tokenizer) -> dict:
 
 def load_tokenizer(args, flag, path):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
+    say_if_remote(path)
     with explained(f"{flag} {path}: cannot be loaded as a folder or Hub model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     require(len(tokenizer) > len(tokenizer.all_special_ids), f"{flag} {path}: has no usable tokenizer; save one there")
     return tokenizer
+
+
+def say_if_remote(path):
+    if not os.path.exists(path):
+        say_once(f"{path} is not a local folder: looking it up on the Hugging Face Hub")
 
 
 def stop_token_ids(args, model, tokenizer) -> list[int]:
@@ -1622,8 +1658,8 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
         ids = [args.stop_token_id]
     elif args.stop_token not in (None, "eos"):
         ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
-        known = len(ids) == 1 and tokenizer.decode(ids).strip() == args.stop_token.strip()
-        ids = ids if known else []
+        if len(ids) != 1 or tokenizer.decode(ids).strip() != args.stop_token.strip():
+            ids = []  # not one token, or an unknown one
     else:
         configured = model.generation_config.eos_token_id
         ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
@@ -1640,19 +1676,19 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
 def load_model(args, flag, path, trained, auto_class=AutoModelForCausalLM, **options):
     """Loads a model on its device, in eval mode; sharded if --sharding fsdp. Only a trained model has gradients."""
     device = torch.device(args.device)
-    home = torch.device("cpu") if args.offload_reference and not trained else device
     model = read_model(args, f"{flag} {path}", path, trained, auto_class, **options)
     model.eval().requires_grad_(trained)
     if trained and args.gradient_checkpointing:
         for layer in layers_of(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     if args.sharding == "fsdp":
-        return shard(model, device, home, forward_dtype(args))
-    return model.to(home)
+        return shard(model, device, forward_dtype(args))
+    return model.to(device)
 
 
 def read_model(args, label, path, trained, auto_class, **options):
     """A model on the CPU; with --sharding fsdp only the first rank reads the weights."""
+    say_if_remote(path)
     trust = {"trust_remote_code": args.trust_remote_code}
     dtype = torch.float32 if trained else forward_dtype(args)
     missing = []
@@ -1678,19 +1714,20 @@ def layers_of(model) -> list:
     return max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[])
 
 
-def shard(model, device, home: torch.device, dtype):
-    """Shards a model by FSDP2: each rank keeps a part of its weights, at `home`. A layer is gathered in `dtype`, on the
-    device, when it is needed. So embeddings and the residual stream are in `dtype` too; without sharding, in float32.
-    The first rank, which has read the weights and buffers, sends them to the others."""
-    # 1. The first rank keeps weights and buffers aside; the model itself becomes empty on all ranks.
-    weights, buffers = (model.state_dict(), [*model.buffers()]) if is_first_rank() else ({}, None)
+def shard(model, device, dtype):
+    """Shards a model by FSDP2: each rank keeps a part of its weights. A layer is gathered in `dtype` when it is needed.
+    So embeddings and the residual stream are in `dtype` too; without sharding, in float32. The first rank, which has
+    read the weights and buffers, sends them to the others."""
+    # 1. The first rank keeps weights and buffers aside; the model itself becomes empty on all ranks. Moving a model
+    # makes two tensors of an embedding that is also the head; tie_weights makes them one again.
+    weights = model.state_dict() if is_first_rank() else {}
+    buffers = [*model.buffers()]
     model.to("meta").tie_weights()
 
     # 2. Each layer is gathered and freed on its own, and so is all the rest together: embedding, norm and head.
     options = {
         "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": fsdp.MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32),
-        "offload_policy": fsdp.CPUOffloadPolicy() if home != device else fsdp.OffloadPolicy(),
     }
     for module in [*layers_of(model), model]:
         fsdp.fully_shard(module, reshard_after_forward=True, **options)
@@ -1699,7 +1736,7 @@ def shard(model, device, home: torch.device, dtype):
     model.forward = lambda function, *args, **options: function(model, *args, **options)
 
     # 3. The shards get their memory, then their part of the first rank's weights.
-    model.to_empty(device=home).tie_weights()
+    model.to_empty(device=device).tie_weights()
     state_dict.set_model_state_dict(model, weights, options=FROM_FIRST)
     for mine, theirs in zip(model.buffers(), on_first_rank(lambda: buffers), strict=True):
         mine.data = theirs.to(device)  # no state dict has rotary frequencies
@@ -1827,25 +1864,13 @@ def close(x, expected) -> bool:
 def start_processes(device) -> tuple[int, int]:
     """Rank and number of processes, from torchrun's environment variables. Makes `device` the current CUDA device."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if device.type == "cpu":
-        keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
     if world > 1 and not dist.is_initialized():
-        with explained(f"WORLD_SIZE {world}: the processes cannot connect"):
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(hours=2))  # saving may take an hour
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # saving may take an hour
     return dist.get_rank() if world > 1 else 0, world
-
-
-def keep_freed_memory():
-    """Lets the process keep the memory of freed tensors for new ones. Getting it anew from the operating system takes
-    up to a tenth of an update on a CPU. Uses glibc's mallopt; without it nothing happens."""
-    with suppress(AttributeError):
-        libc, M_MMAP_MAX, M_TRIM_THRESHOLD = ctypes.CDLL(None), -4, -1
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def sum_over_ranks(x):
@@ -1873,28 +1898,14 @@ def on_first_rank(function: Callable):
     return gather([function() if is_first_rank() else None])[0]
 
 
-def on_any_rank(items: Sequence) -> bool:
-    """Whether `items` is not empty on at least one rank."""
-    return any(gather([len(items) > 0]))
+def on_any_rank(condition: bool) -> bool:
+    """Whether the condition holds on at least one rank."""
+    return any(gather([condition]))
 
 
 def whole(x):
     """A tensor, gathered if it is sharded."""
     return x.full_tensor() if isinstance(x, dist.tensor.DTensor) else x
-
-
-@contextmanager
-def on_device(model, device):
-    """Moves a model to the device; at the end its old tensors return, without a copy. FSDP moves its models itself."""
-    tensors = [] if isinstance(model, fsdp.FSDPModule) else [*model.parameters(), *model.buffers()]
-    home = [x.data for x in tensors]
-    for x in tensors:
-        x.data = x.data.to(device)
-    try:
-        yield
-    finally:
-        for x, data in zip(tensors, home, strict=True):
-            x.data = data
 
 
 def clock(device) -> float:
@@ -1905,13 +1916,18 @@ def clock(device) -> float:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
-# checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and `state` of main in
-# state.json.
+# checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and in state.json:
+#   update   None from an update's first optimizer step until the update is complete; never so in a file
+#   flags    resolved, with the number of completions per update and of training prompts
+#   run_id   for Weights & Biases
+#   before   the evaluation before training
+#   files    lengths in bytes, after the update, of the files that the run appends to
 
+RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers from all ranks to the first
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 DAMAGED = "checkpoint (if it is damaged, move it away; --resume then uses the one before)"
-MAKES_ANOTHER_RUN = {
+FIXED_ON_RESUME = {
     "sft_model_path",
     "model_name_or_path",
     "reward_model_path",
@@ -1924,22 +1940,12 @@ MAKES_ANOTHER_RUN = {
     "completions per update",
     "training prompts",
 }
-EVALUATES_OTHERWISE = {
-    "dataset_test_split",
-    "num_eval_prompts",
-    "judge_fn",
-    "reward_weights",
-    "response_length",
-    "temperature",
-    "stop_token",
-    "stop_token_id",
-}
 
 
 def checkpoints(output: Path) -> list[Path]:
     """The checkpoints in `output`, the newest first."""
-    found = [path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal()]
-    return sorted(found, key=lambda path: -int(path.name[11:]))
+    folders = [path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    return sorted(folders, key=lambda path: -int(path.name[11:]))
 
 
 def save_policy(folder: Path, policy, tokenizer):
@@ -1955,10 +1961,9 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
     target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
     if on_first_rank(target.exists):
         return
-    with explained(f"{target} cannot be saved; free disk space and continue with --resume"), ExitStack() as at_the_end:
+    with explained(f"{target} cannot be saved; free disk space and continue with --resume"):
         if is_first_rank():
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-            at_the_end.callback(shutil.rmtree, unfinished, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed, or of a full disk
         save_policy(unfinished, policy, tokenizer)
         moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
         if is_first_rank():
@@ -1971,22 +1976,32 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
     gather([None])
 
 
+def new_state(output: Path, flags: dict) -> dict:
+    """The state of a run that begins."""
+    return {"update": 0, "flags": flags, "run_id": f"{output.name}-{time.time_ns()}", "before": {}, "files": {}}
+
+
 def load_state(folder: Path, flags: dict) -> dict:
-    """The state of a checkpoint, with the new `flags`. Prints which changed; refuses changes to MAKES_ANOTHER_RUN, and
-    drops the evaluation before training if that after it will be another one."""
+    """The state of a checkpoint, with the new `flags`. Prints which of them changed, and refuses changes to
+    FIXED_ON_RESUME. After a change the evaluation before training is dropped, since that after it may measure something
+    else; more --total_episodes do not count as one."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         before = state["flags"]
-    changed = {}
-    for name, value in flags.items():
-        if before.get(name) != value and name not in ("resume", "output_dir", "device"):
-            changed[name] = f"{name} {before.get(name)} -> {value}"
-    another = [text for name, text in changed.items() if name in MAKES_ANOTHER_RUN]
-    require(not another, f"--resume: {folder.parent} is a run with other flags: {', '.join(another)}")
+    new = json.loads(json.dumps(flags))  # with lists instead of tuples
+    names = [name for name in new if before.get(name) != new[name] and name not in ("resume", "output_dir", "device")]
+    changed = {name: f"{name} {before.get(name)} -> {new[name]}" for name in names}
+    fixed = [text for name, text in changed.items() if name in FIXED_ON_RESUME]
+    require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
     said = f"; changed: {', '.join(changed.values())}" if changed else ""
     print(f"resumed from {folder}{said}")
-    kept = {} if changed.keys() & EVALUATES_OTHERWISE else state["before"]
-    return state | {"flags": flags, "before": kept}
+    if changed.keys() - {"total_episodes"}:
+        print("the closing table is without the evaluation before training, which had other flags")
+        state["before"] = {}
+    done = state["update"] * flags["completions per update"]
+    if flags["total_episodes"] < done:
+        print(f"--total_episodes {flags['total_episodes']}: the run has done {done}, so nothing is trained")
+    return state | {"flags": flags}
 
 
 def load_moments(folder: Path, policy, optimizer):
@@ -2007,10 +2022,6 @@ class InputError(ValueError):
     """A mistake in what the user gave: the command line prints it as one line, without a stack trace."""
 
 
-class FunctionError(InputError):
-    """An error in a function of the user's (reward, judge or rollout engine), raised on all processes."""
-
-
 def require(condition: object, message: str):
     if not condition:
         raise InputError(message)
@@ -2023,9 +2034,9 @@ def explained(message: str):
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except (Exception, SystemExit) as error:  # libraries and users' files raise what they like
-        said = (str(error).strip().splitlines() or [""])[0][:200]
-        raise InputError(f"{message} ({type(error).__name__}: {said})") from error
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise InputError(f"{message} ({type(error).__name__}: {first_line})") from error
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -2045,13 +2056,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def resolve_args(args: Args) -> Args:
-    """Fills in the defaults that depend on other flags and refuses what cannot run, before anything is loaded."""
+    """A copy with the defaults filled in that depend on other flags or on the machine. Refuses nothing."""
     args = replace(args)
-    embedded = not (args.dataset_name or args.sft_model_path or args.model_name_or_path)
-    if args.token_level_kl:
-        args.kl_level = "token"
+    bundled = not (args.dataset_name or args.sft_model_path or args.model_name_or_path)
     if args.dataset_name is None:
-        require(MINI_TLDR.is_dir(), f"--dataset_name is needed: the embedded task is not at {MINI_TLDR}")
         args.dataset_name = str(MINI_TLDR)
         args.sft_model_path = args.sft_model_path or args.model_name_or_path or str(MINI_TLDR / "sft")
         args.judge_fn = args.judge_fn or f"{MINI_TLDR}/mini_tldr.py:gold_judge"
@@ -2059,57 +2067,77 @@ def resolve_args(args: Args) -> Args:
             args.reward_model_path = args.reward_model_path or str(MINI_TLDR / "reward")
     args.sft_model_path = args.sft_model_path or args.model_name_or_path
     args.model_name_or_path = args.model_name_or_path or args.sft_model_path
-    if args.cliprange_high is None:
-        args.cliprange_high = args.cliprange
+    if args.token_level_kl:
+        args.kl_level = "token"
     if args.ratio_level is None:
         args.ratio_level = default_ratio_level(args)
-        if args.ratio_level == "token":
-            print("one ratio per token (--ratio_level token), since rewards or losses are per token")
+    if args.cliprange_high is None:
+        args.cliprange_high = args.cliprange
+    if args.learning_rate is None:
+        args.learning_rate = 2.5e-4 if bundled else 1e-6
+    if args.total_episodes is None and bundled:
+        args.total_episodes = 6_400  # else `main` counts the training prompts
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda":
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    if args.learning_rate is None:
-        args.learning_rate = 2.5e-4 if embedded else 1e-6
-    if args.total_episodes is None and embedded:
-        args.total_episodes = 6_400
     if args.dtype is None:
-        half = args.device.startswith("cuda") and torch.cuda.is_bf16_supported() and not embedded
+        half = args.device.startswith("cuda") and torch.cuda.is_bf16_supported() and not bundled
         args.dtype = "bfloat16" if half else "float32"
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 and args.sharding == "fsdp":
         print("--sharding fsdp: there is one process, which holds all weights")
         args.sharding = "ddp"
-    num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
-    args.reward_weights = args.reward_weights or (1.0,) * num_rewards
-    require(args.output_dir or not args.resume, "--resume needs --output_dir: which run should continue?")
-    args.output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    if args.output_dir is None and not args.resume:
+        args.output_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    return args
 
+
+def default_ratio_level(args) -> str:
+    """One ratio per completion, unless rewards or losses are per token."""
+    return "sequence" if args.kl_level == args.loss_aggregation == "sequence" else "token"
+
+
+def check_args(args: Args):
+    """Refuses flags, as from resolve_args, that cannot run, before anything is loaded."""
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             least = LEAST.get(name, 0)
             require(math.isfinite(value) and value >= least, f"--{name} {value}: must be finite and at least {least}")
-    k, size = args.rloo_k, args.per_device_train_batch_size
-    require(size % k == 0, f"--per_device_train_batch_size {size}: must be a multiple of --rloo_k {k}, whole groups")
+    k = args.rloo_k
+    size = args.per_device_train_batch_size
+    num_rewards = (args.reward_model_path is not None) + len(args.reward_fns)
+    weights = args.reward_weights or (1.0,) * num_rewards
+    bundled = args.dataset_name == str(MINI_TLDR)
+    require(not bundled or MINI_TLDR.is_dir(), f"--dataset_name is needed: the bundled task is not at {MINI_TLDR}")
     require(args.sft_model_path, "--sft_model_path is needed with --dataset_name: which model should be trained?")
     require(num_rewards, "no reward: give --reward_model_path, --reward_fns or both")
     require(
-        len(args.reward_weights) == num_rewards and all(map(math.isfinite, args.reward_weights)),
-        f"--reward_weights {args.reward_weights}: must be {num_rewards} finite numbers, the reward model's first, then "
+        len(weights) == num_rewards and all(map(math.isfinite, weights)) and any(weights),
+        f"--reward_weights {weights}: must be {num_rewards} finite numbers, not all 0, the reward model's first, then "
         "those of --reward_fns",
     )
+    require(size % k == 0, f"--per_device_train_batch_size {size}: must be a multiple of --rloo_k {k}, whole groups")
     require(
         args.ratio_level == "token" or args.kl_level == "sequence",
         "--ratio_level sequence: a reward per token (--kl_level token) needs a ratio per token",
     )
-    require(any(args.reward_weights), f"--reward_weights {args.reward_weights}: all are 0")
     require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
-    output = Path(args.output_dir)
+    require(args.output_dir, "--resume needs --output_dir: which run should continue?")
+    check_output(Path(args.output_dir), args.resume)
+    with explained(f"--device {args.device}: cannot be used"):
+        torch.zeros(1, device=args.device).item()
+
+
+def check_output(output: Path, resume: bool):
+    """Refuses an output folder in which a run would overwrite something."""
     metrics = output / "metrics.jsonl"
-    found = {path.name for path in output.glob("*")}
-    left_over = {"metrics.jsonl"} <= found <= {"metrics.jsonl", "args.json", "completions.jsonl"}
-    new = not found or left_over and not metrics.read_bytes()  # left over by a run that did no update
+    names = {path.name for path in output.glob("*")}
+    # A run that ended before its first update does not block its folder, unless all it had to do was to evaluate.
+    is_run = "metrics.jsonl" in names <= {*RUN_FILES, "args.json"}
+    only_evaluates = "args.json" in names and '"total_episodes": 0,' in (output / "args.json").read_text()
+    new = not names or is_run and not metrics.read_bytes() and not only_evaluates
     require(
-        new or args.resume and metrics.is_file(),
+        new or resume and metrics.is_file(),
         f"--output_dir {output}: is not empty; choose a new folder, or continue with --resume if it holds a run "
         "(a metrics.jsonl)",
     )
@@ -2117,9 +2145,6 @@ def resolve_args(args: Args) -> Args:
         new or checkpoints(output) or not (output / "config.json").is_file(),
         f"--resume: {output} has a trained policy and no checkpoint to continue from; choose a new --output_dir",
     )
-    with explained(f"--device {args.device}: cannot be used"):
-        torch.zeros(1, device=args.device).item()
-    return args
 
 
 LEAST = {  # minimum of numeric flags; 0 for those not listed
@@ -2139,7 +2164,8 @@ LEAST = {  # minimum of numeric flags; 0 for those not listed
 
 def command_line(argv: list[str] | None = None):
     """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM or Ctrl-C, after the update."""
-    rank, signals = int(os.environ.get("RANK", 0)), []
+    rank = int(os.environ.get("RANK", 0))
+    signals = []
     if rank > 0:  # only the first process prints
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     transformers.logging.set_verbosity_error()
@@ -2158,35 +2184,23 @@ def command_line(argv: list[str] | None = None):
         os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))  # processes of reward functions
     try:
         main(parse_args(argv), signals)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except (Exception, SystemExit) as error:
-        text = one_line(error)
-        if isinstance(error, FunctionError) and error.__cause__:
-            traceback.print_exception(error.__cause__)
-        if rank > 0:  # the first rank most likely prints the same error, then torchrun ends this one: wait
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(3)
-        if text is None:
+    except Exception as error:
+        line = one_line(error)
+        if line is None:
             raise
-        sys.exit(f"rloo.py: {text}")
+        sys.exit(f"rloo.py: {line}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def one_line(error: BaseException) -> str | None:
+def one_line(error: Exception) -> str | None:
     """The message for an error that needs no stack trace; None for one that needs it."""
-    text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return (
             "out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and raise "
             "--gradient_accumulation_steps by the same factor"
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{text}; free disk space and continue with --resume"
-    if isinstance(error, InputError) or isinstance(error, OSError) and error.filename:
-        return text
-    if dist.is_initialized() and "closed by peer" in text:
-        return f"another process has ended ({text.splitlines()[0]})"
-    return None
+    return str(error) if isinstance(error, InputError) else None
 
 
 if __name__ == "__main__":

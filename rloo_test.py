@@ -12,7 +12,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import platform
 import random
 import re
 import runpy
@@ -33,7 +32,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: a name that is n
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
@@ -179,8 +178,8 @@ def modules_of_this_test(monkeypatch):
             del sys.modules[name]
 
 
-def read_metrics(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(output: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (output / f"{name}.jsonl").read_text().splitlines()]
 
 
 def final_weights(output: Path) -> torch.Tensor:
@@ -260,8 +259,8 @@ def advantages_of(scores, kl, mask, kl_coef: float, level: str, normalize: bool 
     """As in `update`: (k, B, 1), or (k, B, R) at token level."""
     advantages = rloo.advantage(rloo.rlhf_reward(scores, kl, kl_coef, level), estimator)
     advantages = advantages.view(*scores.shape, -1)
-    advantages = advantages.masked_fill(~mask[..., : advantages.shape[-1]], math.nan)
-    return (rloo.standardize(advantages) if normalize else advantages).nan_to_num(0.0)
+    counts = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
+    return (rloo.standardize(advantages, counts) if normalize else advantages).masked_fill(~counts, 0.0)
 
 
 def test_baseline_is_the_one_of_trl_s_documented_example():
@@ -1519,10 +1518,7 @@ def test_one_seed_repeats_a_run_exactly_and_evaluation_does_not_change_it(train,
         ]
     finally:
         torch.set_num_threads(before)
-    plain = [
-        [{name: x for name, x in update.items() if not name.startswith("eval")} for update in metrics]
-        for metrics in (without_times(metrics) for metrics, _ in runs)
-    ]
+    plain = [without_times(metrics) for metrics, _ in runs]
     assert plain[0] == plain[1] != plain[2]
     files = [(output / "model.safetensors").read_bytes() for _, output in runs]
     assert files[0] == files[1] != files[2]
@@ -1546,9 +1542,9 @@ def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_
     expected = torch.tensor([[1.0 - 4.0, 0.0, 0.0 - 3.0], [4.0 - 1.0, 0.0, 0.0], [0.0, 0.0, 3.0 - 0.0]])
     assert torch.equal(rloo.advantage(rewards).nan_to_num(0.0), expected)
     a, b = torch.tensor([[0.0, math.nan, math.nan]]), torch.tensor([[2.0, 3.0, math.nan]])
-    total, found = rloo.score({"a": lambda batch: {"a": a, "a/cut": b}, "b": lambda batch: {"b": b}}, (1.0, 0.5), None)
+    total, by_name = rloo.score({"a": lambda batch: a, "b": lambda batch: b}, (1.0, 0.5), None)
     assert torch.equal(total[0, :2], torch.tensor([1.0, 1.5])) and total[0, 2].isnan()
-    assert [*found] == ["a", "a/cut", "b"]
+    assert by_name == {"a": a, "b": b}
 
 
 def test_a_run_with_unscorable_completions(train):
@@ -1752,9 +1748,9 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
         calls.append((prompts, completions, completion_ids, answer, columns))
         return [None if i == 3 else i for i in range(12)]
 
-    scores = rloo.function_reward("--reward_fns r", reward, "r", tokenizer, batch)["r"]
+    scores = rloo.function_reward("--reward_fns r", reward, tokenizer, batch)
     assert scores[0, 3].isnan() and scores[2, 1] == 9 and scores.shape == (3, 4)
-    lazy = rloo.function_reward("--reward_fns r", lambda **columns: map(float, range(12)), "r", tokenizer, batch)["r"]
+    lazy = rloo.function_reward("--reward_fns r", lambda **columns: map(float, range(12)), tokenizer, batch)
     assert lazy.tolist() == torch.arange(12.0).view(3, 4).tolist()
     ((prompts, completions, completion_ids, answer, columns),) = calls
     assert prompts == [f"prompt {i}" for i in range(4)] * 3 and answer == [0, 1, 2, 3] * 3 and columns == {}
@@ -1788,32 +1784,30 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
 @pytest.mark.parametrize(
     "returned, message",
     [
-        ([1.0], "1"),
-        ([1.0] * 13, "13"),
-        (None, "None"),
-        (3.0, "3.0"),
-        (["1"] * 12, r"\['1', "),
-        ([math.nan] * 12, r"\[nan, "),
-        ([math.inf] * 12, r"\[inf, "),
-        ([1e300] * 12, r"\[1e\+300, "),
-        ([10**400] * 12, r"\[1000"),
+        ([1.0], "12 values, not 1"),
+        ([1.0] * 13, "12 values, not 13"),
+        (None, "12 finite numbers or Nones in a list, not None"),
+        (3.0, "12 finite numbers or Nones in a list, not 3.0"),
+        (["1"] * 12, r"12 finite numbers or Nones in a list, not \['1', "),
+        ([math.nan] * 12, r"12 finite numbers or Nones in a list, not \[nan, "),
+        ([math.inf] * 12, r"12 finite numbers or Nones in a list, not \[inf, "),
+        ([1e300] * 12, r"12 finite numbers or Nones in a list, not \[1e\+300, "),
+        ([10**400] * 12, r"12 finite numbers or Nones in a list, not \[1000"),
     ],
 )
 def test_what_a_reward_function_may_not_return(returned, message):
-    with pytest.raises(
-        InputError, match=f"^--reward_fns r must return 12 finite numbers or Nones in a list, not {message}"
-    ):
-        rloo.function_reward("--reward_fns r", lambda **kw: returned, "r", tiny_tokenizer(), random_batch())
+    with pytest.raises(InputError, match=f"^--reward_fns r must return {message}"):
+        rloo.function_reward("--reward_fns r", lambda **kw: returned, tiny_tokenizer(), random_batch())
 
 
-def test_a_reward_function_may_be_a_generator_and_its_error_names_its_line():
+def test_a_reward_function_may_be_a_generator_and_its_error_is_raised_as_it_is():
     def scores(completions, **columns):
         for text in completions[1:]:
             yield float(len(text))
         raise KeyError("last")
 
-    with pytest.raises(rloo.FunctionError, match=r"^r raised KeyError: 'last' \(.*rloo_test.py, line \d+\)"):
-        rloo.function_reward("r", scores, "r", tiny_tokenizer(), random_batch())
+    with pytest.raises(KeyError, match="last"):
+        rloo.function_reward("r", scores, tiny_tokenizer(), random_batch())
 
 
 def test_models_that_the_decoder_cannot_run_are_found_by_a_trial(capsys):
@@ -1839,15 +1833,14 @@ def test_a_sliding_window_of_0_is_none():
 
 
 @pytest.mark.parametrize("flag", ["reward_fns", "judge_fn"])
-def test_an_error_in_a_users_function_names_flag_file_and_line(train, tmp_path, flag):
-    """... the innermost line of the user's files, not of the library that was called there."""
-    (tmp_path / "helper_of_mine.py").write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
-    code = "import helper_of_mine\n\n\ndef f(completions, **columns):\n    return helper_of_mine.read('{')\n"
+def test_an_error_in_a_users_function_is_raised_as_it_is(train, tmp_path, flag):
+    """... with the trace down to the line of the user's file, and beyond."""
+    code = "import json\n\n\ndef f(completions, **columns):\n    return json.loads('{')\n"
     (tmp_path / "mine.py").write_text(code)
     spec = f"{tmp_path}/mine.py:f"
-    where = rf"\({tmp_path}/helper_of_mine.py, line 5\)$"
-    with pytest.raises(InputError, match=rf"^--{flag} {spec} raised JSONDecodeError: .* {where}"):
+    with pytest.raises(json.JSONDecodeError) as error:
         train(num_eval_prompts=2, **{flag: (spec,) if flag == "reward_fns" else spec})
+    assert (tmp_path / "mine.py", 4) in [(Path(str(place.path)), place.lineno) for place in error.traceback]
 
 
 def test_functions_of_one_file_share_it_and_can_be_pickled(tmp_path):
@@ -1872,33 +1865,43 @@ def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train, tmp_pa
     flags = {"reward_model_path": None, "reward_fns": functions, "reward_weights": (1.0, 0.0), "kl_coef": 0.0}
     with pytest.raises(InputError, match="^so far no update has a score"):
         train(**flags, total_episodes=32, output_dir=str(tmp_path / "out"))
-    (metrics,) = read_metrics(tmp_path / "out")  # of the first of two updates
+    metrics, _ = read_metrics(tmp_path / "out")
     assert metrics["rewards/constant_reward/mean"] == 1 and "objective/scores" not in metrics
 
 
-@pytest.mark.parametrize("kind", ["text", "text with bos", "chat"])
-@pytest.mark.parametrize("positions", [128, 6])
-def test_a_reward_model_with_its_own_tokenizer_reads_the_text_of_prompt_and_completion(kind, positions):
-    """A chat by its own template, the completion as the assistant's turn; else prompt and completion, with eos where it
-    ended, and one bos if both that tokenizer and the policy's template add it. What has more tokens than the model has
-    positions is cut from the left and counted."""
-    batch, tokenizer, model = random_batch(), tiny_tokenizer(), tiny_model(classifier=True)
-    own, bos = chat_tokenizer() if kind == "chat" else tiny_tokenizer(), ""
-    if kind == "text with bos":
-        own.bos_token, bos = "<eos>", "<eos> "
-        own.backend_tokenizer.post_processor = processors.TemplateProcessing("<eos> $A", None, [("<eos>", 0)])
-    for row in batch.rows:
-        row["prompt_text"] = text = bos + tokenizer.decode(row["prompt_ids"]) + " "
-        row["prompt"] = [SYSTEM, {"role": "user", "content": text}] if kind == "chat" else text
-    model.config.max_position_embeddings = positions
-    found = rloo.text_reward(model, own, 64, tokenizer, batch)
-    for (j, b), text in zip(itertools.product(range(3), range(4)), rloo.completion_texts(batch, tokenizer)):
-        prompt, end = batch.rows[b]["prompt_text"], "<eos>" * bool(batch.ended[j, b])
-        text = f"s e u {prompt} a {text}" if kind == "chat" else prompt + text + end
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        expected = model(ids[:, -positions:]).logits.item()
-        assert found["reward_model"][j, b].item() == pytest.approx(expected, abs=1e-5)
-        assert found["reward_model/cut"][j, b] == (ids.shape[1] > positions)
+def test_a_reward_model_reads_the_policys_tokens_or_is_refused(train, tiny, tmp_path):
+    """It has the policy's tokenizer, with or without [PAD], and an embedding for each of the policy's tokens."""
+
+    def reward(policy_tokenizer):
+        args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6)
+        rows = [{"prompt_ids": [3] * 9}]
+        return rloo.load_reward_model(args, policy_tokenizer, rows, len(policy_tokenizer))["reward_model"]
+
+    model, more = tiny_model(classifier=True), tiny_tokenizer()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"--reward_model_path {tmp_path}: "):
+        reward(tiny_tokenizer())
+    tiny_tokenizer().save_pretrained(tmp_path)
+    vocab = {word: i for word, i in tiny_tokenizer().get_vocab().items() if word != "[PAD]"}
+    unpadded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab)), eos_token="<eos>")
+    scores = [reward(tokenizer)(random_batch()) for tokenizer in (unpadded, tiny_tokenizer())]
+    assert torch.equal(*scores) and scores[0].shape == (3, 4)
+    named = tiny_tokenizer("<eos>")
+    named.add_special_tokens({"pad_token": "<pad>"})  # a 17th token, which the reward model has no embedding for
+    more.add_tokens(["more"])
+    refused = "cannot read the policy's tokens, .*benchmark/tldr/text_reward.py is a reward function for such models"
+    for other in (named, more):
+        with pytest.raises(InputError, match=f"^--reward_model_path {tmp_path}: {refused}"):
+            reward(other)
+    model.resize_token_embeddings(17)
+    model.save_pretrained(tmp_path)
+    assert reward(named)(random_batch()).isfinite().all()
+
+    # A policy's embeddings are often padded to a round number, and it may sample such a token.
+    for part in (tiny_model(vocab_size=24), tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "padded")
+    with pytest.raises(InputError, match=refused):
+        train(sft_model_path=str(tmp_path / "padded"))
 
 
 def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
@@ -1911,48 +1914,6 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
         pad_token="[PAD]",
         unk_token="[UNK]",
     )
-
-
-def test_a_reward_model_reads_the_policys_tokens_or_the_text(train, tmp_path):
-    """Tokens where it has the policy's tokenizer, with or without [PAD]. The text where its vocabulary holds the same
-    words under other numbers; if its embeddings are permuted alike, the scores are the same."""
-
-    def reward(policy_tokenizer):
-        args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6)
-        rows = [{"prompt_ids": [3] * 9}]
-        return rloo.load_reward_model(args, policy_tokenizer, rows, len(policy_tokenizer))["reward_model"]
-
-    model, batch, more = tiny_model(classifier=True), random_batch(), tiny_tokenizer()
-    for row in batch.rows:
-        row["prompt_text"] = tiny_tokenizer().decode(row["prompt_ids"]) + " "
-    model.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=f"--reward_model_path {tmp_path}: "):
-        reward(tiny_tokenizer())
-    more.add_tokens(["more"])
-    tiny_tokenizer().save_pretrained(tmp_path)
-    assert reward(more).func is rloo.text_reward
-    vocab = {word: i for word, i in tiny_tokenizer().get_vocab().items() if word != "[PAD]"}
-    unpadded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab)), eos_token="<eos>")
-    assert reward(unpadded).func is reward(tiny_tokenizer()).func is rloo.token_reward
-    named = tiny_tokenizer("<eos>")
-    named.add_special_tokens({"pad_token": "<pad>"})  # a 17th token, which the reward model has no embedding for
-    assert reward(named).func is rloo.text_reward and "<pad>" in named.get_vocab()
-    model.resize_token_embeddings(17)
-    model.save_pretrained(tmp_path)
-    assert reward(named).func is rloo.token_reward
-    model.resize_token_embeddings(16)
-    model.save_pretrained(tmp_path)
-    scores = reward(tiny_tokenizer())(batch)["reward_model"]
-
-    order = torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(0)).tolist()
-    tokenizer_of([WORDS[i] for i in order]).save_pretrained(tmp_path)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[3:] = model.get_input_embeddings().weight[3:][order]
-    model.save_pretrained(tmp_path)
-    assert reward(tiny_tokenizer()).func is rloo.text_reward
-    assert torch.allclose(reward(tiny_tokenizer())(batch)["reward_model"], scores, atol=1e-5)
-    (metrics,), _ = train(reward_model_path=str(tmp_path))
-    assert metrics["objective/scores_std"] > 0 == metrics["rewards/reward_model/cut/mean"]
 
 
 def test_a_few_lines_sample_completions_and_score_given_ones(tiny):
@@ -2008,7 +1969,7 @@ def test_trl_commands_parse_and_mean_the_same():
         assert (args.response_length, args.temperature, args.cliprange) == (53, 0.7, 0.2)  # TRL's defaults
 
 
-def test_hyphens_trls_name_for_the_token_level_and_the_embedded_task():
+def test_hyphens_trls_name_for_the_token_level_and_the_bundled_task():
     assert parse("--rloo-k 8 --kl-coef 0.1").rloo_k == parse("--rloo_k 8 --kl_coef 0.1").rloo_k == 8
     args = parse("--token_level_kl")
     assert args.kl_level == "token" and parse("--reward_fns x.py:f").reward_model_path is None
@@ -2051,11 +2012,8 @@ BROKEN = {  # what the next test finds in the folder {x}
     "rows.json": '[{"prompt": "a"}]',
     "text.jsonl": '{"text": "a"}\n',
     "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\n",
-    "bad.py": "import nowhere_to_be_found\n",
     "json.py": "",
     "time.py": "",
-    "syntax.py": "def f(:\n",
-    "quits.py": "raise SystemExit(3)\n",
 }
 MISTAKES = {  # what the line must say besides the flag's name -> what is added to a command line that works
     "must be finite and at least 2": ["--rloo_k 1", "--rloo_k 0"],
@@ -2083,28 +2041,27 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "at least 1e-06": ["--temperature 0"],
     "not both": ["--stop_token eos --stop_token_id 3"],
     "must name one of the model's 16": ["--stop_token zebra", "--stop_token_id 99"],
-    "1 finite numbers": ["--reward_weights 1 2", "--reward_weights nan"],
+    "1 finite numbers, not all 0": ["--reward_weights 1 2", "--reward_weights nan", "--reward_weights 0"],
     "another reward is called boom; rename one of them": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
-    "No module named 'no'": ["--reward_fns {x}/no.py:f"],
-    "rename it": ["--reward_fns {x}/json.py:f"],
-    "cannot be loaded as file.py:function": ["--reward_fns fns", "--reward_fns {x}/time.py:f"],
+    "must be file.py:function or module:function of a file": ["--reward_fns {x}/no.py:f", "--reward_fns fns"],
+    "there is no module no": ["--reward_fns no:f", "--rollout_engine no.where:f"],
+    "is this your file, or one of its name?": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
     "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
     "completion_ids, completion, n; add **columns for those that it does not need (TypeError: missing a required": [
         "--reward_fns {x}/fns.py:sum",
         "--judge_fn {x}/fns.py:sum",
     ],
     "got an unexpected keyword argument 'prompts'": ["--reward_fns {x}/fns.py:few"],
-    "has no attribute 'nothing'": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
-    "SyntaxError": ["--reward_fns {x}/syntax.py:f"],
+    "there is no nothing in {x}/fns.py": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "--resume needs --output_dir": ["--resume"],
     "cannot be written to": ["--output_dir {x}/fns.py/x"],
     "is not empty; choose a new": ["--output_dir {x}"],
     "if it holds a run": ["--output_dir {x} --resume"],
     "cannot be used": ["--device meta", "--device gpu", "--device cuda:99"],
     "No such file": ["--dataset_name {x}/nowhere.jsonl"],
-    "pip install datasets": ["--dataset_name " + name for name in ("nobody/nothing", "{x}/rows.json", "n" * 5000)],
+    "pip install datasets": ["--dataset_name " + name for name in ("nobody/nothing", "{x}/rows.json")],
     "its split dev has no rows; choose one with --dataset_train_split": ["--dataset_train_split dev"],
-    "tset: {data} has no such split": ["--dataset_test_split tset"],
+    "{data} has no rows in tset": ["--dataset_test_split tset"],
     "line 1 must be a JSON object like": [f"--dataset_name {{x}}/{name}.jsonl" for name in ("latin", "list", "deep")],
     "empty.jsonl: its split train has no rows": ["--dataset_name {x}/empty.jsonl"],
     "line 2 must be a JSON object like": ["--dataset_name {x}/broken.jsonl"],
@@ -2143,14 +2100,12 @@ def test_a_flag_that_does_not_parse_is_named_by_tyro(tmp_path, monkeypatch, caps
     assert end.value.code == 2 and flag.split()[0].lstrip("-") in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_under_torchrun_one_process_says_that_a_flag_does_not_parse_and_the_others_wait_for_it(monkeypatch, capsys):
-    naps = []
+def test_under_torchrun_one_process_says_that_a_flag_does_not_parse(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(rloo.time, "sleep", naps.append)
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
     with pytest.raises(SystemExit) as end:
         rloo.command_line(["--nonsense", "3"])
-    assert end.value.code == 2 and naps == [3] and "".join(capsys.readouterr()) == ""
+    assert end.value.code == 2 and "".join(capsys.readouterr()) == ""
 
 
 def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_path):
@@ -2440,9 +2395,38 @@ def test_prompts_without_references_are_not_compared_with_anything(train, tmp_pa
         seed=2,
         stop_token_id=2,
     )
-    samples = [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
+    samples = read_metrics(output, "completions")
     assert [sample["win_rate"] is None for sample in samples] == [not sample["reference"] for sample in samples]
     assert {tuple(sample) for sample in samples} == {tuple(samples[0])} and len(samples) == 8
+
+
+def test_every_completion_and_every_reference_is_graded_once(train, tmp_path, monkeypatch):
+    """A judge may be paid by the text: of four rows two have a reference, so six texts are graded per mode."""
+    rows = [
+        {"prompt": "a b"},
+        {"prompt": "c", "completion": "d e"},
+        {"prompt": "f", "completion": "g"},
+        {"prompt": "h"},
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    graded = spy(monkeypatch, "function_reward")
+    _, output = train(
+        dataset_name=str(tmp_path),
+        reward_model_path=None,
+        num_eval_prompts=4,
+        reward_fns=(f"{__file__}:count_tokens",),
+        judge_fn=f"{__file__}:count_tokens",
+        total_episodes=0,
+    )
+    samples = read_metrics(output, "completions")
+    assert len(graded) == 4  # reward and judge, sampled and greedy
+    for (_, _, tokenizer, batch), scores in graded:
+        assert scores.shape == (1, 6) and rloo.completion_texts(batch, tokenizer)[4:] == ["d e", "g"]
+        assert scores[0, 4:].tolist() == [3, 2]  # with the stop token
+    for sample, reference in zip(samples, [None, 3, 2, None] * 2, strict=True):
+        expected = None if reference is None else rloo.win(sample["length"], reference)
+        assert sample["win_rate"] == sample["judge_win_rate"] == expected and sample["score"] == sample["length"]
 
 
 def test_updates_without_an_advantage_are_survived_and_said_once(train, capfd):
@@ -2451,12 +2435,12 @@ def test_updates_without_an_advantage_are_survived_and_said_once(train, capfd):
         reward_model_path=None, reward_fns=functions, kl_coef=0.0, total_episodes=48, num_eval_prompts=2
     )
     said = "".join(capfd.readouterr())
-    *_, row = map(json.loads, (output / "completions.jsonl").read_text().splitlines())
-    assert said.count("an update had no score to learn from: within each group all are equal") == 1
+    row = read_metrics(output, "completions")[-1]
+    assert said.count("an update gave no learning signal: within each group all scores are equal") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert metrics[0]["rewards/never/applied"] == 0 and "rewards/never/mean" not in metrics[0]
     assert (row["score"], row["win_rate"]) == (1, 0.5)  # a tie
-    for text in (said, *((output / name).read_text() for name in ("metrics.jsonl", "completions.jsonl"))):
+    for text in (said, *(path.read_text() for path in output.glob("*.jsonl"))):
         assert not re.search(r"\bnan\b|infinity", text, re.IGNORECASE)
 
 
@@ -2548,10 +2532,12 @@ def test_runs_are_logged_and_a_service_that_cannot_start_is_one_line(train, monk
         log=lambda metrics, step: logged.append((step, metrics)),
     )
     monkeypatch.setitem(sys.modules, "wandb", service)
-    metrics, _ = train(track=True, total_episodes=48, num_eval_prompts=4)
-    assert [step for step, _ in logged] == [0, 1, 2, 3] and [update for _, update in logged[1:3]] == metrics[:2]
-    columns, data = logged[3][1].pop("completions")
-    assert "score" in columns and len(data) == 8 and logged[3][1] == metrics[2]
+    metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4)
+    assert [step for step, _ in logged] == [0, 1, 2, 3, 3] and [values for _, values in logged[1:4]] == metrics
+    for (_, values), evaluation in zip(logged[::4], read_metrics(output, "evaluations"), strict=True):
+        columns, data = values.pop("completions")
+        assert "score" in columns and len(data) == 8
+        assert evaluation.items() >= {name.removeprefix("eval/"): x for name, x in values.items()}.items() and values
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="^--track: Weights & Biases cannot start"):
         train(track=True)
@@ -2632,9 +2618,17 @@ def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
     assert [row["reference"] for row in rows[:5]] == [
         json.loads(line)["completion"] for line in (tiny / "data" / "test.jsonl").read_text().splitlines()
     ][:5]
-    assert {"eval_before/greedy/judge_win_rate", "eval_before/sampled/score_stderr"} <= {*metrics[0]}
-    assert "eval/sampled/win_rate" in metrics[4] and "eval/greedy/judge_score" in metrics[9]
-    assert metrics[9]["eval/sampled/length"] == sum(row["length"] for row in rows[15:20]) / 5
+    first, middle, last = read_metrics(output, "evaluations")
+    assert [(x["update"], x["episode"]) for x in (first, middle, last)] == [(0, 0), (5, 80), (10, 160)]
+    names = {"score", "win_rate", "judge_score", "judge_win_rate", "length"}
+    names |= {f"{name}_stderr" for name in names}
+    assert {*middle} == {"update", "episode", *(f"sampled/{name}" for name in names)}
+    assert {*first} == {*last} == {*middle, *(f"greedy/{name}" for name in names)}
+    for i, evaluation in ((0, first), (10, middle), (15, last)):
+        lengths = [row["length"] for row in rows[i : i + 5]]
+        assert evaluation["sampled/length"] == mean(lengths)
+        assert evaluation["sampled/length_stderr"] == pytest.approx(stdev(lengths) / 5**0.5)
+    assert len(metrics) == 10 and not any("eval" in name for update in metrics for name in update)
     screen = capsys.readouterr().out
     assert screen.count("Held-out completions after") == 3 and "5 held-out prompts, mean" in screen
     assert f"\n{'before':>43}{'after':>19}\n" in screen  # over the columns of the closing table
@@ -2645,9 +2639,7 @@ def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys
     _, out = train(dataset_name=str(tmp_path / "x.jsonl"), num_eval_prompts=3, total_episodes=0)
     samples = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
     shown = capsys.readouterr().out.split("sampled:\n")[1].split("prompt    ")[1:]
-    for sample, text, prompt in zip(
-        samples[:3], shown, ["b c", "b c", "... " + ("a " * 60 + "h i")[-100:]], strict=True
-    ):
+    for sample, text, prompt in zip(samples[:3], shown, ["b c", "b c", ("a " * 60 + "h i")[-100:]], strict=True):
         assert text.startswith(f"      {prompt}\n")
         assert f"completion      {sample['completion']}\n" in text and f"score           {sample['score']:.2f}" in text
 
@@ -2656,18 +2648,21 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
     results = spy(monkeypatch, "main")
     metrics, output = train(total_episodes=0, num_eval_prompts=4)
     (_, nothing_trained), screen = results[-1], capsys.readouterr().out
-    assert {path.name for path in output.iterdir()} == {"args.json", "metrics.jsonl", "completions.jsonl"}
+    assert {path.name for path in output.iterdir()} == {"args.json", *rloo.RUN_FILES} and metrics == []
     assert screen.count("\ncompletion ") == 3
-    (evaluated,) = metrics
-    assert evaluated == {f"eval_before/{name}": x for name, x in nothing_trained["before"].items()} and evaluated
+    (evaluated,) = read_metrics(output, "evaluations")
+    assert evaluated == {"update": 0, "episode": 0} | nothing_trained["before"] and nothing_trained["before"]
     assert "\n0 episodes in" in screen and "4 held-out prompts, mean" in screen
     assert f"\n{'before':>43}\n" in screen
 
     flags = {"num_eval_prompts": 4, "output_dir": str(output), "resume": True}
+    with pytest.raises(InputError, match="is not empty"):  # its result is not overwritten
+        train(**flags | {"resume": False})
+    assert read_metrics(output, "evaluations") == [evaluated]
     train(total_episodes=48, **flags)  # there is no checkpoint, so it begins
     (_, trained), left, screen = results[-1], (output / "completions.jsonl").read_text(), capsys.readouterr().out
     assert "\n48 episodes in" in screen and "\nupdates 0 to 3 of " in screen
-    assert len(read_metrics(output)) == 3 and read_metrics(output)[0].items() >= evaluated.items()
+    assert len(read_metrics(output)) == 3 and read_metrics(output, "evaluations")[0] == evaluated
     assert trained["before"] == nothing_trained["before"] != trained["after"]
     train(total_episodes=16, **flags)  # fewer than were made: the end is evaluated again
     assert "\n0 episodes in" in capsys.readouterr().out and results[-1][1] == trained
@@ -2689,38 +2684,6 @@ def shell(args: list, cwd: Path, **env) -> subprocess.CompletedProcess:
         timeout=200,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env},
     )
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have ways of their own")
-def test_on_the_cpu_freed_memory_stays_with_the_process():
-    """8 tensors of 16 MiB are 32,768 pages; each page that the system gives anew is a minor fault. Most processes take
-    all of them anew each time if nothing is set, some none, by what happens to lie behind them."""
-    faults = shell(
-        [
-            "-c",
-            """if True:
-        import resource, torch, rloo
-        rloo.start_processes(torch.device("cpu"))
-        for turn in range(4):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            tensors = [torch.ones(2**22) for _ in range(8)]
-            del tensors
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)""",
-        ],
-        HERE,
-    )
-    assert int(faults.stdout) < 1_000
-
-
-def test_only_on_the_cpu_and_with_glibc_is_the_allocator_set(monkeypatch):
-    calls = []
-    libc = types.SimpleNamespace(mallopt=lambda *args: calls.append(args))
-    monkeypatch.setattr(rloo.ctypes, "CDLL", lambda name: libc)
-    assert rloo.start_processes(torch.device("meta")) == (0, 1) and calls == []
-    assert rloo.start_processes(torch.device("cpu")) == (0, 1)
-    assert calls == [(-4, 0), (-1, -1)]  # as in malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
-    monkeypatch.setattr(rloo.ctypes, "CDLL", lambda name: object())
-    assert rloo.start_processes(torch.device("cpu")) == (0, 1)
 
 
 def count_a(prompts, completions, completion_ids, **columns):
@@ -2749,8 +2712,7 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     out = tmp_path / "out"
     assert {
         "args.json",
-        "metrics.jsonl",
-        "completions.jsonl",
+        *rloo.RUN_FILES,
         "model.safetensors",
         "config.json",
         "tokenizer.json",
@@ -2762,7 +2724,7 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)
 
 
-def test_main_command_runs_on_the_embedded_task(tmp_path, monkeypatch, capfd):
+def test_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     rloo.command_line(["--total_episodes", "64", "--gradient_accumulation_steps", "1", "--num_eval_prompts", "8"])
     screen = capfd.readouterr().out
@@ -2771,7 +2733,7 @@ def test_main_command_runs_on_the_embedded_task(tmp_path, monkeypatch, capfd):
     assert AutoModelForCausalLM.from_pretrained(output).config.model_type == "gpt_neox"
 
 
-def test_the_embedded_task_can_be_rebuilt(tmp_path):
+def test_the_bundled_task_can_be_rebuilt(tmp_path):
     """`mini_tldr.py --quick` makes a small one of the same kind, and the judge grades it."""
     result = shell([HERE / "benchmark" / "mini_tldr" / "mini_tldr.py", "--quick", "--output_dir", "mini"], tmp_path)
     assert result.returncode == 0 and "reward model agreement" in result.stdout, result.stderr
@@ -2919,10 +2881,11 @@ LONG = {
 
 
 def end_of(output: Path) -> tuple:
-    """Weights, metrics without times, completions of a finished run."""
+    """Weights, metrics without times, evaluations and completions of a finished run."""
     return (
         (output / "model.safetensors").read_bytes(),
         without_times(read_metrics(output)),
+        (output / "evaluations.jsonl").read_bytes(),
         (output / "completions.jsonl").read_bytes(),
     )
 
@@ -3010,13 +2973,17 @@ def test_the_files_of_others_are_not_taken_for_those_of_a_run_without_updates(tr
     train(output_dir=str(output))
 
 
-def test_evaluations_of_different_things_are_not_shown_as_before_and_after(train, capsys):
-    for changed, shown in (({"learning_rate": 1e-3}, "±"), ({"response_length": 5}, "-")):
+def test_evaluations_under_different_flags_are_not_shown_as_before_and_after(train, capsys, monkeypatch):
+    results = spy(monkeypatch, "main")
+    for changed, shown in (({}, True), ({"learning_rate": 1e-3}, False), ({"response_length": 5}, False)):
         _, output = train(num_eval_prompts=3)
         capsys.readouterr()
         train(output_dir=str(output), resume=True, total_episodes=32, num_eval_prompts=3, **changed)
-        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("sampled/length ")]
-        assert line.count("±") == 1 + (shown == "±") and (shown in line)
+        screen = capsys.readouterr().out
+        (line,) = [x for x in screen.splitlines() if x.startswith("sampled/length ")]
+        assert line.count("±") == 1 + shown and bool(results[-1][1]["before"]) == shown
+        assert ("the closing table is without the evaluation before training" in screen) != shown
+        assert len(read_metrics(output, "evaluations")) == 3  # the file keeps it: updates 0, 1 and 2
 
 
 def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(
@@ -3146,7 +3113,7 @@ class Signal(list):
 
 
 def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path, monkeypatch, capsys):
-    """Within an update it finishes that; within an evaluation, the resumed run makes that again. Calls 1 and 2 are the
+    """Within an update it finishes that; after an evaluation, the resumed run makes that again. Calls 1 and 2 are the
     rollouts of the first evaluation, sampled and greedy; then come 5 updates, an evaluation, 5 updates and the last
     evaluation."""
     run = {
@@ -3236,7 +3203,7 @@ def test_a_signal_ends_a_process_with_a_line_at_once_and_a_checkpoint(tiny, tmp_
     (folder,), saved = (tmp_path / "out").glob("checkpoint-*"), len(read_metrics(tmp_path / "out"))
     first, last = said.find("\nrloo.py will stop"), said.find(f"stopped after update {folder.name[11:]} of ")
     assert process.returncode == 128 + number and 0 < first < last and "Traceback" not in said
-    assert int(folder.name[11:]) - saved in (0, 1)  # the metrics of the last update may be in the checkpoint alone
+    assert int(folder.name[11:]) == saved
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
@@ -3254,8 +3221,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(train, monkeypatch, tmp_pa
         patch.setattr(torch, "save", save)
         train(**LONG, output_dir=str(output))
     left = sorted(path.name for path in output.iterdir())
-    assert left == ["args.json", "checkpoint-1", "checkpoint-2", "completions.jsonl", "metrics.jsonl"]
+    assert left == ["args.json", "checkpoint-1", "checkpoint-2", *sorted(rloo.RUN_FILES), "unfinished-checkpoint"]
     train(**LONG, output_dir=str(output), resume=True)
+    assert not (output / "unfinished-checkpoint").exists()
     assert end_of(output) == end_of(train(**LONG)[1])
 
 
@@ -3270,11 +3238,7 @@ def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
     assert done.stderr.splitlines()[-1].startswith(
         f"rloo.py: {tmp_path}/out/checkpoint-1 cannot be saved; free disk space"
     )
-    assert not list((tmp_path / "out").glob("*checkpoint*"))
-    done = shell(["-c", code.replace("20_000", "700"), *command(tiny, tmp_path / "metrics", total_episodes=160)], HERE)
-    assert (
-        done.stderr.splitlines()[-1] == "rloo.py: [Errno 27] File too large; free disk space and continue with --resume"
-    )
+    assert not list((tmp_path / "out").glob("checkpoint*"))
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
@@ -3357,15 +3321,18 @@ def test_two_processes_share_the_completions_of_one_engine(tiny, tmp_path):
 
 
 def test_what_is_not_given_depends_on_what_is_trained(train, tiny, capsys):
-    embedded, own = parse(""), parse(f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f")
-    assert (embedded.learning_rate, embedded.total_episodes, embedded.dtype) == (2.5e-4, 6400, "float32")
+    bundled, own = parse(""), parse(f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f")
+    assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert (own.learning_rate, own.total_episodes, own.dtype) == (1e-6, None, "float32")  # on a CPU
     assert parse(f"--sft_model_path {tiny}/sft").learning_rate == 1e-6  # mini TL;DR, but not its policy
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
     assert metrics[0]["lr"] == 1e-6 and json.loads((output / "args.json").read_text())["total_episodes"] == 64
     said = capsys.readouterr().out
-    assert "learning rate 1e-06, completions of up to 6 tokens, forward passes in float32, layout group, " in said
+    assert (
+        "learning rate 1e-06, completions of up to 6 tokens, one ratio per sequence, forward passes in float32, layout "
+        in said
+    )
 
 
 def test_bfloat16_is_the_default_of_ones_own_task_on_a_gpu_that_has_it(tiny, monkeypatch):
@@ -3425,28 +3392,15 @@ def test_a_reward_function_may_change_what_it_gets(train, tmp_path):
     batch = random_batch()
     for row in batch.rows:
         row["prompt"] = [{"role": "user", "content": "b"}]
-    first, second = (seen["append_turns"](batch)["append_turns"] for _ in range(2))
+    first, second = (seen["append_turns"](batch) for _ in range(2))
     assert torch.equal(first, second) and all(len(row["prompt"]) == 1 for row in batch.rows)
 
 
-def leaves(prompts, completions, completion_ids, **columns):
-    sys.exit(0)
-
-
-def test_a_reward_function_that_exits_is_an_error(train):
-    with pytest.raises(InputError, match="leaves raised SystemExit"):
-        train(reward_fns=(f"{__file__}:leaves",))
-
-
-@pytest.mark.parametrize("content", ["import nowhere_to_be_found\n", "raise SystemExit(3)\n", "1 / 0\n"])
-def test_an_error_in_a_users_file_shows_its_trace(tiny, tmp_path, capfd, content):
+@pytest.mark.parametrize("content", ["import nowhere_to_be_found\n", "def f(:\n", "1 / 0\n"])
+def test_an_error_in_a_users_file_shows_its_trace(tiny, tmp_path, content):
     (tmp_path / "damaged.py").write_text(content)
-    with pytest.raises(SystemExit) as end:
-        rloo.command_line([*command(tiny, tmp_path / "out"), "--reward_fns", f"{tmp_path}/damaged.py:f"])
-    assert f'{tmp_path}/damaged.py", line 1' in capfd.readouterr().err
-    assert end.value.code.startswith(
-        f"rloo.py: --reward_fns {tmp_path}/damaged.py:f: cannot be loaded as file.py:function"
-    )
+    done = shell(["rloo.py", *command(tiny, tmp_path / "out"), "--reward_fns", f"{tmp_path}/damaged.py:f"], HERE)
+    assert done.returncode == 1 and f'{tmp_path}/damaged.py", line 1' in done.stderr and "Traceback" in done.stderr
 
 
 def test_log_probs_of_padding_do_not_count(train, monkeypatch):
@@ -3461,15 +3415,6 @@ def test_an_advantage_of_another_shape_is_refused(train, monkeypatch):
     monkeypatch.setattr(rloo, "advantage", lambda rewards, estimator: rewards.T.contiguous())
     with pytest.raises(InputError, match="^advantage: must return a number for each of its rewards"):
         train()
-
-
-def test_files_that_lost_lines_are_not_continued(train):
-    _, output = train(**LONG)
-    text = (output / "metrics.jsonl").read_text()
-    (output / "metrics.jsonl").write_text(text[:200])
-    with pytest.raises(InputError, match="metrics.jsonl: has fewer lines than at the checkpoint"):
-        train(**{**LONG, "total_episodes": 80}, output_dir=str(output), resume=True)
-    assert (output / "metrics.jsonl").read_text() == text[:200]
 
 
 def test_group_rows_that_are_asked_for_are_run_or_refused(train, tmp_path, capsys):
@@ -3512,7 +3457,7 @@ def test_a_run_in_which_nothing_can_be_scored_ends(train, tmp_path):
     flags = {"reward_model_path": None, "reward_fns": (f"{__file__}:never",), "output_dir": str(tmp_path / "out")}
     with pytest.raises(InputError, match="^so far no update has a score: all rewards are None or of weight 0"):
         train(total_episodes=160, **flags)
-    assert len(read_metrics(tmp_path / "out")) == 2  # updates before the third
+    assert len(read_metrics(tmp_path / "out")) == 3
     with pytest.raises(InputError, match="^so far no update has a score"):
         train(total_episodes=16, **flags | {"output_dir": str(tmp_path / "one")})  # its only update
 
@@ -3554,14 +3499,6 @@ def test_weights_that_a_config_does_not_use_are_said(train, tiny, tmp_path, caps
     assert re.search(r"sft: \d+ of its weights are not used, such as gpt_neox.layers.1", capsys.readouterr().out)
 
 
-def test_a_reward_model_without_embeddings_for_all_of_the_policys_tokens_reads_the_text(train, tiny, tmp_path, capsys):
-    """A policy's embeddings are often padded to a round number."""
-    for part in (tiny_model(vocab_size=24), tiny_tokenizer()):
-        part.save_pretrained(tmp_path)
-    (metrics,), _ = train(sft_model_path=str(tmp_path))
-    assert "so it reads completions as text" in capsys.readouterr().out and "rewards/reward_model/cut/mean" in metrics
-
-
 def test_prompts_are_shown_as_the_model_reads_them(train, tiny, tmp_path, capsys):
     """A tokenizer that knows no word must not look as if it did."""
     folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
@@ -3588,7 +3525,7 @@ def test_an_error_of_a_reward_function_costs_no_update(train, tmp_path, monkeypa
     monkeypatch.setenv("BROKEN", str(tmp_path / "broken"))
     expected = end_of(train(**flags)[1])
     (tmp_path / "broken").touch()
-    with pytest.raises(InputError, match="third_call raised KeyError: 'no such key'"):
+    with pytest.raises(KeyError, match="no such key"):
         train(**flags, output_dir=str(tmp_path / "out"))
     assert [path.name for path in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
     (tmp_path / "broken").unlink()
@@ -3597,7 +3534,7 @@ def test_an_error_of_a_reward_function_costs_no_update(train, tmp_path, monkeypa
 
 
 def test_an_error_before_an_updates_first_step_costs_none_and_after_it_saves_nothing_half_done(
-    train, tmp_path, monkeypatch
+    train, tmp_path, monkeypatch, capsys
 ):
     """LONG has two optimizer steps per update; the 5th and 6th backward pass are those of the third update."""
     for call, newest in ((5, ["checkpoint-2"]), (6, [])):
@@ -3610,20 +3547,25 @@ def test_an_error_before_an_updates_first_step_costs_none_and_after_it_saves_not
             spy(patch, "policy_loss", fail)
             train(**{**LONG, "num_eval_prompts": 0, "save_steps": 0}, output_dir=str(output))
         assert [path.name for path in rloo.checkpoints(output)] == newest
+        said = f"an error ends the run; newest checkpoint: {newest[0] if newest else 'none'}"
+        assert said in capsys.readouterr().out
 
 
-def test_the_command_line_shows_the_trace_of_a_users_function_and_then_one_line(tiny, tmp_path, monkeypatch, capfd):
-    (tmp_path / "mine.py").write_text(
-        "def f(completions, **columns):\n    return [len(text) for text in Completions]\n"
-    )
-    with pytest.raises(SystemExit) as end:
-        rloo.command_line([*command(tiny, tmp_path / "out"), "--reward_fns", f"{tmp_path}/mine.py:f"])
-    said = capfd.readouterr().err
-    assert "in f\n    return [len(text) for text in Completions]" in said and "Traceback" in said
-    assert end.value.code == (
-        f"rloo.py: --reward_fns {tmp_path}/mine.py:f raised NameError: name 'Completions' is not defined "
-        f"({tmp_path}/mine.py, line 2)"
-    )
+def test_an_error_between_an_updates_last_step_and_its_end_saves_nothing(train, tmp_path, monkeypatch):
+    """Its metrics are not yet written; the weights are already those of the third update."""
+    calls, output = itertools.count(1), tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        spy(patch, "peak_memory", lambda inputs, found: found if next(calls) < 3 else Path("/nowhere").read_bytes())
+        train(**{**LONG, "num_eval_prompts": 0, "save_steps": 0}, output_dir=str(output))
+    assert rloo.checkpoints(output) == [] and len(read_metrics(output)) == 2
+
+
+def test_the_command_line_shows_the_trace_of_a_users_function(tiny, tmp_path):
+    code = "def f(completions, **columns):\n    return [len(text) for text in Completions]\n"
+    (tmp_path / "mine.py").write_text(code)
+    done = shell(["rloo.py", *command(tiny, tmp_path / "out"), "--reward_fns", f"{tmp_path}/mine.py:f"], HERE)
+    assert done.returncode == 1 and "in f\n    return [len(text) for text in Completions]" in done.stderr
+    assert "NameError: name 'Completions' is not defined" in done.stderr.splitlines()[-1]
 
 
 def test_two_processes_save_together_what_an_error_in_one_of_them_would_lose(tiny, tmp_path):
@@ -3633,9 +3575,10 @@ def test_two_processes_save_together_what_an_error_in_one_of_them_would_lose(tin
     line += ["--reward_fns", f"{__file__}:third_call"]
     run = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", *line]
     done = shell(run, HERE, BROKEN=str(tmp_path / "broken"))
-    assert done.returncode == 1 and "third_call raised KeyError: 'no such key'" in done.stderr
+    assert done.returncode == 1 and "KeyError: 'no such key'" in done.stderr
+    assert "RuntimeError: a reward raised an error in another process, which prints it" in done.stderr
     assert [path.name for path in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
-    assert "an error ends the run after update 2; newest checkpoint: checkpoint-2" in done.stdout
+    assert "an error ends the run; newest checkpoint: checkpoint-2" in done.stdout
 
 
 def test_a_failed_first_attempt_does_not_block_its_folder(train, tmp_path, monkeypatch):
@@ -3649,11 +3592,9 @@ def test_a_failed_first_attempt_does_not_block_its_folder(train, tmp_path, monke
         train(**flags)
 
 
-def test_only_a_full_disk_asks_to_make_room():
-    assert "free disk space" in rloo.one_line(OSError(28, "No space left on device"))
-    assert rloo.one_line(ConnectionResetError(104, "Connection reset by peer")) is None  # shows its trace
-    assert rloo.one_line(FileNotFoundError(2, "No such file", "/a/b")) == "[Errno 2] No such file: '/a/b'"
-    assert rloo.one_line(KeyError("x")) is None
+def test_only_mistakes_and_a_lack_of_memory_are_one_line():
+    assert rloo.one_line(InputError("x")) == "x" and "batch_size" in rloo.one_line(MemoryError())
+    assert rloo.one_line(FileNotFoundError(2, "No such file", "/a/b")) is rloo.one_line(KeyError("x")) is None
 
 
 def test_a_name_that_is_no_folder_is_looked_up_with_a_word(train, capsys):
@@ -3666,19 +3607,6 @@ def test_a_missing_column_is_named_with_those_that_there_are(train, tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, animal, **columns):\n    return [1.0 for _ in completions]\n")
     with pytest.raises(InputError, match="completion_ids, completion, n; .*missing a required argument: 'animal'"):
         train(reward_fns=(f"{tmp_path}/mine.py:f",))
-
-
-def test_a_run_on_the_embedded_task_resumes_after_the_repository_was_moved(tmp_path, monkeypatch):
-    shutil.copytree(HERE / "benchmark" / "mini_tldr", tmp_path / "here")
-    flags = {"num_eval_prompts": 0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "device": "cpu"}
-    flags |= {"response_length": 3, "output_dir": str(tmp_path / "out"), "resume": True}
-    for folder, episodes in (("here", 4), ("there", 8)):
-        monkeypatch.setattr(rloo, "MINI_TLDR", tmp_path / folder)
-        sys.modules.pop("mini_tldr", None)
-        monkeypatch.setattr(sys, "path", [path for path in sys.path if "mini_tldr" not in path])
-        rloo.main(Args(**flags, total_episodes=episodes))
-        (tmp_path / "here").exists() and (tmp_path / "here").rename(tmp_path / "there")
-    assert len(read_metrics(tmp_path / "out")) == 2
 
 
 def test_the_entropy_has_the_gradient_of_its_formula():
@@ -3695,14 +3623,92 @@ def test_the_entropy_has_the_gradient_of_its_formula():
     assert entropy.isfinite().all() and flat_grad((logprobs - entropy).sum(), model.base_model).isfinite().all()
 
 
-def test_update_and_rollout_take_args_as_they_come(tiny):
-    model, tokenizer = (auto.from_pretrained(tiny / "sft") for auto in (AutoModelForCausalLM, AutoTokenizer))
+def library_call(tiny, **flags):
+    """What a caller of `update` or `improve` needs: args, policy, optimizer, tokenizer's rows."""
+    policy, tokenizer = (auto.from_pretrained(tiny / "sft") for auto in (AutoModelForCausalLM, AutoTokenizer))
     rows = [rloo.prepare_row({"prompt": text}, tokenizer) for text in ("a b", "c d e f")] * 4
-    rewards = {"sum": lambda batch: {"sum": batch.responses.sum(-1).float()}}
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    return rloo.resolve_args(Args(device="cpu", **flags)), policy, torch.optim.AdamW(policy.parameters(), 1e-3), rows
+
+
+def test_update_is_a_library_call(tiny):
+    args, policy, optimizer, rows = library_call(tiny)
+    rewards = {"sum": lambda batch: batch.responses.sum(-1).float()}
     sampling = {"response_length": 4, "stop_ids": [0]}
-    metrics = rloo.update(Args(), model, None, rewards, optimizer, rows, sampling, "group")
+    metrics = rloo.update(args, policy, None, rewards, optimizer, rows, sampling, "group")
     assert metrics["grad_norm"] > 0 and metrics["val/ratio"] == 1
+    with pytest.raises(ValueError, match="ratio level None: must be sequence or token; resolve_args fills in the"):
+        rloo.update(Args(), policy, None, rewards, optimizer, rows, sampling, "group")
+
+
+@pytest.mark.parametrize("mini_batches, epochs", [(1, 1), (2, 1), (2, 2)])
+def test_improve_is_a_library_call_with_advantages_from_anywhere(tiny, mini_batches, epochs):
+    """Here they say: less of the first of two completions, more of the second. Its metrics are tensors; ρ is 1 in the
+    first step."""
+    args, policy, optimizer, rows = library_call(
+        tiny,
+        rloo_k=2,
+        per_device_train_batch_size=16 // mini_batches,
+        num_mini_batches=mini_batches,
+        num_ppo_epochs=epochs,
+    )
+    batch, sampled = rloo.rollout(policy, rows, 2, 0.7, response_length=4, stop_ids=[0])
+    advantages = torch.tensor([-1.0, 1.0]).view(2, 1, 1).expand(2, 8, 1)
+    in_loss = torch.ones(2, 8, dtype=torch.bool)
+    same = torch.ones(2, 8, 1)
+    with torch.no_grad():
+        before = rloo.completion_logprobs(policy, batch, 0.7)[0].sum(-1)
+    logged = rloo.improve(args, policy, optimizer, "group", batch, sampled, sampled, None, advantages, in_loss, same)
+    with torch.no_grad():
+        gain = rloo.completion_logprobs(policy, batch, 0.7)[0].sum(-1) - before
+    assert gain[0].mean() < 0 < gain[1].mean()
+    tokens = int(batch.response_mask.sum())
+    steps = mini_batches * epochs
+    assert logged["grad_norm"].shape == (steps,) and (logged["grad_norm"] > 0).all()
+    assert logged["val/ratio"].shape == logged["policy/entropy_avg"].shape == (tokens * epochs,)
+    assert logged["loss/policy_avg"].shape == logged["policy/clipfrac_avg"].shape == (16 * epochs,)
+    first = len(logged["val/rollout_logprob_gap"])
+    assert (logged["val/ratio"][:first] == 1).all() and (logged["policy/approxkl_avg"][: 16 // mini_batches] == 0).all()
+    assert first == tokens if mini_batches == 1 else first < tokens and (logged["val/ratio"] != 1).any()
+    nothing, *_ = [x.detach().clone() for x in policy.parameters()]
+    rloo.improve(args, policy, optimizer, "group", batch, sampled, sampled, None, 0 * advantages, ~in_loss, same)
+    assert logged["loss/policy_avg"].dtype == torch.float32 and nothing.isfinite().all()
+
+
+def forward_passes(monkeypatch, train, **flags) -> list[bool]:
+    """For each forward pass of an update by the policy or the reference: whether it has a gradient."""
+    seen = []
+    with monkeypatch.context() as patch:
+        spy(patch, "completion_logprobs", lambda inputs, output: (seen.append(torch.is_grad_enabled()), output)[1])
+        train(**flags)
+    return seen
+
+
+def test_no_forward_pass_is_repeated(train, monkeypatch):
+    """Old log-probs cost one only for a correction or for several optimizer steps per epoch."""
+    halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
+    correction = {"rollout_correction": "truncate"}
+    for flags, passes in (
+        ({}, [False, True]),  # the reference, training
+        ({"kl_coef": 0.0}, [True]),
+        ({"num_ppo_epochs": 2}, [False, True, True]),
+        (halves, [False, False, True, True]),
+        (correction, [False, False, True]),
+        (halves | correction, [False, False, True, True]),
+    ):
+        assert forward_passes(monkeypatch, train, **flags) == passes, flags
+
+
+def test_defaults_are_filled_in_without_a_refusal_and_refusals_change_nothing(tmp_path):
+    wrong = Args(rloo_k=1, resume=True, reward_weights=(1.0, 2.0, 3.0), warmup_ratio=3.0, device="cpu")
+    before = vars(wrong).copy()
+    resolved = rloo.resolve_args(wrong)
+    assert vars(wrong) == before and resolved.learning_rate == 2.5e-4 and resolved.output_dir is None
+    assert rloo.resolve_args(resolved) == resolved
+    args = rloo.resolve_args(Args(output_dir=str(tmp_path / "out"), device="cpu"))
+    before = vars(args).copy()
+    assert rloo.check_args(args) is None and vars(args) == before and not (tmp_path / "out").exists()
+    with pytest.raises(InputError):
+        rloo.check_args(resolved)
 
 
 def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_number_of_blocks(monkeypatch):
@@ -3743,18 +3749,6 @@ def test_training_runs_without_autocasts_cache(train, monkeypatch):
     )
     train(dtype="bfloat16")
     assert seen and not any(seen)
-
-
-def test_models_that_are_moved_for_a_while_come_back_without_a_copy(monkeypatch):
-    model = tiny_model(classifier=True)
-    before, original = [x.data_ptr() for x in model.parameters()], torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, device: original(x, device, copy=True))  # as from CPU to GPU
-    for error in (None, ZeroDivisionError):
-        with contextlib.suppress(ZeroDivisionError), rloo.on_device(model, torch.device("cpu")):
-            assert not {x.data_ptr() for x in model.parameters()} & {*before}
-            if error:
-                raise error
-        assert [x.data_ptr() for x in model.parameters()] == before
 
 
 @pytest.mark.parametrize(
@@ -3869,7 +3863,7 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         "save_total_limit": 9,
         "total_episodes": 96,
     }
-    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True, "offload_reference": True}
+    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True}
     bfloat16, tied = {"dtype": "bfloat16", "total_episodes": 64}, {"sft_model_path": str(tmp_path / "tied model")}
     token = {
         "loss_aggregation": "token",
@@ -3880,6 +3874,12 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
     falcon = {"sft_model_path": str(tmp_path / "falcon"), "total_episodes": 64}
     any_model("falcon").save_pretrained(tmp_path / "falcon")
+    # The first process gets all rows with a reference, and so twice as many chunks to grade.
+    references = {"dataset_name": str(tmp_path / "data"), "local_rollout_forward_batch_size": 1, "total_episodes": 64}
+    rows = [{"prompt": "a b c"} if i % 2 else {"prompt": "d e", "completion": "f"} for i in range(16)]
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("tied model", "falcon"):
         tiny_tokenizer().save_pretrained(tmp_path / name)
 
@@ -3909,6 +3909,8 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         flags("fsdp, idle", num_eval_prompts=1, **fsdp),
         flags("ddp, falcon", **falcon),
         flags("fsdp, falcon", **fsdp, **falcon),
+        flags("ddp, references", **references),
+        flags("fsdp, references", **fsdp, **references),
     ]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -3935,13 +3937,16 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         for ours, theirs in zip(*(without_times(read_metrics(tmp_path / n)) for n in (one, name)), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
             assert theirs["val/rollout_logprob_gap"] < 1e-5 and 0 < theirs["completions/clipped_ratio"] < 1
+        evaluations = [read_metrics(tmp_path / n, "evaluations") for n in (one, name)]
+        for ours, theirs in zip(*evaluations, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
         assert samples(name) == samples(one), name
     for update in read_metrics(tmp_path / "ddp, bfloat16") + read_metrics(tmp_path / "fsdp, bfloat16"):
         assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0)
         assert 0 < update["val/rollout_logprob_gap"] < 0.1
     assert len(read_metrics(tmp_path / "ddp, idle")) == 3 and samples("ddp, idle") == []
     assert logs[0].read_text().count(", evaluated on 0, by 2 x cpu, into ") == 2
-    for one, other in (("ddp, idle", "fsdp, idle"), ("ddp, falcon", "fsdp, falcon")):
+    for one, other in [(f"ddp, {x}", f"fsdp, {x}") for x in ("idle", "falcon", "references")]:
         assert (final_weights(tmp_path / one) - final_weights(tmp_path / other)).abs().max() < 1e-5, other
 
 

@@ -47,7 +47,7 @@ def measured(update):
         metrics = update(args, policy, reference, rewards, optimizer, *rest)
         return metrics | {
             "cpu_seconds": time.process_time() - begin,
-            "optimizer_steps": rloo.steps_taken(optimizer),
+            "optimizer_steps": max((int(state["step"]) for state in optimizer.state.values()), default=0),
             "memory/hwm_gb": peak_memory(),
         }
 

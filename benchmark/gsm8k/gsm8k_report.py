@@ -17,16 +17,15 @@ def read_run(folder: Path) -> dict:
     """What a finished run left: held-out accuracy and format before and after, and training's course."""
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-    accuracy = "eval/sampled/judge_score"
+    evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
     found = {
         "episodes": [m["episode"] for m in metrics],
         "correctness": [m["rewards/correctness/mean"] for m in metrics],
         "format": [m["rewards/format/mean"] for m in metrics],
         "kl": [m.get("objective/kl", 0.0) for m in metrics],  # without a reference there is none
-        "held_out": {m["episode"]: m[accuracy] for m in metrics if accuracy in m},
+        "held_out": {evaluation["episode"]: evaluation["sampled/judge_score"] for evaluation in evaluations},
         "seconds": sum(value for m in metrics for name, value in m.items() if name.startswith("time/")),
     }
-    found["held_out"][0] = metrics[0]["eval_before/sampled/judge_score"]
     for when, update in (("before", 0), ("after", metrics[-1]["update"])):
         for mode in ("sampled", "greedy"):
             shown = [x for x in samples if (x["update"], x["mode"]) == (update, mode)]

@@ -6,8 +6,8 @@
 A run is `python rloo.py --save_steps 1 --resume ...` on a small part of mini TL;DR: 10 updates with a checkpoint after
 each, and evaluations at the beginning, in the middle and at the end. It gets SIGKILL at a random time, or while a
 checkpoint is being written or removed, and is started again by the same command until it ends. Then weights,
-metrics.jsonl, completions.jsonl and the last checkpoint must equal those of the run that nobody killed, bit for bit,
-except times and memory. New runs are started until the number of kills is reached.
+metrics.jsonl, evaluations.jsonl, completions.jsonl and the last checkpoint must equal those of the run that nobody
+killed, bit for bit, except times and memory. New runs are started until the number of kills is reached.
 """
 
 import argparse
@@ -72,10 +72,11 @@ def result(output: Path) -> dict[str, object]:
 
     newest = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     state = json.loads((newest / "state.json").read_text())
-    state |= {"metrics": lasting(state["metrics"]), "files": state["files"]["completions.jsonl"]}
+    del state["files"]["metrics.jsonl"]  # times in it have more or fewer digits
     state = {name: value for name, value in state.items() if name not in ("flags", "run_id")}  # with its folder in them
     files = [
         output / "model.safetensors",
+        output / "evaluations.jsonl",
         output / "completions.jsonl",
         newest / "model.safetensors",
         newest / "optimizer.pt",

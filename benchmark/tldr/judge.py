@@ -244,7 +244,7 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: str | None, b
             [rows[i] for i in part],
             *(x.to(device) for x in (prompt_ids, prompt_mask, responses[None], mask[None], ended[None])),
         )
-        found = rloo.token_reward(model, "plain", batch_size, batch)["reward_model"]  # (1, len(part))
+        found = rloo.token_reward(model, "plain", batch_size, batch)  # (1, len(part))
         for i, score in zip(part, found[0].tolist()):
             scores[i] = score
     return scores
