@@ -33,7 +33,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
