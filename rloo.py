@@ -1191,9 +1191,10 @@ def decode(model, chunks, k, temperature, R, stop_ids):
             decoder = None  # frees the old cache before the new one is allocated
             decoder = Decoder(model, *mask.shape, k, R, temperature, stop_ids)
         decoder.generate(ids, mask)
-        tokens.append(decoder.tokens.unflatten(0, (-1, k)).transpose(0, 1).clone())
-        logprobs.append(decoder.logprobs.unflatten(0, (-1, k)).transpose(0, 1).clone())
-    return torch.cat(tokens, dim=1), torch.cat(logprobs, dim=1)
+        tokens.append(decoder.tokens.clone())
+        logprobs.append(decoder.logprobs.clone())
+    prompt_major = (torch.cat(tokens), torch.cat(logprobs))  # (B·k, R)
+    return [x.unflatten(0, (-1, k)).transpose(0, 1) for x in prompt_major]
 
 
 def generate(model, chunks, k, temperature, R, stop_ids):
@@ -1743,28 +1744,21 @@ def shard(model, device, dtype):
 
 
 def choose_layout(model, args, rows) -> str:
-    """The layout for a model and the prompts of `rows`: --layout, or with auto group rows if trials show that the model
-    can run them and, if it is to sample, that the decoder can run it."""
+    """The layout for a model and the prompts of `rows`: --layout, or with auto group rows if a trial shows that the
+    model can run them."""
     check_sizes(model, args, rows)
     dtype = forward_dtype(args)
-    decodes = model.get_output_embeddings() is not None
     with torch.no_grad(), torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
-        if decodes:
+        if model.get_output_embeddings() is not None:
             check_logits(model)
         if args.layout == "plain":
             return "plain"
-        longest = max(len(row["prompt_ids"]) for row in rows)
-        reason = why_not_group(model, args, longest)
-    if reason is None and decodes and args.rollout_engine == "group":
-        reason = why_not_decode(sampling_model(model, dtype), args)
+        reason = why_not_group(model, args, longest=max(len(row["prompt_ids"]) for row in rows))
     if reason is None:
         return "group"
     name = type(model).__name__
     require(args.layout == "auto", f"--layout group: {name} cannot: {reason}")
-    print(
-        f"{name}: falls back to --layout plain (a policy also to --rollout_engine hf), because {reason}; with --layout "
-        "group an error shows its trace"
-    )
+    print(f"{name}: falls back to --layout plain (a policy also to --rollout_engine hf), because {reason}")
     return "plain"
 
 
@@ -1798,63 +1792,40 @@ def check_logits(model):
     require((theirs - ours).norm() <= 0.01 * ours.norm(), f"{name}: final_logits does not reproduce its logits")
 
 
-@fsdp_forward
 def why_not_group(model, args, longest) -> str | None:
-    """None if group rows give the hidden states of plain rows, in a trial with prompts of up to `longest` tokens; else
-    why not. With --layout group an error inside is raised."""
+    """None if a model can run group rows, as a trial with prompts of up to `longest` tokens shows; else why not."""
     kernel = model.config._attn_implementation
     window = getattr(model.config.get_text_config(), "sliding_window", None)
-    R = args.response_length
     if kernel != "sdpa":
         return f"its attention kernel is {kernel}, not sdpa"
-    if window and longest + R > window:  # one token out of sight would be lost in the tolerance below
+    if window and longest + args.response_length > window:  # the trial's tolerance may hide a single token out of sight
         return f"its attention sees {window} tokens, fewer than prompt and completion have"
-    batch = trial_batch(model, [longest, longest - longest // 2], args.rloo_k, R)
-    plain = completion_hidden(model, batch, "plain")
     try:
-        group = completion_hidden(model, batch, "group")
-    except (TypeError, ValueError, RuntimeError) as error:
-        if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
-            raise
-        for module in model.modules():  # an error leaves what FSDP has gathered
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
-        return f"its layers do not accept group rows ({type(error).__name__}: {error})"
-    return None if close(group, plain) else "group rows give other results, as with linear attention or ALiBi"
-
-
-@torch.no_grad()
-def why_not_decode(model, args) -> str | None:
-    """None if the decoder samples from the model's distribution, in a trial with a few tokens; else why not. With
-    --layout group an error inside is raised."""
-    k = args.rloo_k
-    batch = trial_batch(model, [4, 2], k, R=3)
-    decoder = Decoder(model, *batch.prompt_ids.shape, k, 3, 1.0, stop_ids=[-1])
-    try:
-        decoder.generate(batch.prompt_ids, batch.prompt_mask)
+        if not same_in_both_layouts(model, longest, args.rloo_k, args.response_length):
+            return "group rows give other results, as with linear attention or ALiBi"
+        if args.rollout_engine == "group" and model.get_output_embeddings() is not None:
+            sampler = sampling_model(model, forward_dtype(args))
+            rollout(sampler, [{"prompt_ids": [0, 1]}], args.rloo_k, 1.0, response_length=3, stop_ids=[-1])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
             raise
-        return f"its layers do not take the decoder's cache ({type(error).__name__}: {error})"
-    batch = make_batch(batch.rows, decoder.tokens.view(2, k, 3).transpose(0, 1), stop_ids=[-1])
-    expected, _ = completion_logprobs(model, batch, 1.0, "plain")
-    sampled = decoder.logprobs.view(2, k, 3).transpose(0, 1)
-    return None if close(sampled, expected) else "its layers modify their cache before attention"
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()  # an error leaves gathered what was gathered
+        said = f"{type(error).__name__}: {error}"
+        return f"its layers do not accept them ({said}; --layout group shows the trace)"
 
 
-def trial_batch(model, lengths: list[int], k, R) -> "Batch":
-    """A Batch of arbitrary tokens, with prompts of these lengths."""
-    longest = max(lengths)
-    n = longest + k * len(lengths) * R
-    tokens = torch.arange(n, device=model.device) * 7919 % model.config.get_text_config().vocab_size
-    rows = [{"prompt_ids": tokens[:length].tolist()} for length in lengths]
-    return make_batch(rows, tokens[longest:].view(k, len(lengths), R), stop_ids=[-1])
-
-
-def close(x, expected) -> bool:
-    """Whether x is `expected` but for rounding: within 0.1% in float32, or 10% after passes in bfloat16."""
-    half = expected.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
-    return bool((x - expected).norm() < (0.1 if half else 1e-3) * expected.norm())
+@fsdp_forward
+def same_in_both_layouts(model, longest, k, R) -> bool:
+    """Whether group rows give the hidden states of plain rows, for two trial prompts of full and half length."""
+    tokens = torch.arange(longest + 2 * k * R, device=model.device) * 7919 % model.config.get_text_config().vocab_size
+    rows = [{"prompt_ids": tokens[:n].tolist()} for n in (longest, longest - longest // 2)]
+    batch = make_batch(rows, tokens[longest:].view(k, 2, R), stop_ids=[-1])
+    plain = completion_hidden(model, batch, "plain").float()
+    group = completion_hidden(model, batch, "group").float()
+    tolerance = 0.1 if torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32 else 1e-3
+    return bool((plain - group).norm() < tolerance * plain.norm())
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
