@@ -3811,7 +3811,8 @@ def ranked(decoder: rloo.Decoder, hidden: torch.Tensor):
     """In place of `Decoder.append`, no chance: completion j takes the j-th likeliest token."""
     logprobs = F.log_softmax(rloo.final_logits(decoder.model, hidden) / (decoder.temperature or 1.0), dim=-1)
     lanes = decoder.lanes.flatten()
-    j = lanes[:, None] % decoder.lanes.shape[1]
+    k = vars(decoder).setdefault("k", decoder.lanes.shape[1])  # before any lane has left
+    j = lanes[:, None] % k
     tokens = logprobs.argsort(-1, descending=True).gather(1, j)
     tokens = tokens * (tokens % 5 > 0)  # some end
     decoder.tokens[lanes, decoder.t] = tokens.squeeze(1)
