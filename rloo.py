@@ -386,7 +386,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     reward = rlhf_reward(scores, kl, kl_coef, args.kl_level)
     advantages = advantage(reward, args.advantage_estimator)
     require(advantages.shape == reward.shape, "advantage: must return a number for each of its rewards, in their shape")
-    advantages = advantages.view(*scores.shape, -1)
+    advantages = advantages.reshape(*scores.shape, -1)
     require(advantages[comparable].isfinite().all(), "advantage: is not finite, though the completion has a score")
     counts = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
     if args.normalize_advantage:
