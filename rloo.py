@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
@@ -156,7 +157,8 @@ class BatchSize:
 class Optimizer:
     """AdamW"""
 
-    learning_rate: float | None = None  # peak value; default: 1e-6, but 2.5e-4 for mini TL;DR's tiny model
+    # peak value; default: 1e-6, but 2.5e-4 for mini TL;DR's tiny model; ten times that with --lora_rank
+    learning_rate: float | None = None
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # decay after the warmup
     warmup_ratio: float = 0.0  # share of the run in which the learning rate rises from 0
     adam_eps: float = 1e-8  # added to the denominator
@@ -186,6 +188,8 @@ class Run:
 class Scale:
     """memory and devices; `torchrun --nproc_per_node N rloo.py ...` runs N processes"""
 
+    lora_rank: int = 0  # train adapters of this rank on a frozen policy in --dtype, see the part LoRA; 0: all weights
+    lora_alpha: int = 32  # adapters' outputs are scaled by lora_alpha / lora_rank
     # group: one row per prompt with its k completions; plain: one row per completion; auto: group if the model can
     layout: Literal["auto", "group", "plain"] = "auto"
     # each process holds all weights (ddp) or a shard (fsdp, FSDP2); in rollouts fsdp adds a full copy in --dtype
@@ -368,7 +372,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     )
     ref_logprobs = logprobs
     if reference is not None:
-        ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
+        with without_adapters(reference):  # with LoRA it is the policy itself
+            ref_logprobs = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
     kl = finite("a log-prob of the policy or of the reference", logprobs - ref_logprobs)
     times.append(clock(device))
 
@@ -444,7 +449,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
 
             if args.sharding == "ddp":
                 average_gradients(policy)  # FSDP does it in backward
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(trained_weights(policy), args.max_grad_norm or math.inf)
             noted["grad_norm"].append(finite("the gradient", whole(norm)))
             optimizer.step()
             optimizer.zero_grad()
@@ -505,7 +510,7 @@ def equal_groups(scores):
 def average_gradients(model):
     """Replaces each gradient by its mean over the ranks. A missing one, as of an expert without tokens, counts as 0."""
     if dist.is_initialized():
-        for parameter in model.parameters():
+        for parameter in trained_weights(model):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             sum_over_ranks(parameter.grad).div_(dist.get_world_size())
@@ -577,8 +582,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     evaluations = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
 
     # 3. Models, rewards and the optimizer.
-    flag, path = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
+    whole_policy = resumed and not args.lora_rank
+    flag, path = (DAMAGED, resumed[0]) if whole_policy else ("--sft_model_path", args.sft_model_path)
     policy = load_model(args, flag, path, trained=True)
+    if resumed and args.lora_rank:
+        load_adapters(resumed[0], policy)
     layout = choose_layout(policy, args, all_rows)
     if layout == "plain" and engine == "group":
         engine = args.rollout_engine = "hf"
@@ -589,7 +597,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         "chunk_size": args.local_rollout_forward_batch_size,
         "max_length": max(len(row["prompt_ids"]) for row in all_rows) + args.response_length,
     }
-    reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
+    reference = None
+    if args.kl_coef and args.lora_rank:
+        reference = policy  # with its adapters off
+    elif args.kl_coef:
+        reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False)
     rewards = functions
     if args.reward_model_path:
         vocabulary = policy.config.get_text_config().vocab_size
@@ -670,6 +682,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # 5. The trained policy, and what training has changed.
     if num_updates:
         save_policy(output, policy, tokenizer)
+        if args.lora_rank:
+            save_adapters(output / "adapter", policy)
     gains = {"before": state["before"], "after": found if num_updates else {}}
     if test_rows:
         print_gains(**gains, prompts=len(test_rows))
@@ -681,7 +695,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 def make_optimizer(args, policy, num_updates):
     """AdamW, and the learning rate as a function of the number of updates done."""
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+        trained_weights(policy), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
     decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     warmup = math.ceil(args.warmup_ratio * num_updates)
@@ -1453,15 +1467,19 @@ def sample(logits, temperature, uniform):
 
 
 def sampling_model(policy, dtype):
-    """The model to sample from: the policy, or a full copy in `dtype` if it is sharded or has another dtype."""
-    if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule):
+    """The model to sample from: the policy, or a full copy in `dtype` if it is sharded, has another dtype or adapters.
+    Those are merged into the copy's weights."""
+    adapters = adapter_weights(policy)
+    if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule) and not adapters:
         return policy
     with torch.device("meta"):
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
     model.to_empty(device=policy.device).tie_weights()
-    copied = zip([*model.parameters(), *model.buffers()], [*policy.parameters(), *policy.buffers()], strict=True)
+    weights = [weight for name, weight in policy.named_parameters() if name not in adapters]
+    copied = zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)
     for mine, theirs in copied:
         mine.data = whole(theirs.detach()).to(mine)
+    merge_adapters(policy, model)
     return model
 
 
@@ -1736,6 +1754,8 @@ def load_model(args, flag, path, trained, auto_class=AutoModelForCausalLM, **opt
     home = torch.device("cpu") if args.offload_reference and not trained else device
     model = read_model(args, f"{flag} {path}", path, trained, auto_class, **options)
     model.eval().requires_grad_(trained)
+    if trained and args.lora_rank:
+        add_adapters(model, args.lora_rank, args.lora_alpha, args.seed)
     if trained and args.gradient_checkpointing:
         for layer in layers_of(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -1747,7 +1767,7 @@ def load_model(args, flag, path, trained, auto_class=AutoModelForCausalLM, **opt
 def read_model(args, label, path, trained, auto_class, **options):
     """A model on the CPU; with --sharding fsdp only the first rank reads the weights."""
     trust = {"trust_remote_code": args.trust_remote_code}
-    dtype = torch.float32 if trained else forward_dtype(args)
+    dtype = torch.float32 if trained and not args.lora_rank else forward_dtype(args)
     missing = []
     with explained(f"{label}: cannot be loaded as a folder or Hub model"):
         config = transformers.AutoConfig.from_pretrained(path, **trust, **options)
@@ -1894,6 +1914,107 @@ def same_in_both_layouts(model, longest, k, R) -> bool:
     return bool((plain - group).norm() < tolerance * plain.norm())
 
 
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+# With --lora_rank r the policy's own weights W stay as they are, in --dtype. Each linear layer of its layers gets an
+# adapter, A (r, in) and B (out, r) in float32, and computes W x + s B A x with s = --lora_alpha / r (Hu et al. 2021,
+# arXiv:2106.09685). The reference is the policy with its adapters off. The model to sample from has the weights
+# W + s B A, computed anew for each version of the policy, see sampling_model.
+
+ADAPTERS = (".lora_A.weight", ".lora_B.weight")  # ends of the names of adapters' weights, as in PEFT
+
+
+def add_adapters(model, rank, alpha, seed):
+    """Freezes a model and gives it adapters that change nothing yet: A is random, the same on all ranks, and B is 0."""
+    linears = [x for x in torch.nn.ModuleList(layers_of(model)).modules() if isinstance(x, torch.nn.Linear)]
+    require(linears, f"--lora_rank {rank}: {type(model).__name__} has no torch.nn.Linear in its layers")
+    model.requires_grad_(False)
+    model.lora_alpha = alpha
+    torch.manual_seed(seed)
+    for linear in linears:
+        options = {"bias": False, "device": linear.weight.device, "dtype": torch.float32}
+        linear.lora_A = torch.nn.Linear(linear.in_features, rank, **options)
+        linear.lora_B = torch.nn.Linear(rank, linear.out_features, **options)
+        torch.nn.init.zeros_(linear.lora_B.weight)
+        linear.lora_scale = alpha / rank
+        linear.lora_on = True
+        linear.register_forward_hook(add_adapter_output)
+    count = sum(weight.numel() for weight in trained_weights(model))
+    print(f"--lora_rank {rank}: {count:,} weights are trained, the adapters of {len(linears)} linear layers")
+
+
+def add_adapter_output(linear, inputs, output):
+    """The forward hook of a linear layer with an adapter."""
+    if linear.lora_on:
+        output = output + linear.lora_scale * linear.lora_B(linear.lora_A(*inputs))
+    return output
+
+
+def adapted_layers(model) -> dict[str, torch.nn.Linear]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def adapter_weights(model) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in model.named_parameters() if name.endswith(ADAPTERS)}
+
+
+def trained_weights(model) -> list[torch.Tensor]:
+    """All weights of a policy, or with LoRA those of its adapters."""
+    return [weight for weight in model.parameters() if weight.requires_grad]
+
+
+@contextmanager
+def without_adapters(model):
+    """Switches the adapters of a model off, if it has any."""
+    linears = adapted_layers(model).values()
+    for linear in linears:
+        linear.lora_on = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.lora_on = True
+
+
+@torch.no_grad()
+def merge_adapters(policy, copy):
+    """Gives a copy of the policy the weights W + s B A, computed in float32 and rounded once."""
+    for name, linear in adapted_layers(policy).items():
+        W, A, B = (whole(x.weight).float() for x in (linear, linear.lora_A, linear.lora_B))
+        copy.get_submodule(name).weight.data = (W + linear.lora_scale * (B @ A)).to(copy.dtype)
+
+
+def save_adapters(folder: Path, policy):
+    """Writes the adapters in PEFT's format. All ranks call it."""
+    weights = {f"base_model.model.{name}": whole(x.detach()).cpu() for name, x in adapter_weights(policy).items()}
+    linears = adapted_layers(policy)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": policy.name_or_path,
+        "r": next(iter(linears.values())).lora_A.out_features,
+        "lora_alpha": policy.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in linears}),
+        "inference_mode": True,
+    }
+    if is_first_rank():
+        folder.mkdir()
+        safetensors.torch.save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+
+
+def load_adapters(folder: Path, policy):
+    """Loads the adapters from a checkpoint, on the first rank, which sends them to the others."""
+    with explained(f"{DAMAGED} {folder}: cannot be loaded"):
+        weights = {}
+        if is_first_rank():
+            saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+            weights = {name: saved[f"base_model.model.{name}"] for name in adapter_weights(policy)}
+    options = replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)  # without the policy's own weights
+    state_dict.set_model_state_dict(policy, weights, options=options)
+
+
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
 
 
@@ -1978,8 +2099,8 @@ def clock(device) -> float:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
-# checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and `state` of main in
-# state.json.
+# checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, or with LoRA only the adapters, see
+# save_adapters; optimizer.pt; and `state` of main in state.json.
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers from all ranks to the first
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -1994,6 +2115,8 @@ MAKES_ANOTHER_RUN = {
     "max_prompt_length",
     "seed",
     "rloo_k",
+    "lora_rank",
+    "lora_alpha",
     "completions per update",
     "training prompts",
 }
@@ -2016,8 +2139,9 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def save_policy(folder: Path, policy, tokenizer):
-    """Writes the policy and its tokenizer in save_pretrained form. All ranks call it."""
-    weights = state_dict.get_model_state_dict(policy, options=FULL)
+    """Writes the policy, its adapters merged, and its tokenizer in save_pretrained form. All ranks call it."""
+    model = sampling_model(policy, policy.dtype) if adapted_layers(policy) else policy
+    weights = state_dict.get_model_state_dict(model, options=FULL)
     if is_first_rank():
         policy.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
@@ -2032,7 +2156,10 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
         if is_first_rank():
             shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
             at_the_end.callback(shutil.rmtree, unfinished, ignore_errors=True)
-        save_policy(unfinished, policy, tokenizer)
+        if adapted_layers(policy):
+            save_adapters(unfinished, policy)
+        else:
+            save_policy(unfinished, policy, tokenizer)
         moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
         if is_first_rank():
             torch.save(moments, unfinished / "optimizer.pt")
@@ -2142,7 +2269,7 @@ def resolve_args(args: Args) -> Args:
     if args.device == "cuda":
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if args.learning_rate is None:
-        args.learning_rate = 2.5e-4 if embedded else 1e-6
+        args.learning_rate = (2.5e-4 if embedded else 1e-6) * (10 if args.lora_rank else 1)  # Schulman et al. 2025
     if args.total_episodes is None and embedded:
         args.total_episodes = 6_400
     if args.dtype is None:
@@ -2201,6 +2328,7 @@ LEAST = {  # minimum of numeric flags; 0 for those not listed
     "temperature": 1e-6,
     "max_prompt_length": 1,
     "response_length": 1,
+    "lora_alpha": 1,
     "local_rollout_forward_batch_size": 1,
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,
