@@ -14,7 +14,7 @@ Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimi
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
 Order of the file: flags, the maths, one update, the run. If you only want RLOO, stop after these. The functions they
-call follow: rows and attention, log-probs, rollout, rewards, data, models, processes, checkpoints, command line.
+call follow: rows and attention, log-probs, rollout, rewards, data, models, LoRA, processes, checkpoints, command line.
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Tensors with a value per completion begin with the axes (k, B); flattened, completion (j, b) has index j·B + b.
@@ -449,7 +449,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
 
             if args.sharding == "ddp":
                 average_gradients(policy)  # FSDP does it in backward
-            norm = torch.nn.utils.clip_grad_norm_(trained_weights(policy), args.max_grad_norm or math.inf)
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             noted["grad_norm"].append(finite("the gradient", whole(norm)))
             optimizer.step()
             optimizer.zero_grad()
@@ -510,7 +510,7 @@ def equal_groups(scores):
 def average_gradients(model):
     """Replaces each gradient by its mean over the ranks. A missing one, as of an expert without tokens, counts as 0."""
     if dist.is_initialized():
-        for parameter in trained_weights(model):
+        for parameter in trained_weights(model).values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             sum_over_ranks(parameter.grad).div_(dist.get_world_size())
@@ -582,8 +582,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     evaluations = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
 
     # 3. Models, rewards and the optimizer.
-    whole_policy = resumed and not args.lora_rank
-    flag, path = (DAMAGED, resumed[0]) if whole_policy else ("--sft_model_path", args.sft_model_path)
+    flag, path = "--sft_model_path", args.sft_model_path
+    if resumed and not args.lora_rank:
+        flag, path = DAMAGED, resumed[0]
     policy = load_model(args, flag, path, trained=True)
     if resumed and args.lora_rank:
         load_adapters(resumed[0], policy)
@@ -694,8 +695,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
 def make_optimizer(args, policy, num_updates):
     """AdamW, and the learning rate as a function of the number of updates done."""
+    weights = trained_weights(policy).values()
     optimizer = torch.optim.AdamW(
-        trained_weights(policy), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+        weights, args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
     decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     warmup = math.ceil(args.warmup_ratio * num_updates)
@@ -1469,13 +1471,12 @@ def sample(logits, temperature, uniform):
 def sampling_model(policy, dtype):
     """The model to sample from: the policy, or a full copy in `dtype` if it is sharded, has another dtype or adapters.
     Those are merged into the copy's weights."""
-    adapters = adapter_weights(policy)
-    if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule) and not adapters:
+    if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule) and not adapted_layers(policy):
         return policy
     with torch.device("meta"):
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
     model.to_empty(device=policy.device).tie_weights()
-    weights = [weight for name, weight in policy.named_parameters() if name not in adapters]
+    weights = [weight for name, weight in policy.named_parameters() if not name.endswith(ADAPTERS)]
     copied = zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)
     for mine, theirs in copied:
         mine.data = whole(theirs.detach()).to(mine)
@@ -1918,9 +1919,9 @@ def same_in_both_layouts(model, longest, k, R) -> bool:
 # With --lora_rank r the policy's own weights W stay as they are, in --dtype. Each linear layer of its layers gets an
 # adapter, A (r, in) and B (out, r) in float32, and computes W x + s B A x with s = --lora_alpha / r (Hu et al. 2021,
 # arXiv:2106.09685). The reference is the policy with its adapters off. The model to sample from has the weights
-# W + s B A, computed anew for each version of the policy, see sampling_model.
+# W + s B A, computed anew for each version of the policy, see sampling_model. Names and files are those of PEFT.
 
-ADAPTERS = (".lora_A.weight", ".lora_B.weight")  # ends of the names of adapters' weights, as in PEFT
+ADAPTERS = (".lora_A.weight", ".lora_B.weight")  # ends of the names of adapters' weights
 
 
 def add_adapters(model, rank, alpha, seed):
@@ -1931,14 +1932,14 @@ def add_adapters(model, rank, alpha, seed):
     model.lora_alpha = alpha
     torch.manual_seed(seed)
     for linear in linears:
-        options = {"bias": False, "device": linear.weight.device, "dtype": torch.float32}
-        linear.lora_A = torch.nn.Linear(linear.in_features, rank, **options)
-        linear.lora_B = torch.nn.Linear(rank, linear.out_features, **options)
+        new = partial(torch.nn.Linear, bias=False, device=linear.weight.device, dtype=torch.float32)
+        linear.lora_A = new(linear.in_features, rank)
+        linear.lora_B = new(rank, linear.out_features)
         torch.nn.init.zeros_(linear.lora_B.weight)
         linear.lora_scale = alpha / rank
         linear.lora_on = True
         linear.register_forward_hook(add_adapter_output)
-    count = sum(weight.numel() for weight in trained_weights(model))
+    count = sum(weight.numel() for weight in trained_weights(model).values())
     print(f"--lora_rank {rank}: {count:,} weights are trained, the adapters of {len(linears)} linear layers")
 
 
@@ -1953,13 +1954,9 @@ def adapted_layers(model) -> dict[str, torch.nn.Linear]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def adapter_weights(model) -> dict[str, torch.Tensor]:
-    return {name: weight for name, weight in model.named_parameters() if name.endswith(ADAPTERS)}
-
-
-def trained_weights(model) -> list[torch.Tensor]:
-    """All weights of a policy, or with LoRA those of its adapters."""
-    return [weight for weight in model.parameters() if weight.requires_grad]
+def trained_weights(model) -> dict[str, torch.Tensor]:
+    """The weights of a policy that are trained: all, or with LoRA those of its adapters."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 @contextmanager
@@ -1985,33 +1982,30 @@ def merge_adapters(policy, copy):
 
 def save_adapters(folder: Path, policy):
     """Writes the adapters in PEFT's format. All ranks call it."""
-    weights = {f"base_model.model.{name}": whole(x.detach()).cpu() for name, x in adapter_weights(policy).items()}
     linears = adapted_layers(policy)
+    weights = {f"base_model.model.{name}": whole(x.detach()).cpu() for name, x in trained_weights(policy).items()}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": policy.name_or_path,
+        "target_modules": sorted({name.rpartition(".")[2] for name in linears}),
         "r": next(iter(linears.values())).lora_A.out_features,
         "lora_alpha": policy.lora_alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted({name.rpartition(".")[2] for name in linears}),
-        "inference_mode": True,
     }
     if is_first_rank():
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         safetensors.torch.save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_adapters(folder: Path, policy):
-    """Loads the adapters from a checkpoint, on the first rank, which sends them to the others."""
+    """Loads the adapters of a checkpoint."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         weights = {}
-        if is_first_rank():
+        if is_first_rank():  # it sends them to the others
             saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
-            weights = {name: saved[f"base_model.model.{name}"] for name in adapter_weights(policy)}
-    options = replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)  # without the policy's own weights
+            weights = {name: saved[f"base_model.model.{name}"] for name in trained_weights(policy)}
+    options = replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)  # W is not among them
     state_dict.set_model_state_dict(policy, weights, options=options)
 
 
@@ -2269,7 +2263,9 @@ def resolve_args(args: Args) -> Args:
     if args.device == "cuda":
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if args.learning_rate is None:
-        args.learning_rate = (2.5e-4 if embedded else 1e-6) * (10 if args.lora_rank else 1)  # Schulman et al. 2025
+        args.learning_rate = 2.5e-4 if embedded else 1e-6
+        if args.lora_rank:
+            args.learning_rate *= 10  # Schulman et al. 2025, "LoRA Without Regret"
     if args.total_episodes is None and embedded:
         args.total_episodes = 6_400
     if args.dtype is None:
