@@ -4105,6 +4105,16 @@ def test_gradients_of_adapters_are_those_through_the_merged_weights(name, layout
     assert all(weight.grad is None for name, weight in policy.named_parameters() if name not in trained)
 
 
+def test_gradients_of_adapters_alone_are_averaged(monkeypatch):
+    monkeypatch.setattr(rloo.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rloo.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rloo.dist, "all_reduce", lambda x: x.add_(3.0))  # the other rank's
+    policy = with_adapters(tiny_model())
+    rloo.average_gradients(policy)
+    for name, weight in policy.named_parameters():
+        assert (weight.grad == 1.5).all() if ".lora_" in name else weight.grad is None
+
+
 @pytest.mark.parametrize("layout", ["group", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_stays_the_base_model_bit_by_bit(train, tiny, monkeypatch, dtype, layout):
@@ -4147,7 +4157,8 @@ def test_what_a_run_with_adapters_leaves(train, tiny, tmp_path, monkeypatch, dty
     )
     (_, policy, _), (optimizer, _) = optimizers[0]
     assert policy.dtype == getattr(torch, dtype)
-    assert {weight.dtype for weight in optimizer.param_groups[0]["params"]} == {torch.float32}
+    adapters = optimizer.param_groups[0]["params"]
+    assert len(adapters) == 2 * 8 and {weight.dtype for weight in adapters} == {torch.float32}
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "sft", dtype=policy.dtype)
     expected = weights_with_adapters(base, output / "adapter", policy.dtype)
     found = AutoModelForCausalLM.from_pretrained(output)
