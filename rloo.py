@@ -188,8 +188,10 @@ class Run:
 class Scale:
     """memory and devices; `torchrun --nproc_per_node N rloo.py ...` runs N processes"""
 
-    lora_rank: int = 0  # train adapters of this rank on a frozen policy in --dtype, see the part LoRA; 0: all weights
-    lora_alpha: int = 32  # adapters' outputs are scaled by lora_alpha / lora_rank
+    # rank of LoRA adapters, which are trained in place of the policy's own weights; those stay as they are, in --dtype,
+    # and are the reference too; 0: all weights are trained
+    lora_rank: int = 0
+    lora_alpha: int = 32  # adapters' outputs are multiplied by lora_alpha / lora_rank
     # group: one row per prompt with its k completions; plain: one row per completion; auto: group if the model can
     layout: Literal["auto", "group", "plain"] = "auto"
     # each process holds all weights (ddp) or a shard (fsdp, FSDP2); in rollouts fsdp adds a full copy in --dtype
@@ -341,8 +343,8 @@ def standardize(x):
 
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
     """Updates the policy (float32) on k completions for each of B prompts (`rows`, see prepare_row); returns metrics.
-    The reference may be None. `rewards` maps names to functions of a Batch that return {name: scores (k, B)}.
-    `sampling` holds the remaining arguments of `rollout`."""
+    The reference may be None; with LoRA it is the policy. `rewards` maps names to functions of a Batch that return
+    {name: scores (k, B)}. `sampling` holds the remaining arguments of `rollout`."""
     device = policy.device
     k, B = args.rloo_k, len(rows)
     dtype = forward_dtype(args)
@@ -1951,7 +1953,7 @@ def add_adapter_output(linear, inputs, output):
 
 
 def adapted_layers(model) -> dict[str, torch.nn.Linear]:
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_on")}
 
 
 def trained_weights(model) -> dict[str, torch.Tensor]:
