@@ -14,7 +14,7 @@ Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimi
 in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
 
 Order of the file: flags, the maths, one update, the run. If you only want RLOO, stop after these. The functions they
-call follow: rows and attention, log-probs, rollout, rewards, data, models, processes, checkpoints, command line.
+call follow: rows and attention, log-probs, rollout, rewards, data, models, LoRA, processes, checkpoints, command line.
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Tensors with a value per completion begin with the axes (k, B); flattened, completion (j, b) has index j·B + b.
@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
@@ -157,7 +158,8 @@ class BatchSize:
 class Optimizer:
     """AdamW"""
 
-    learning_rate: float | None = None  # peak value; default: 1e-6, but 2.5e-4 for mini TL;DR's tiny model
+    # peak value; default: 1e-6, but 2.5e-4 for mini TL;DR's tiny model; ten times that with --lora_rank
+    learning_rate: float | None = None
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # decay after the warmup
     warmup_ratio: float = 0.0  # share of the run in which the learning rate rises from 0
     adam_eps: float = 1e-8  # added to the denominator
@@ -187,6 +189,10 @@ class Run:
 class Scale:
     """memory and devices; `torchrun --nproc_per_node N rloo.py ...` runs N processes"""
 
+    # rank of LoRA adapters, which are trained in place of the policy's own weights; those stay as they are, in --dtype,
+    # and are the reference too; 0: all weights are trained
+    lora_rank: int = 0
+    lora_alpha: int = 32  # adapters' outputs are multiplied by lora_alpha / lora_rank
     # group: one row per prompt with its k completions; plain: one row per completion; auto: group if the model can
     layout: Literal["auto", "group", "plain"] = "auto"
     # each process holds all weights (ddp) or a shard (fsdp, FSDP2); in rollouts fsdp adds a full copy in --dtype
@@ -341,8 +347,9 @@ def standardize(x, counts):
 
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
     """Updates the policy (float32) on k completions for each of B prompts (`rows`, see prepare_row); returns metrics.
-    The reference may be None. `rewards` maps names to functions of a Batch that return scores (k, B), NaN for a
-    completion without a score. `sampling` holds the remaining arguments of `rollout`. `args` as from resolve_args."""
+    The reference may be None; with LoRA it is the policy. `rewards` maps names to functions of a Batch that return
+    scores (k, B), NaN for a completion without a score. `sampling` holds the remaining arguments of `rollout`. `args`
+    as from resolve_args."""
     device = policy.device
     temperature = args.temperature
     chunk_size = args.local_rollout_forward_batch_size
@@ -364,7 +371,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
             old = chunked_logprobs(policy, batch, temperature, layout, chunk_size)
     ref = old
     if reference is not None:
-        ref = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
+        with without_adapters(reference):  # with LoRA it is the policy itself
+            ref = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
     kl = finite("a log-prob of the policy or of the reference", (old - ref) * mask)
     correction, w = rollout_weight(
         old, sampled, mask, args.rollout_correction, args.rollout_correction_cap, args.ratio_level
@@ -529,7 +537,7 @@ def average_gradients(model):
     """Replaces each gradient by its mean over the ranks. Missing gradients (an expert that received no tokens) count
     as 0."""
     if dist.is_initialized():
-        for parameter in model.parameters():
+        for parameter in trained_weights(model).values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             sum_over_ranks(parameter.grad).div_(dist.get_world_size())
@@ -583,13 +591,12 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     evaluated = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
 
     # 3. Models, rewards and the optimizer.
-    flag, path = (DAMAGED, resumed[0]) if resumed else ("--sft_model_path", args.sft_model_path)
-    policy = load_model(args, flag, path, trained=True)
+    policy = load_policy(args, *resumed)
     layout = choose_layout(policy, args, all_rows)
     if layout == "plain" and engine == "group":
         engine = args.rollout_engine = "hf"
     sampling = sampling_options(args, engine, policy, tokenizer, all_rows)
-    reference = load_model(args, "--sft_model_path", args.sft_model_path, trained=False) if args.kl_coef else None
+    reference = load_reference(args, policy)
     rewards = load_reward_model(args, tokenizer, all_rows, policy.config.get_text_config().vocab_size) | functions
     optimizer, learning_rate = make_optimizer(args, policy, num_updates)
     if resumed:
@@ -676,8 +683,9 @@ def sampling_options(args, engine, policy, tokenizer, rows) -> dict:
 
 def make_optimizer(args, policy, num_updates):
     """AdamW, and the learning rate as a function of the number of updates done."""
+    weights = trained_weights(policy).values()
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
+        weights, args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
     decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     warmup = math.ceil(args.warmup_ratio * num_updates)
@@ -1407,15 +1415,18 @@ def sample(logits, temperature, uniform):
 
 
 def sampling_model(policy, dtype):
-    """The model to sample from: the policy, or a full copy in `dtype` if it is sharded or has another dtype."""
-    if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule):
+    """The model to sample from: the policy, or a full copy in `dtype` if it is sharded, has another dtype or adapters.
+    Those are merged into the copy's weights."""
+    if policy.dtype == dtype and not isinstance(policy, fsdp.FSDPModule) and not adapted_layers(policy):
         return policy
     with torch.device("meta"):
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
     model.to_empty(device=policy.device).tie_weights()
-    copied = zip([*model.parameters(), *model.buffers()], [*policy.parameters(), *policy.buffers()], strict=True)
+    weights = [weight for name, weight in policy.named_parameters() if not name.endswith(ADAPTERS)]
+    copied = zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)
     for mine, theirs in copied:
         mine.data = whole(theirs.detach()).to(mine)
+    merge_adapters(policy, model)
     return model
 
 
@@ -1673,11 +1684,30 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
     return ids
 
 
+def load_policy(args, checkpoint: Path | None = None):
+    """The policy to train: that of a checkpoint, or of --sft_model_path."""
+    if checkpoint and not args.lora_rank:
+        return load_model(args, DAMAGED, checkpoint, trained=True)
+    policy = load_model(args, "--sft_model_path", args.sft_model_path, trained=True)
+    if checkpoint:
+        load_adapters(checkpoint, policy)
+    return policy
+
+
+def load_reference(args, policy):
+    """The model to stay close to, None with --kl_coef 0. With LoRA it is the policy, see without_adapters."""
+    if not args.kl_coef:
+        return None
+    return policy if args.lora_rank else load_model(args, "--sft_model_path", args.sft_model_path, trained=False)
+
+
 def load_model(args, flag, path, trained, auto_class=AutoModelForCausalLM, **options):
     """Loads a model on its device, in eval mode; sharded if --sharding fsdp. Only a trained model has gradients."""
     device = torch.device(args.device)
     model = read_model(args, f"{flag} {path}", path, trained, auto_class, **options)
     model.eval().requires_grad_(trained)
+    if trained and args.lora_rank:
+        add_adapters(model, args.lora_rank, args.lora_alpha, args.seed)
     if trained and args.gradient_checkpointing:
         for layer in layers_of(model):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -1690,7 +1720,7 @@ def read_model(args, label, path, trained, auto_class, **options):
     """A model on the CPU; with --sharding fsdp only the first rank reads the weights."""
     say_if_remote(path)
     trust = {"trust_remote_code": args.trust_remote_code}
-    dtype = torch.float32 if trained else forward_dtype(args)
+    dtype = torch.float32 if trained and not args.lora_rank else forward_dtype(args)
     missing = []
     with explained(f"{label}: cannot be loaded as a folder or Hub model"):
         config = transformers.AutoConfig.from_pretrained(path, **trust, **options)
@@ -1828,6 +1858,100 @@ def same_in_both_layouts(model, longest, k, R) -> bool:
     return bool((plain - group).norm() < tolerance * plain.norm())
 
 
+# ---- LoRA ------------------------------------------------------------------------------------------------------------
+# With --lora_rank r the policy's own weights W stay as they are, in --dtype. Each linear layer of its layers gets an
+# adapter, A (r, in) and B (out, r) in float32, and computes W x + s B A x with s = --lora_alpha / r (Hu et al. 2021,
+# arXiv:2106.09685). The reference is the policy with its adapters off. The model to sample from has the weights
+# W + s B A, computed anew for each version of the policy, see sampling_model. Names and files are those of PEFT.
+
+ADAPTERS = (".lora_A.weight", ".lora_B.weight")  # ends of the names of adapters' weights
+
+
+def add_adapters(model, rank, alpha, seed):
+    """Freezes a model and gives it adapters that change nothing yet: A is random, the same on all ranks, and B is 0."""
+    linears = [x for x in torch.nn.ModuleList(layers_of(model)).modules() if isinstance(x, torch.nn.Linear)]
+    require(linears, f"--lora_rank {rank}: {type(model).__name__} has no torch.nn.Linear in its layers")
+    model.requires_grad_(False)
+    model.lora_alpha = alpha
+    torch.manual_seed(seed)
+    for linear in linears:
+        new = partial(torch.nn.Linear, bias=False, device=linear.weight.device, dtype=torch.float32)
+        linear.lora_A = new(linear.in_features, rank)
+        linear.lora_B = new(rank, linear.out_features)
+        torch.nn.init.zeros_(linear.lora_B.weight)
+        linear.lora_scale = alpha / rank
+        linear.lora_on = True
+        linear.register_forward_hook(add_adapter_output)
+    count = sum(weight.numel() for weight in trained_weights(model).values())
+    print(f"--lora_rank {rank}: {count:,} weights are trained, the adapters of {len(linears)} linear layers")
+
+
+def add_adapter_output(linear, inputs, output):
+    """The forward hook of a linear layer with an adapter."""
+    if linear.lora_on:
+        output = output + linear.lora_scale * linear.lora_B(linear.lora_A(*inputs))
+    return output
+
+
+def adapted_layers(model) -> dict[str, torch.nn.Linear]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_on")}
+
+
+def trained_weights(model) -> dict[str, torch.Tensor]:
+    """The weights of a policy that are trained: all, or with LoRA those of its adapters."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+@contextmanager
+def without_adapters(model):
+    """Switches the adapters of a model off, if it has any."""
+    linears = adapted_layers(model).values()
+    for linear in linears:
+        linear.lora_on = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.lora_on = True
+
+
+@torch.no_grad()
+def merge_adapters(policy, copy):
+    """Gives a copy of the policy the weights W + s B A, computed in float32 and rounded once."""
+    for name, linear in adapted_layers(policy).items():
+        W, A, B = (whole(x.weight).float() for x in (linear, linear.lora_A, linear.lora_B))
+        copy.get_submodule(name).weight.data = (W + linear.lora_scale * (B @ A)).to(copy.dtype)
+
+
+def save_adapters(folder: Path, policy):
+    """Writes the adapters in PEFT's format. All ranks call it."""
+    linears = adapted_layers(policy)
+    weights = {f"base_model.model.{name}": whole(x.detach()).cpu() for name, x in trained_weights(policy).items()}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": policy.name_or_path,
+        "target_modules": sorted({name.rpartition(".")[2] for name in linears}),
+        "r": next(iter(linears.values())).lora_A.out_features,
+        "lora_alpha": policy.lora_alpha,
+    }
+    if is_first_rank():
+        folder.mkdir(exist_ok=True)
+        safetensors.torch.save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_adapters(folder: Path, policy):
+    """Loads the adapters of a checkpoint."""
+    with explained(f"{DAMAGED} {folder}: cannot be loaded"):
+        weights = {}
+        if is_first_rank():  # it sends them to the others
+            saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+            weights = {name: saved[f"base_model.model.{name}"] for name in trained_weights(policy)}
+    options = replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)  # W is not among them
+    state_dict.set_model_state_dict(policy, weights, options=options)
+
+
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
 
 
@@ -1886,7 +2010,8 @@ def clock(device) -> float:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
-# checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, optimizer.pt, and in state.json:
+# checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, or with LoRA only the adapters, see
+# save_adapters; optimizer.pt; and in state.json:
 #   update   None from an update's first optimizer step until the update is complete; never so in a file
 #   flags    resolved, with the number of completions per update and of training prompts
 #   run_id   for Weights & Biases
@@ -1907,6 +2032,8 @@ FIXED_ON_RESUME = {
     "max_prompt_length",
     "seed",
     "rloo_k",
+    "lora_rank",
+    "lora_alpha",
     "completions per update",
     "training prompts",
 }
@@ -1919,11 +2046,15 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def save_policy(folder: Path, policy, tokenizer):
-    """Writes the policy and its tokenizer in save_pretrained form. All ranks call it."""
-    weights = state_dict.get_model_state_dict(policy, options=FULL)
+    """Writes the policy and its tokenizer in save_pretrained form; with LoRA the adapters are merged into it, and are
+    also in adapter/. All ranks call it."""
+    model = sampling_model(policy, policy.dtype) if adapted_layers(policy) else policy
+    weights = state_dict.get_model_state_dict(model, options=FULL)
     if is_first_rank():
         policy.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
+    if adapted_layers(policy):
+        save_adapters(folder / "adapter", policy)
 
 
 def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
@@ -1934,7 +2065,10 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
     with explained(f"{target} cannot be saved; free disk space and continue with --resume"):
         if is_first_rank():
             shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed, or of a full disk
-        save_policy(unfinished, policy, tokenizer)
+        if adapted_layers(policy):
+            save_adapters(unfinished, policy)
+        else:
+            save_policy(unfinished, policy, tokenizer)
         moments = state_dict.get_optimizer_state_dict(policy, optimizer, options=FULL)
         if is_first_rank():
             torch.save(moments, unfinished / "optimizer.pt")
@@ -2045,6 +2179,8 @@ def resolve_args(args: Args) -> Args:
         args.cliprange_high = args.cliprange
     if args.learning_rate is None:
         args.learning_rate = 2.5e-4 if bundled else 1e-6
+        if args.lora_rank:
+            args.learning_rate *= 10  # Schulman et al. 2025, "LoRA Without Regret"
     if args.total_episodes is None and bundled:
         args.total_episodes = 6_400  # else `main` counts the training prompts
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -2123,6 +2259,7 @@ LEAST = {  # minimum of numeric flags; 0 for those not listed
     "temperature": 1e-6,
     "max_prompt_length": 1,
     "response_length": 1,
+    "lora_alpha": 1,
     "local_rollout_forward_batch_size": 1,
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,

@@ -32,6 +32,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: a name that is n
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -2026,6 +2027,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
         "--local_rollout_forward_batch_size 0",
         "--max_prompt_length -5",
         "--save_total_limit 0",
+        "--lora_alpha 0",
     ],
     "must be finite and at least 0": [
         "--total_episodes -1",
@@ -2035,6 +2037,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
         "--cliprange -0.1",
         "--missing_eos_penalty nan",
         "--save_steps -1",
+        "--lora_rank -1",
     ],
     "must be a multiple of --rloo_k 2": ["--per_device_train_batch_size 7"],
     "must be below 1": ["--warmup_ratio 2", "--warmup_ratio 1"],
@@ -2289,6 +2292,8 @@ def test_learning_rate_schedules(train):
         ("kl_in_reward", False),
         ("loss_aggregation", "token"),
         ("loss_aggregation", "sequence-mean"),
+        ("lora_rank", 2),
+        ("lora_alpha", 8),
     ],
 )
 def test_every_flag_changes_the_run(train, name, value):
@@ -2305,6 +2310,8 @@ def test_every_flag_changes_the_run(train, name, value):
         changed |= {"per_device_train_batch_size": 8}
     elif name == "attn_implementation":  # which runs in plain rows
         plain |= {"layout": "plain"}
+    elif name == "lora_alpha":
+        plain, changed = {**plain, "lora_rank": 2}, {**changed, "lora_rank": 2}
     change = (final_weights(train(**plain)[1]) - final_weights(train(**changed)[1])).abs().max()
     assert change < 1e-3 if name == "attn_implementation" else change > 1e-4
 
@@ -3845,6 +3852,22 @@ def worker(rank: int, port: int, runs: list[dict], log: Path):
     rloo.dist.destroy_process_group()
 
 
+def on_two_processes(runs: list[dict], folder: Path) -> list[Path]:
+    """Does the runs on two processes and returns what each of them printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context, logs = multiprocessing.get_context("forkserver"), [folder / f"log{rank}" for rank in range(2)]
+    context.set_forkserver_preload(["rloo"])
+    processes = [context.Process(target=worker, args=(i, port, runs, log), daemon=True) for i, log in enumerate(logs)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(600)
+    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
+    return logs
+
+
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
     """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of
     processes and shardings, a model whose head is its embedding, and one that does not run in group rows (it samples by
@@ -3917,17 +3940,7 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         flags("ddp, references", **references),
         flags("fsdp, references", **fsdp, **references),
     ]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context, logs = multiprocessing.get_context("forkserver"), [tmp_path / f"log{rank}" for rank in range(2)]
-    context.set_forkserver_preload(["rloo"])
-    processes = [context.Process(target=worker, args=(i, port, runs, log), daemon=True) for i, log in enumerate(logs)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(600)
-    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
+    logs = on_two_processes(runs, tmp_path)
     rloo.main(Args(**resumed("fsdp to one", "fsdp", 16)))
 
     def samples(name: str) -> list[str]:
@@ -3988,3 +4001,345 @@ def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_p
     prompts = [json.loads(line)["prompt"] for line in (tiny / "data" / "train.jsonl").read_text().splitlines()]
     assert sorted(prompt for _, part in noted for prompt in part) == sorted(prompts)  # each of them once
     assert [update["episode"] for update in read_metrics(tmp_path / "out")] == [16, 32]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# LoRA
+
+
+LORA = {"lora_rank": 3, "lora_alpha": 6}
+ADAPTABLE = [name for name in [*FAMILIES, *OTHERS] if name != "gpt2"]  # GPT-2's layers are no torch.nn.Linear
+
+
+def with_adapters(model, seed: int = 0):
+    """The model with adapters that change what it says: their B is not 0."""
+    rloo.add_adapters(model, *LORA.values(), seed)
+    for linear in rloo.adapted_layers(model).values():
+        torch.nn.init.normal_(linear.lora_B.weight, std=0.3)
+    return model
+
+
+def weights_with_adapters(base, adapter: Path, dtype=torch.float32) -> dict:
+    """The state dict of a model with the adapters of a folder merged, by PEFT's names and formula."""
+    weights, config = base.state_dict(), json.loads((adapter / "adapter_config.json").read_text())
+    saved = load_file(adapter / "adapter_model.safetensors")
+    for name in {name.rpartition(".lora_")[0] for name in saved}:
+        A, B = (saved[f"{name}.lora_{x}.weight"] for x in "AB")
+        assert A.dtype == B.dtype == torch.float32 and len(A) == B.shape[1] == config["r"]
+        own = name.removeprefix("base_model.model.") + ".weight"
+        weights[own] = (weights[own].float() + config["lora_alpha"] / config["r"] * (B @ A)).to(dtype)
+    return weights
+
+
+@pytest.mark.parametrize("name", ADAPTABLE)
+def test_adapters_change_nothing_at_first_and_nothing_while_they_are_off(name):
+    base, policy, tokens = any_model(name), any_model(name), torch.tensor([[5, 3, 8, 4]])
+    expected = base(tokens).logits
+    rloo.add_adapters(policy, *LORA.values(), seed=0)
+    assert torch.equal(policy(tokens).logits, expected)
+    for linear in rloo.adapted_layers(policy).values():
+        torch.nn.init.normal_(linear.lora_B.weight, std=0.3)
+    assert (policy(tokens).logits - expected).abs().max() > 1e-2
+    with pytest.raises(ZeroDivisionError), rloo.without_adapters(policy):
+        assert torch.equal(policy(tokens).logits, expected)
+        raise ZeroDivisionError
+    assert (policy(tokens).logits - expected).abs().max() > 1e-2
+    with rloo.without_adapters(base):
+        assert torch.equal(base(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "qwen3", "mixtral", "falcon", "gemma3n_text"])
+def test_every_linear_layer_of_the_layers_has_an_adapter_and_nothing_else_has(name, capsys):
+    base, policy = any_model(name), with_adapters(any_model(name))
+    linears = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    inside = {name for name in linears if ".layers." in name or ".h." in name}
+    assert set(rloo.adapted_layers(policy)) == inside and len(inside) >= 2 * 4 and linears - inside
+    trained = rloo.trained_weights(policy)
+    assert {name.rpartition(".lora_")[0] for name in trained} == inside and len(trained) == 2 * len(inside)
+    count = sum(weight.numel() for weight in trained.values())
+    assert f"{count:,} weights are trained, the adapters of {len(inside)} linear layers" in capsys.readouterr().out
+    assert rloo.trained_weights(base).keys() == dict(base.named_parameters()).keys()
+
+
+def test_adapters_begin_as_in_peft_and_depend_on_the_seed_alone():
+    first = {}
+    for seed, other in ((1, 0), (1, 5), (2, 0)):
+        model = tiny_model("llama", seed=other)
+        rloo.add_adapters(model, 4, 32, seed)
+        for name, linear in rloo.adapted_layers(model).items():
+            A, B = linear.lora_A.weight, linear.lora_B.weight
+            assert (A.shape, B.shape) == ((4, linear.in_features), (linear.out_features, 4)) and not B.any()
+            assert 0.8 < A.abs().max() * linear.in_features**0.5 <= 1  # uniform within ± 1 / √in
+            same = torch.equal(A, first.setdefault(name, A))
+            assert same == (seed == 1)
+
+
+@pytest.mark.parametrize("layout", ["group", "plain"])
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "qwen3", "mixtral", "tied"])
+def test_what_samples_has_the_merged_weights_and_the_policy_keeps_its_own(name, layout):
+    def model():
+        return tiny_model("qwen3", tie_word_embeddings=True) if name == "tied" else tiny_model(name)
+
+    policy = with_adapters(model())
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    for _ in range(3):
+        copy = rloo.sampling_model(policy, torch.float32)
+    assert [*copy.state_dict()] == [*model().state_dict()] and not rloo.adapted_layers(copy)
+    assert (copy.get_output_embeddings().weight is copy.get_input_embeddings().weight) == (name == "tied")
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
+    with torch.no_grad():
+        ours, theirs = (rloo.completion_logprobs(m, random_batch(), 0.7, layout)[0] for m in (policy, copy))
+        with rloo.without_adapters(policy):
+            base, _ = rloo.completion_logprobs(policy, random_batch(), 0.7, layout)
+    assert (ours - theirs).abs().max() < 1e-4 < 1e-1 < (ours - base).abs().max()
+
+
+@pytest.mark.parametrize("layout", ["group", "plain"])
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3"])
+def test_gradients_of_adapters_are_those_through_the_merged_weights(name, layout):
+    policy, batch = with_adapters(tiny_model(name)), random_batch()
+    trained, frozen = rloo.trained_weights(policy), tiny_model(name)
+    copies = {name: weight.detach().clone().requires_grad_() for name, weight in trained.items()}
+    weights = frozen.state_dict()
+    for linear in rloo.adapted_layers(policy):
+        A, B = (copies[f"{linear}.lora_{x}.weight"] for x in "AB")
+        weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + LORA["lora_alpha"] / LORA["lora_rank"] * B @ A
+
+    def backward(model):
+        rloo.completion_logprobs(model, batch, 0.7, layout)[0].square().sum().backward()
+
+    backward(policy)
+    frozen.forward = lambda: backward(frozen)
+    torch.func.functional_call(frozen, weights)
+    for name, weight in trained.items():
+        assert (weight.grad - copies[name].grad).norm() < 1e-4 * copies[name].grad.norm(), name
+    assert all(weight.grad is None for name, weight in policy.named_parameters() if name not in trained)
+
+
+def test_gradients_of_adapters_alone_are_averaged(monkeypatch):
+    monkeypatch.setattr(rloo.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rloo.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rloo.dist, "all_reduce", lambda x: x.add_(3.0))  # the other rank's
+    policy = with_adapters(tiny_model())
+    rloo.average_gradients(policy)
+    for name, weight in policy.named_parameters():
+        assert (weight.grad == 1.5).all() if ".lora_" in name else weight.grad is None
+
+
+@pytest.mark.parametrize("layout", ["group", "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_stays_the_base_model_bit_by_bit(train, tiny, monkeypatch, dtype, layout):
+    """... and is not loaded. The policy moves away from it."""
+    loads, seen = spy(monkeypatch, "load_model"), spy(monkeypatch, "chunked_logprobs")
+    metrics, _ = train(**LORA, dtype=dtype, layout=layout, total_episodes=64)
+    assert len(loads) == 2  # policy and reward model
+    assert abs(metrics[0]["objective/kl"]) < 0.02 < abs(metrics[-1]["objective/kl"])
+    args = Args(device="cpu", dtype=dtype)
+    base = rloo.load_model(args, "", tiny / "sft", trained=False)
+    last = [call for call in seen if rloo.adapted_layers(call[0][0])][-1]
+    (policy, *inputs), logprobs = last
+    base.set_attn_implementation(policy.config._attn_implementation)
+    assert torch.equal(rloo.chunked_logprobs(base, *inputs), logprobs)
+    with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"):
+        assert not torch.equal(rloo.chunked_logprobs(policy, *inputs), logprobs)
+
+
+@pytest.mark.parametrize("engine", ["group", "hf", f"{__file__}:engine_by_generate"])
+def test_rollouts_and_evaluations_sample_from_the_adapted_policy(train, monkeypatch, engine):
+    sampled = spy(monkeypatch, "rollout")
+    metrics, output = train(
+        **LORA, rollout_engine=engine, total_episodes=64, save_steps=1, num_eval_prompts=4, save_total_limit=9
+    )
+    assert abs(metrics[-1]["objective/kl"]) > 0.02
+    assert all(update["val/rollout_logprob_gap"] < 1e-5 and update["val/ratio"] == 1 for update in metrics)
+    (model, *_), _ = sampled[-1]  # the last evaluation's
+    saved = AutoModelForCausalLM.from_pretrained(output)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), saved.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_run_with_adapters_leaves(train, tiny, tmp_path, monkeypatch, dtype):
+    """The merged policy, which loads as it is, and the adapters beside it; weight decay takes nothing off the base."""
+    shutil.copytree(tiny / "sft", tmp_path / "sft")
+    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 9], "top_k": 7}))
+    optimizers = spy(monkeypatch, "make_optimizer")
+    metrics, output = train(
+        **LORA, sft_model_path=str(tmp_path / "sft"), dtype=dtype, total_episodes=64, weight_decay=0.5
+    )
+    (_, policy, _), (optimizer, _) = optimizers[0]
+    assert policy.dtype == getattr(torch, dtype)
+    adapters = optimizer.param_groups[0]["params"]
+    assert len(adapters) == 2 * 8 and {weight.dtype for weight in adapters} == {torch.float32}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "sft", dtype=policy.dtype)
+    expected = weights_with_adapters(base, output / "adapter", policy.dtype)
+    found = AutoModelForCausalLM.from_pretrained(output)
+    assert found.state_dict().keys() == expected.keys() and found.dtype == policy.dtype
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
+    assert "lanes" not in (output / "config.json").read_text()
+    assert {"eos_token_id": [0, 9], "top_k": 7}.items() <= found.generation_config.to_dict().items()
+    assert AutoTokenizer.from_pretrained(output).eos_token == "<eos>"
+    config = json.loads((output / "adapter" / "adapter_config.json").read_text())
+    assert config == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(tmp_path / "sft"),
+        "target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"],
+        "r": 3,
+        "lora_alpha": 6,
+    }
+    for update in metrics:
+        assert update["val/ratio"] == 1 and update["grad_norm"] > 0
+        assert update["val/rollout_logprob_gap"] < (0.1 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3", "mixtral"])
+def test_peft_loads_the_adapters(name, tmp_path):
+    """... onto the base, with the policy's logits, and merges them to the weights that are saved."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: only the format of the adapters was tested")
+    tiny_model(name).save_pretrained(tmp_path / "base")
+    policy = with_adapters(AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval())
+    rloo.save_adapters(tmp_path / "adapter", policy)
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    tokens = torch.tensor([[5, 3, 8, 4]])
+    assert (loaded(tokens).logits - policy(tokens).logits).abs().max() < 1e-4
+    merged, copy = loaded.merge_and_unload().state_dict(), rloo.sampling_model(policy, torch.float32).state_dict()
+    assert merged.keys() == copy.keys() and all((merged[name] - copy[name]).abs().max() < 1e-5 for name in copy)
+
+
+def test_runs_with_adapters_end_alike_in_both_layouts_and_with_activations_computed_again(train):
+    flags = {**LORA, "rollout_engine": "hf", "total_episodes": 48, "adam_eps": 1e-3}
+    (metrics, output), *others = (
+        train(**flags, layout=layout, gradient_checkpointing=again)
+        for layout, again in (("group", False), ("plain", False), ("group", True))
+    )
+    assert abs(metrics[-1]["objective/kl"]) > 0.01
+    for theirs, other in others:
+        for one, update in zip(without_times(metrics), without_times(theirs), strict=True):
+            assert one == pytest.approx(update, rel=1e-3, abs=1e-4)
+        assert (final_weights(output) - final_weights(other)).abs().max() < 1e-5
+
+
+def test_checkpoints_hold_the_adapters_only_and_resumed_runs_end_like_others(train, capsys):
+    run = {**LONG, **LORA, "seed": 5}
+    _, output = train(**run)
+    files = {path.name for path in (output / "checkpoint-4").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "state.json"}
+    moments = torch.load(output / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert moments["state"].keys() == rloo.trained_weights(with_adapters(tiny_model())).keys()
+    adapter = (output / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert (output / "checkpoint-4" / "adapter_model.safetensors").read_bytes() == adapter
+    expected = end_of(output)
+    train(**run, output_dir=str(output), resume=True)  # nothing is left to do
+    assert end_of(output) == expected
+    for last in (3, 1):
+        for path in rloo.checkpoints(output):
+            if int(path.name[11:]) > last:
+                shutil.rmtree(path)
+        train(**run, output_dir=str(output), resume=True)
+        assert f"resumed from {output}/checkpoint-{last}\n" in capsys.readouterr().out
+        assert end_of(output) == expected
+        assert (output / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
+    for changed in ({"lora_rank": 2}, {"lora_alpha": 5}, {"lora_rank": 0}):
+        (name,), (value,) = changed.keys(), changed.values()
+        with pytest.raises(InputError, match=f"run with other flags: {name} {LORA[name]} -> {value}"):
+            train(**run | changed, output_dir=str(output), resume=True)
+
+
+@pytest.mark.parametrize("content", [b"", "another", None])
+def test_adapters_that_do_not_load_are_named(train, content):
+    _, output = train(**LONG, **LORA)
+    file = output / "checkpoint-4" / "adapter_model.safetensors"
+    if content == "another":  # without the last adapter
+        weights = load_file(file)
+        weights.popitem()
+        save_file(weights, file)
+    else:
+        file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(InputError, match=f"move it away.* {output}/checkpoint-4: cannot be loaded"):
+        train(**LONG, **LORA, output_dir=str(output), resume=True)
+
+
+def test_a_model_whose_layers_have_no_linear_is_refused_in_a_sentence(train, tiny, tmp_path):
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(InputError, match="^--lora_rank 3: GPT2LMHeadModel has no torch.nn.Linear in its layers$"):
+        train(**LORA, sft_model_path=str(tmp_path / "gpt2"))
+
+
+def test_the_learning_rate_of_adapters_is_ten_times_that_of_all_weights_unless_given(train, tiny, capsys):
+    own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f"
+    for line, rate in (("", 2.5e-4), (own, 1e-6)):
+        assert parse(line).learning_rate == rate
+        assert parse(f"{line} --lora_rank 1").learning_rate == pytest.approx(10 * rate)
+        assert parse(f"{line} --lora_rank 1 --learning_rate 3e-4").learning_rate == 3e-4
+    train(**LORA, learning_rate=None)
+    assert "learning rate 1e-05, " in capsys.readouterr().out
+
+
+def test_adapters_on_two_processes_equal_those_on_one(tiny, tmp_path, monkeypatch):
+    """ddp and fsdp on gloo, resumed across both, with a tied head, and in bfloat16."""
+    base = {
+        **LORA,
+        "dataset_name": str(tiny / "data"),
+        "sft_model_path": str(tiny / "sft"),
+        "reward_model_path": str(tiny / "reward"),
+        "rloo_k": 2,
+        "response_length": 6,
+        "num_eval_prompts": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "adam_eps": 1e-4,
+        "device": "cpu",
+        "save_steps": 1,
+        "save_total_limit": 9,
+        "total_episodes": 48,
+        "seed": 3,
+    }
+    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True, "offload_reference": True}
+    bfloat16, tied = {"dtype": "bfloat16"}, {"sft_model_path": str(tmp_path / "tied model")}
+    tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
+    tiny_tokenizer().save_pretrained(tmp_path / "tied model")
+
+    def flags(name: str, size: int = 8, **more) -> dict:
+        return {**base, "output_dir": str(tmp_path / name), "per_device_train_batch_size": size, **more}
+
+    def resumed(name: str, source: str, size: int = 8, **more) -> dict:
+        shutil.copytree(tmp_path / source, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoint-3")
+        return flags(name, size, resume=True, **more)
+
+    monkeypatch.setattr(rloo.Decoder, "append", ranked)
+    rloo.main(Args(**flags("one", 16)))
+    rloo.main(Args(**flags("one, tied", 16, **tied)))
+    runs = [
+        flags("ddp", **small),
+        flags("fsdp", **fsdp),
+        flags("fsdp, small", **fsdp, **small),
+        resumed("one to fsdp", "one", **fsdp),
+        resumed("one to ddp", "one"),
+        flags("fsdp, tied", **fsdp, **tied),
+        flags("ddp, bfloat16", **bfloat16),
+        flags("fsdp, bfloat16", **fsdp, **bfloat16),
+    ]
+    logs = on_two_processes(runs, tmp_path)
+    rloo.main(Args(**resumed("fsdp to one", "fsdp", 16)))
+    assert logs[0].read_text().count("weights are trained") == len(runs)
+
+    def adapters(name: str) -> dict:
+        return load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+
+    assert (final_weights(tmp_path / "one") - final_weights(tiny / "sft")).abs().max() > 1e-2
+    for name in ("ddp", "fsdp", "fsdp, small", "one to fsdp", "one to ddp", "fsdp to one", "fsdp, tied"):
+        one = "one, tied" if name == "fsdp, tied" else "one"
+        assert (final_weights(tmp_path / one) - final_weights(tmp_path / name)).abs().max() < 1e-5, name
+        ours, theirs = adapters(one), adapters(name)
+        assert ours.keys() == theirs.keys() and all((ours[x] - theirs[x]).abs().max() < 1e-5 for x in ours), name
+        for ours, theirs in zip(*(without_times(read_metrics(tmp_path / n)) for n in (one, name)), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), name
+    for name in ("ddp, bfloat16", "fsdp, bfloat16"):
+        metrics = read_metrics(tmp_path / name)
+        assert all(update["val/ratio"] == 1 and 0 < update["val/rollout_logprob_gap"] < 0.1 for update in metrics)
+        sft = AutoModelForCausalLM.from_pretrained(tiny / "sft", dtype=torch.bfloat16)
+        expected = weights_with_adapters(sft, tmp_path / name / "adapter", torch.bfloat16)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[x], expected[x]) for x in found), name
