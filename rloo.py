@@ -373,7 +373,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     if reference is not None:
         with without_adapters(reference):  # with LoRA it is the policy itself
             ref = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
-    kl = finite("a log-prob of the policy or of the reference", (old - ref) * mask)
+    kl = (old - ref) * mask
+    require_finite("a log-prob of the policy or of the reference", kl)
     correction, w = rollout_weight(
         old, sampled, mask, args.rollout_correction, args.rollout_correction_cap, args.ratio_level
     )
@@ -486,7 +487,7 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
                     losses = losses + args.kl_coef * kl_penalty(new, ref[:, micro], real)
                 # An entropy bonus would be: losses = losses - coefficient * entropy.sum(-1)
                 logged["policy/entropy_avg"].append(entropy.detach()[real])
-                losses = finite("the loss", losses * weight)
+                losses = losses * weight
                 del entropy  # if it is not in the loss, this frees what its gradient would need: (n, vocabulary)
                 (losses.sum() / (k * len(mini))).backward()  # summed over micro-batches: the mini-batch's mean
 
@@ -499,7 +500,8 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
             if args.sharding == "ddp":
                 average_gradients(policy)  # FSDP does it in backward
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-            logged["grad_norm"].append(finite("the gradient", whole(norm)))
+            logged["grad_norm"].append(whole(norm))
+            require_finite("the loss or its gradient", whole(norm))
             optimizer.step()
             optimizer.zero_grad()
     return {name: torch.cat([values.flatten() for values in parts]) for name, parts in logged.items()}
@@ -543,10 +545,10 @@ def average_gradients(model):
             sum_over_ranks(parameter.grad).div_(dist.get_world_size())
 
 
-def finite(what: str, values):
-    """Returns the values, or raises an InputError if one of them is not finite."""
-    require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
-    return values
+def require_finite(what: str, values):
+    """Ends the run on all ranks if a value on one of them is not finite."""
+    with raised_on_all_ranks():
+        require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
 
 
 def peak_memory(device: torch.device) -> float:
@@ -1240,16 +1242,18 @@ def own_engine(engine: Callable, model, rows, k, temperature, R, stop_ids, versi
     prompts = gather([row["prompt_ids"] for row in rows])
     options = {"k": k, "temperature": temperature, "response_length": R, "stop_ids": stop_ids, "version": version}
     options |= {"seed": int(torch.randint(2**31, ())), "max_length": max_length}
-    tokens, logprobs = on_first_rank(lambda: engine(model, prompts, **options))
+    with raised_on_all_ranks():
+        tokens, logprobs = engine(model, prompts, **options) if is_first_rank() else (None, None)
+    tokens, logprobs = on_first_rank(lambda: (tokens, logprobs))
     check_completions(tokens, logprobs, len(prompts), k, R, stop_ids, model.config.get_text_config().vocab_size)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-    def own(values, dtype):
-        """The part of this rank, (k, B, R), padded."""
-        padded = [[[*x, *[0] * (R - len(x))] for x in group] for group in values[rank::world]]
+    def of_this_rank(values, dtype):
+        """Its part of the values [B][k], each a list of up to R numbers, as a tensor (k, B, R)."""
+        padded = [[[*numbers, *[0] * (R - len(numbers))] for numbers in group] for group in values[rank::world]]
         return torch.tensor(padded, dtype=dtype, device=model.device).transpose(0, 1)
 
-    return own(tokens, torch.long), None if logprobs is None else own(logprobs, torch.float32)
+    return of_this_rank(tokens, torch.long), None if logprobs is None else of_this_rank(logprobs, torch.float32)
 
 
 def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
@@ -1437,16 +1441,9 @@ def score(rewards: dict[str, Callable], weights: Sequence[float] | None, batch: 
     """Σ_i weight_i · score_i (k, B) over the rewards that have a score for a completion, NaN where none has; a reward
     of weight 0 never counts. Also the scores of each reward by name. Weights: in the order of the rewards, or all 1."""
     by_name = {}
-    error = None
-    try:
+    with raised_on_all_ranks():
         for name, reward in rewards.items():
             by_name[name] = reward(batch)
-    except Exception as raised:
-        error = raised
-    if on_any_rank(error is not None):  # all ranks stop here, so that they can save together
-        error = error or RuntimeError("a reward raised an error in another process, which prints it")
-        error.on_all_ranks = True
-        raise error
     weights = weights or [1.0] * len(rewards)
     weighted = [(weight or math.nan) * scores for weight, scores in zip(weights, by_name.values(), strict=True)]
     weighted = torch.stack(weighted)
@@ -1995,6 +1992,20 @@ def on_first_rank(function: Callable):
 def on_any_rank(condition: bool) -> bool:
     """Whether the condition holds on at least one rank."""
     return any(gather([condition]))
+
+
+@contextmanager
+def raised_on_all_ranks():
+    """Raises an error that one rank meets inside on all of them, so that they can save together."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if on_any_rank(error is not None):
+        error = error or RuntimeError("another process raised an error, which it prints")
+        error.on_all_ranks = True
+        raise error
 
 
 def whole(x):

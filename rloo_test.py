@@ -2476,18 +2476,18 @@ def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, level)
         (
             "a log-prob of the policy or of the reference",
             "rollout",
-            2,
+            3,
             lambda out, new: (out[0], out[1] * math.nan),
         ),
         (
             "a log-prob of the policy or of the reference",
             "completion_logprobs",
-            4,
+            3,
             lambda out, new: (out[0] * math.nan, out[1]),
         ),
-        ("the loss", "completion_logprobs", 5, lambda out, new: (out[0] - math.inf, out[1])),
-        ("the loss", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
-        ("the gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),
+        ("the loss or its gradient", "completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
+        ("the loss or its gradient", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
+        ("the loss or its gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),
     ],
 )
 def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(
