@@ -627,10 +627,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             state["before"] = evaluation
         stop_if_told(signals, save, first, num_updates, output)
 
-        # 5. The updates. All random numbers of an update depend on the seed, its number and the rank alone.
+        # 5. The updates. Train: all random numbers of an update depend on the seed, its number and the rank alone.
         has_score = False
         for done in range(first + 1, num_updates + 1):
-            # Train.
             set_seed(args.seed, done - 1, rank)
             optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
             rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
