@@ -465,6 +465,7 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
         for number, mini in enumerate(torch.randperm(B).to(mask.device).split(mini_batch)):
             mini = mini.sort().values  # by length again, for the micro-batches
             weights = loss_weight(mask[:, mini].sum(-1), in_loss[:, mini], args.loss_aggregation)
+            mini_batch_loss = 0.0
             for micro, weight in zip(mini.split(micro_batch), weights.split(micro_batch, dim=1), strict=True):
                 real = mask[:, micro]
                 with training_dtype(args, mask.device):
@@ -489,7 +490,9 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
                 logged["policy/entropy_avg"].append(entropy.detach()[real])
                 losses = losses * weight
                 del entropy  # if it is not in the loss, this frees what its gradient would need: (n, vocabulary)
-                (losses.sum() / (k * len(mini))).backward()  # summed over micro-batches: the mini-batch's mean
+                loss = losses.sum() / (k * len(mini))  # summed over micro-batches: the mini-batch's mean
+                loss.backward()
+                mini_batch_loss += loss.detach()
 
                 logged["loss/policy_avg"].append(losses.detach())
                 logged["policy/approxkl_avg"].append(0.5 * log_ratio.square())
@@ -501,7 +504,7 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
                 average_gradients(policy)  # FSDP does it in backward
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
             logged["grad_norm"].append(whole(norm))
-            require_finite("the loss or its gradient", whole(norm))
+            require_finite("the loss or its gradient", whole(norm) + mini_batch_loss)
             optimizer.step()
             optimizer.zero_grad()
     return {name: torch.cat([values.flatten() for values in parts]) for name, parts in logged.items()}
