@@ -1833,8 +1833,8 @@ def why_not_group(model, args, longest) -> str | None:
         if not same_in_both_layouts(model, longest, args.rloo_k, args.response_length):
             return "group rows give other results, as with linear attention or ALiBi"
         if args.rollout_engine == "group" and model.get_output_embeddings() is not None:
-            sampler = sampling_model(model, forward_dtype(args))
-            rollout(sampler, [{"prompt_ids": [0, 1]}], args.rloo_k, 1.0, response_length=3, stop_ids=[-1])
+            ids = torch.tensor([[0, 1]], device=model.device)
+            decode(sampling_model(model, forward_dtype(args)), [(ids, ids >= 0)], args.rloo_k, 1.0, 3, stop_ids=[-1])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
             raise

@@ -2476,7 +2476,7 @@ def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, level)
         (
             "a log-prob of the policy or of the reference",
             "rollout",
-            3,
+            2,
             lambda out, new: (out[0], out[1] * math.nan),
         ),
         (
@@ -4295,7 +4295,7 @@ def test_adapters_on_two_processes_equal_those_on_one(tiny, tmp_path, monkeypatc
         "total_episodes": 48,
         "seed": 3,
     }
-    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True, "offload_reference": True}
+    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True}
     bfloat16, tied = {"dtype": "bfloat16"}, {"sft_model_path": str(tmp_path / "tied model")}
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
     tiny_tokenizer().save_pretrained(tmp_path / "tied model")
