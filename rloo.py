@@ -161,7 +161,7 @@ class Optimizer:
     # peak value; default: 1e-6, but 2.5e-4 for mini TL;DR's tiny model; ten times that with --lora_rank
     learning_rate: float | None = None
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # decay after the warmup
-    warmup_ratio: float = 0.0  # share of the run in which the learning rate rises from 0
+    warmup_ratio: float = 0.0  # share of the run before the learning rate has risen to its peak
     adam_eps: float = 1e-8  # added to the denominator
     weight_decay: float = 0.0  # decoupled; 0: off
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm; 0: off
@@ -566,7 +566,8 @@ def peak_memory(device: torch.device) -> float:
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns evaluations before and after. Once `signals` is not empty, saves after an update and exits."""
+    """Trains; returns evaluations before and after. Once `signals` is not empty, saves an update and exits: the last
+    one of which an optimizer step was made."""
     args = resolve_args(args)
     check_args(args)
 
@@ -594,6 +595,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     first = state["update"]
     num_updates = max(first, math.ceil(args.total_episodes / batch_size))
     evaluated = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
+    if resumed and first < num_updates and on_first_rank(lambda: keep_evaluation(output, state)):
+        evaluated.discard(first)
 
     # 3. Models, rewards and the optimizer.
     policy = load_policy(args, *resumed)
@@ -606,11 +609,19 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     optimizer, learning_rate = make_optimizer(args, policy, num_updates)
     if resumed:
         load_moments(resumed[0], policy, optimizer)
-    optimizer.register_step_pre_hook(lambda *_: state.update(update=None))  # until the update is complete
 
     # 4. The evaluation before training, or that of a resumed checkpoint, whose files end before it.
     start = clock(device)
     save = partial(save_checkpoint, output, state, policy, optimizer, tokenizer, args.save_total_limit)
+
+    def before_step(*_):
+        if (
+            state["update"] is not None
+        ):  # the first step of an update, which may have rewards of 0 from killed processes
+            stop_if_told(signals, save, state["update"], num_updates, output)
+            state["update"] = None  # until the update is complete
+
+    optimizer.register_step_pre_hook(before_step)
 
     def evaluate_after(done) -> dict[str, float]:
         modes = ["sampled", "greedy"] if done in (0, num_updates) else ["sampled"]
@@ -693,8 +704,8 @@ def make_optimizer(args, policy, num_updates):
     )
     decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     warmup = math.ceil(args.warmup_ratio * num_updates)
-    (factor,) = transformers.get_scheduler(decay, optimizer, warmup, num_updates).lr_lambdas
-    return optimizer, lambda done: args.learning_rate * factor(done)
+    (factor,) = transformers.get_scheduler(decay, optimizer, warmup + 1, num_updates + 1).lr_lambdas
+    return optimizer, lambda done: args.learning_rate * factor(done + 1)  # at 0 updates not 0
 
 
 def evaluated_updates(num_updates, between) -> set[int]:
@@ -718,6 +729,18 @@ def rows_of_update(rows, seed, begin, count) -> list[dict]:
 def shuffled(n, seed, epoch) -> np.ndarray:
     """The order of n rows in an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(n)
+
+
+def keep_evaluation(output: Path, state) -> bool:
+    """Whether the policy of a checkpoint has been evaluated. If so, `state` keeps this evaluation in the files."""
+    for name in RUN_FILES[1:]:  # evaluations.jsonl is written last
+        with (output / name).open("ab+") as file:
+            file.seek(state["files"][name])
+            lines = [line for line in file if line.startswith(b'{"update": %d, ' % state["update"])]
+        if not lines:
+            return False
+        state["files"][name] += sum(map(len, lines))
+    return True
 
 
 @contextmanager
@@ -797,7 +820,8 @@ NO_SCORE = "so far no update has a score: all rewards are None or of weight 0"
 
 def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
-    if metrics["grad_norm"] == 0 or metrics.get("frac_reward_zero_std") == 1:
+    in_groups = args.advantage_estimator != "reinforce" and args.missing_eos_penalty is None
+    if metrics["grad_norm"] == 0 or in_groups and metrics.get("frac_reward_zero_std") == 1:
         say_once(
             "an update gave no learning signal: within each group all scores are equal, or no completion is in the loss"
         )
@@ -840,6 +864,8 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
                 sample[f"{prefix}score"] = None if math.isnan(scores[b]) else scores[b]
                 sample[f"{prefix}win_rate"] = None if reference is None else win(scores[b], scores[reference])
             samples.append(sample)
+    if on_any_rank(len(signals) > 0):  # a signal may have killed processes of a reward, which then is wrong
+        return [], {}
     samples = gather(samples)
     show(samples[:3])
     return samples, means_of(samples)
@@ -1453,10 +1479,14 @@ def score(rewards: dict[str, Callable], weights: Sequence[float] | None, batch: 
 
 
 def completion_texts(batch: Batch, tokenizer) -> list[str]:
-    """Texts of the k·B completions without the stop token and other special tokens, in the order j·B + b."""
+    """Texts of the k·B completions without the stop token and other special tokens, in the order j·B + b. Each is
+    decoded after another text, since some tokenizers drop a space at the beginning."""
     ended = batch.ended.flatten().tolist()
     ids = [ids[:-1] if end else ids for ids, end in zip(batch.completion_ids(), ended, strict=True)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = [before, *(before + own for own in ids)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return [text[len(texts[0]) :] for text in texts[1:]]
 
 
 def load_reward_model(args, tokenizer, rows, vocabulary) -> dict[str, Callable]:
@@ -1540,10 +1570,12 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
     given["prompts"] = [row["prompt"] for row in rows]
     given["completions"] = completion_texts(batch, tokenizer)
     given["completion_ids"] = batch.completion_ids()
-    values = function(**given)
-    if isinstance(values, Iterator):  # of a generator, which runs here
-        values = list(values)
+    with torch.random.fork_rng([]):  # a seed that it sets changes no mini-batch
+        values = function(**given)
+        if isinstance(values, Iterator):  # of a generator, which runs here
+            values = list(values)
     must = f"{label} must return {len(rows)} finite numbers or Nones in a list, not {values!r:.60}"
+    require(not isinstance(values, set | dict), must)  # without an order, or its keys
     with explained(must):
         scores = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
     require(len(values) == len(rows), f"{label} must return {len(rows)} values, not {len(values)}")
@@ -1633,7 +1665,11 @@ def prepare_row(row, tokenizer) -> dict:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         add_special_tokens = False  # the template has them
     require(isinstance(text, str) and isinstance(reference, str | None), "prompt and completion must be texts")
+    if text.startswith(tokenizer.bos_token or "\0"):
+        add_special_tokens = False  # the text has them too
     ids = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+        ids = ids[:-1]  # some tokenizers end each text with it
     require(ids, "the prompt is empty")
     return {
         "prompt": prompt,  # as the dataset has it
@@ -2270,6 +2306,8 @@ LEAST = {  # minimum of numeric flags; 0 for those not listed
     "rloo_k": 2,
     "rollout_correction_cap": 1,
     "temperature": 1e-6,
+    "adam_eps": 1e-12,
+    "reward_clip_range": 1e-6,
     "max_prompt_length": 1,
     "response_length": 1,
     "lora_alpha": 1,
@@ -2283,25 +2321,35 @@ LEAST = {  # minimum of numeric flags; 0 for those not listed
 
 
 def command_line(argv: list[str] | None = None):
-    """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM or Ctrl-C, after the update."""
+    """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM or Ctrl-C, with a
+    checkpoint."""
     rank = int(os.environ.get("RANK", 0))
-    signals = []
+    signals, told = [], math.inf
     if rank > 0:  # only the first process prints
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stdout.reconfigure(errors="replace")  # completions may have characters that it cannot print
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     def note(number: int, frame):
+        nonlocal told
+        # torchrun sends each twice, and `timeout` at once; else a second one ends the run.
+        if time.monotonic() > told + 1 and "RANK" not in os.environ:
+            sys.exit(128 + number)
+        told = min(told, time.monotonic())
         if rank == 0 and not signals:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
-                os.write(2, b"\nrloo.py will stop after this update and save it.\n")
-        if "RANK" not in os.environ:  # torchrun may send each twice; else Ctrl-C again ends the run at once
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.write(2, b"\nrloo.py will stop and save: before this update, or after it if it is being trained\n")
         signals.append(number)
 
-    for number, in_child in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN)):
-        signal.signal(number, note)
-        os.register_at_fork(after_in_child=partial(signal.signal, number, in_child))  # processes of reward functions
+    def set_handlers(handler):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handler)
+
+    set_handlers(note)
+    # Forked processes of reward functions get no signal that is sent to the run's group: it waits for their results.
+    os.register_at_fork(after_in_child=partial(set_handlers, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=partial(os.setpgid, 0, 0))
     try:
         main(parse_args(argv), signals)
     except Exception as error:

@@ -33,7 +33,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
@@ -47,6 +47,7 @@ from transformers import (
     MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    get_scheduler,
 )
 
 import rloo
@@ -714,7 +715,7 @@ def plain_run(args, policy, reference, rewards: dict, stop_ids: list[int], sampl
             completions[j, b], ended[j, b] = ids if stop is None else ids[: stop + 1], stop is not None
         part = max(done - warmup, 0) / max(len(sampled) - warmup, 1)  # of the way from the peak
         course = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "constant": 1.0}
-        lr = args.learning_rate * (done / warmup if done < warmup else course[args.lr_scheduler_type])
+        lr = args.learning_rate * ((done + 1) / (warmup + 1) if done < warmup else course[args.lr_scheduler_type])
         found = {name: {c: reward(rows[c[1]], x) for c, x in completions.items()} for name, reward in rewards.items()}
         one = plain_update(
             args,
@@ -1758,7 +1759,7 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
     for j, b in itertools.product(range(3), range(4)):
         real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
         assert completion_ids[j * 4 + b] == real  # the stop token included
-        assert completions[j * 4 + b] == tokenizer.decode([i for i in real if i > 2])
+        assert completions[j * 4 + b] == tokenizer.decode([3] + [i for i in real if i > 2])[1:]  # after an "a"
 
 
 def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
@@ -1931,7 +1932,7 @@ def test_a_few_lines_sample_completions_and_score_given_ones(tiny):
     own = rloo.make_batch(rows, responses.view(2, 2, -1), stop_ids)
     own_logprobs, entropies = rloo.completion_logprobs(model, own, temperature=0.7)
 
-    assert len(texts) == 6 and rloo.completion_texts(own, tokenizer) == given
+    assert len(texts) == 6 and [text.strip() for text in rloo.completion_texts(own, tokenizer)] == given
     assert (entropies > 0).sum() == own.response_mask.sum()
     for made, found in ((batch, logprobs), (own, own_logprobs)):
         for j, b in itertools.product(range(len(found)), range(2)):
@@ -2262,8 +2263,10 @@ def test_learning_rate_schedules(train):
         return [update["lr"] for update in train(total_episodes=64, learning_rate=1.0, **flags)[0]]
 
     assert rates(lr_scheduler_type="linear") == pytest.approx([1, 0.75, 0.5, 0.25])
-    assert rates(lr_scheduler_type="constant", warmup_ratio=0.5) == pytest.approx([0, 0.5, 1, 1])
-    assert rates(lr_scheduler_type="constant", warmup_ratio=0.3) == pytest.approx([0, 0.5, 1, 1])  # 1.2 updates are 2
+    assert rates(lr_scheduler_type="constant", warmup_ratio=0.5) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert rates(lr_scheduler_type="constant", warmup_ratio=0.3) == pytest.approx(
+        [1 / 3, 2 / 3, 1, 1]
+    )  # 1.2 updates are 2
     cosine = [(1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)]
     assert rates(lr_scheduler_type="cosine") == pytest.approx(cosine)
 
@@ -2429,7 +2432,7 @@ def test_every_completion_and_every_reference_is_graded_once(train, tmp_path, mo
     samples = read_metrics(output, "completions")
     assert len(graded) == 4  # reward and judge, sampled and greedy
     for (_, _, tokenizer, batch), scores in graded:
-        assert scores.shape == (1, 6) and rloo.completion_texts(batch, tokenizer)[4:] == ["d e", "g"]
+        assert scores.shape == (1, 6) and rloo.completion_texts(batch, tokenizer)[4:] == [" d e", " g"]
         assert scores[0, 4:].tolist() == [3, 2]  # with the stop token
     for sample, reference in zip(samples, [None, 3, 2, None] * 2, strict=True):
         expected = None if reference is None else rloo.win(sample["length"], reference)
@@ -3098,7 +3101,7 @@ def test_parameters_that_no_text_uses_have_no_moments_and_their_run_resumes(trai
 def test_told_to_stop_no_process_leaves_before_the_first_has_saved(train, monkeypatch):
     """torchrun kills the others half a minute after the first of them has gone."""
     stop, seen = [], []
-    spy(monkeypatch, "rollout", lambda inputs, output: (stop.append(15), output)[1])
+    spy(monkeypatch, "update", lambda inputs, output: (stop.append(15), output)[1])
     spy(monkeypatch, "save_checkpoint", lambda inputs, output: seen.append("saved"))
     spy(monkeypatch, "gather", lambda inputs, output: (seen.append("met"), output)[1])
     with pytest.raises(SystemExit):
@@ -3121,7 +3124,7 @@ class Signal(list):
 
 
 def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path, monkeypatch, capsys):
-    """Within an update it finishes that; after an evaluation, the resumed run makes that again. Calls 1 and 2 are the
+    """An update that has made no step is dropped; an evaluation too, and the resumed run makes it again. Calls 1 and 2 are the
     rollouts of the first evaluation, sampled and greedy; then come 5 updates, an evaluation, 5 updates and the last
     evaluation."""
     run = {
@@ -3131,7 +3134,7 @@ def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path,
         "num_sample_generations": 1,
     }
     whole = end_of(train(**run)[1])
-    for call, update in [(1, 0), (4, 2), (8, 5), (14, 10)]:
+    for call, update in [(1, 0), (4, 1), (8, 5), (14, 10)]:
         stopped = tmp_path / f"stopped in call {call}"
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
             signals = Signal(call)
@@ -4343,3 +4346,222 @@ def test_adapters_on_two_processes_equal_those_on_one(tiny, tmp_path, monkeypatc
         expected = weights_with_adapters(sft, tmp_path / name / "adapter", torch.bfloat16)
         found = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         assert found.keys() == expected.keys() and all(torch.equal(found[x], expected[x]) for x in found), name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What users tripped over
+
+
+def from_a_pool(prompts, completions, completion_ids, **columns):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.map(time.sleep, [1.0])
+    return count_a(prompts, completions, completion_ids)
+
+
+def from_a_program(prompts, completions, completion_ids, **columns):
+    """1, or 0 if the program is killed."""
+    done = subprocess.run(["sleep", "1"], check=False)
+    return [float(done.returncode == 0) + i / 1000 for i in range(len(prompts))]
+
+
+CALLS = []
+
+
+def stuck_in_the_second_update(prompts, completions, completion_ids, **columns):
+    CALLS.append(0)
+    if len(CALLS) == 2:
+        time.sleep(1000)
+    return count_a(prompts, completions, completion_ids)
+
+
+@contextlib.contextmanager
+def begun(tiny, folder: Path, function: str):
+    """A run in a process group of its own, in its second update or later. It is killed at the end."""
+    line = command(tiny, "out", total_episodes=10**4) + ["--reward_fns", f"{__file__}:{function}"]
+    process = subprocess.Popen(
+        [sys.executable, HERE / "rloo.py", *line],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = folder / "out" / "metrics.jsonl"
+    try:
+        while process.poll() is None and not (metrics.is_file() and metrics.read_text()):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.communicate()
+
+
+@pytest.mark.parametrize("function, number", [("from_a_pool", 15), ("from_a_program", 2)])
+def test_a_signal_to_all_processes_neither_hangs_nor_gives_wrong_rewards(tiny, tmp_path, function, number):
+    """... as `timeout`, systemd or Ctrl-C in a terminal send it. A run's own processes live on, or their update is not
+    made."""
+    with begun(tiny, tmp_path, function) as process:
+        os.killpg(process.pid, number)
+        said, _ = process.communicate(timeout=40)
+        assert process.returncode == 128 + number and "Traceback" not in said
+    metrics = read_metrics(tmp_path / "out")
+    (folder,) = (tmp_path / "out").glob("checkpoint-*")
+    assert int(folder.name[11:]) == len(metrics) > 0
+    scores = [update[f"rewards/{function}/mean"] for update in metrics]
+    assert function == "from_a_pool" or scores == pytest.approx([1.0075] * len(scores))
+
+
+def test_a_second_signal_ends_a_run_that_is_stuck_but_not_one_that_comes_with_the_first(tiny, tmp_path):
+    with begun(tiny, tmp_path, "stuck_in_the_second_update") as process:
+        process.send_signal(15)
+        time.sleep(0.2)
+        process.send_signal(15)  # `timeout` sends it to the process and then to its group
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.send_signal(15)
+        assert process.wait(timeout=40) == 143
+
+
+@pytest.mark.parametrize("name, update", [("rollout", 1), ("score", 1), ("policy_loss", 1), ("average_gradients", 2)])
+def test_a_signal_before_an_update_s_first_step_drops_that_update(train, tmp_path, monkeypatch, name, update):
+    """... in its second update of four; after its step it is finished. A resumed run ends like any other."""
+    flags = {**LONG, "save_steps": 0, "num_eval_prompts": 0}
+    whole = end_of(train(**flags)[1])
+    calls_before = {"rollout": 2, "score": 1, "policy_loss": 2, "average_gradients": 3}
+    told = Signal(calls_before[name] + 1)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        spy(patch, name, told.count)
+        train(**flags, output_dir=str(tmp_path / "out"), signals=told)
+    assert [folder.name for folder in rloo.checkpoints(tmp_path / "out")] == [f"checkpoint-{update}"]
+    assert len(read_metrics(tmp_path / "out")) == update
+    train(**flags, output_dir=str(tmp_path / "out"), resume=True)
+    assert end_of(tmp_path / "out") == whole
+
+
+def test_an_evaluation_in_which_a_signal_came_is_not_written(train, tmp_path, monkeypatch):
+    """It may have killed processes of a reward function."""
+    told = Signal(2)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        spy(patch, "score", told.count)
+        train(output_dir=str(tmp_path / "out"), num_eval_prompts=4, signals=told)
+    assert read_metrics(tmp_path / "out", "evaluations") == read_metrics(tmp_path / "out", "completions") == []
+
+
+def llama_tokenizer(add_eos: bool = False) -> PreTrainedTokenizerFast:
+    """Pieces of words as SentencePiece has them: decoding drops the space before the first."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "▁a", "▁the", "▁cat", "s", "▁b"]
+
+    backend = Tokenizer(models.Unigram([(piece, -float(len(piece) < 2)) for piece in pieces], 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    single = ["<s>", "$A", "</s>"] if add_eos else ["<s>", "$A"]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def test_the_space_at_the_beginning_of_a_completion_reaches_reward_functions():
+    tokenizer = llama_tokenizer()
+    row = rloo.prepare_row({"prompt": "b"}, tokenizer)
+    responses = torch.tensor([[[5, 6, 2, 0], [6, 7, 5, 6]], [[7, 5, 2, 0], [2, 0, 0, 0]]])
+    batch = rloo.make_batch([row, row], responses, [2])
+    assert tokenizer.decode([5, 6]) == "the cat" and tokenizer.decode([8, 5, 6]) == "b the cat"
+    assert rloo.completion_texts(batch, tokenizer) == [" the cat", " cats the cat", "s the", ""]
+
+
+def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it():
+    for add_eos in (False, True):
+        tokenizer = llama_tokenizer(add_eos)
+        assert tokenizer("b")["input_ids"] == ([1, 8, 2] if add_eos else [1, 8])
+        for text, ids in (("b", [1, 8]), ("<s> b", [1, 8]), ("the cats", [1, 5, 6, 7]), ("b</s>", [1, 8, 2])):
+            assert rloo.prepare_row({"prompt": text}, tokenizer)["prompt_ids"][: len(ids)] == ids, text
+            assert rloo.prepare_row({"prompt": text}, tokenizer)["prompt_ids"].count(1) == 1
+            assert "</s>" in text or 2 not in rloo.prepare_row({"prompt": text}, tokenizer)["prompt_ids"]
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
+    assert rloo.prepare_row({"prompt": [{"role": "user", "content": "b"}]}, tokenizer)["prompt_ids"] == [1, 8, 2]
+
+
+def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(train, monkeypatch):
+    run = LONG | {"total_episodes": 32, "save_steps": 0}
+    _, output = train(**run)
+    before = [read_metrics(output, name) for name in ("evaluations", "completions")]
+    graded = spy(monkeypatch, "evaluate")
+    train(**run | {"total_episodes": 64}, output_dir=str(output), resume=True)
+    after = [read_metrics(output, name) for name in ("evaluations", "completions")]
+    assert [x["update"] for x in after[0]] == [0, 2, 4] and len(graded) == 1  # nothing is evaluated again
+    for old, new in zip(before, after, strict=True):
+        assert new[: len(old)] == old and len(new) > len(old)
+    assert [x["mode"] for x in after[1] if x["update"] == 2] == ["sampled"] * 4 + ["greedy"] * 4
+
+
+def test_an_evaluation_that_was_killed_while_it_was_written_is_made_again(train):
+    run = LONG | {"total_episodes": 32, "save_steps": 0}
+    _, output = train(**run)
+    evaluations = (output / "evaluations.jsonl").read_bytes().splitlines(keepends=True)
+    (output / "evaluations.jsonl").write_bytes(evaluations[0])
+    rows = (output / "completions.jsonl").read_bytes()
+    (output / "completions.jsonl").write_bytes(rows[:-40])
+    train(**run, output_dir=str(output), resume=True)
+    assert (output / "evaluations.jsonl").read_bytes().splitlines(keepends=True) == evaluations
+    assert (output / "completions.jsonl").read_bytes() == rows
+    (output / "evaluations.jsonl").write_bytes(evaluations[0])
+    train(**run | {"total_episodes": 64}, output_dir=str(output), resume=True)
+    assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 4]
+    assert {x["update"] for x in read_metrics(output, "completions")} == {0, 4}
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_a_warm_up_does_not_begin_at_0_and_leaves_what_follows_as_it_was(schedule):
+    model = torch.nn.Linear(1, 1)
+
+    def rates(updates, **flags):
+        args = rloo.resolve_args(Args(lr_scheduler_type=schedule, learning_rate=1.0, device="cpu", **flags))
+        _, rate = rloo.make_optimizer(args, model, updates)
+        return [rate(done) for done in range(updates)]
+
+    assert rates(1, warmup_ratio=0.1)[0] > 0
+    found = rates(10, warmup_ratio=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    (factor,) = get_scheduler(name, optimizer, 3, 10).lr_lambdas
+    assert found[:4] == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1]) and found[3:] == [factor(i) for i in range(3, 10)]
+
+
+def seeds_torch(prompts, completions, completion_ids, **columns):
+    torch.manual_seed(0)
+    yield from range(len(prompts))
+
+
+def test_a_reward_function_that_seeds_torch_changes_no_mini_batch(train, monkeypatch):
+    drawn, randperm = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *args, **kw: drawn.append(randperm(*args, **kw)) or drawn[-1])
+    orders = []
+    for function in ("seeds_torch", "count_tokens"):
+        drawn.clear()
+        train(reward_model_path=None, reward_fns=(f"{__file__}:{function}",), total_episodes=64, num_mini_batches=2)
+        orders.append([order.tolist() for order in drawn if len(order) > 8])
+    assert orders[0] == orders[1] and len(orders[0]) == 2 and orders[0][0] != orders[0][1]
+
+
+@pytest.mark.parametrize("returned", [{float(i) for i in range(12)}, dict.fromkeys(range(12), 1.0)])
+def test_a_reward_function_may_not_return_what_has_no_order(returned):
+    with pytest.raises(InputError, match="^--reward_fns r must return 12 finite numbers or Nones in a list"):
+        rloo.function_reward("--reward_fns r", lambda **kw: returned, tiny_tokenizer(), random_batch())
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [({}, True), ({"advantage_estimator": "reinforce"}, False), ({"missing_eos_penalty": 3.0}, False)],
+)
+def test_equal_scores_are_no_mistake_where_something_else_tells_completions_apart(train, capfd, flags, said):
+    function = f"{__file__}:constant_for_even_rows" if "advantage_estimator" in flags else f"{__file__}:constant_reward"
+    metrics, _ = train(reward_model_path=None, reward_fns=(function,), kl_coef=0.0, **flags)
+    assert ("gave no learning signal" in "".join(capfd.readouterr())) == said == (metrics[0]["grad_norm"] == 0)
+
+
+def test_a_screen_that_is_not_utf_8_shows_samples(tiny, tmp_path):
+    done = shell(
+        [HERE / "rloo.py", *command(tiny, "out", num_eval_prompts=4)], tmp_path, PYTHONIOENCODING="ascii", LC_ALL="C"
+    )
+    assert done.returncode == 0 and "held-out prompts, mean ?" in done.stdout, done.stderr
