@@ -1159,9 +1159,9 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
     with torch.no_grad():
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
         decoder.t.zero_()  # the steps once more: the first tokens stay
-        decoder.own.reset()
-        decoder.own.length = R
-        layers = decoder.prompts.layers + decoder.own.layers
+        decoder.lane_cache.reset()
+        decoder.lane_cache.length = R
+        layers = decoder.prompt_cache.layers + decoder.lane_cache.layers
 
         def addresses():
             tensors = [x for x in vars(decoder).values() if torch.is_tensor(x)]
@@ -1194,7 +1194,7 @@ def test_a_step_reads_the_caches_where_they_are(family, monkeypatch):
     heads = getattr(model.config, "num_key_value_heads", 4)
     assert len(steps) == 2  # layers
     for layer, ((_, keys, values, *_), _) in enumerate(steps):
-        for i, cache in enumerate((decoder.prompts, decoder.own)):
+        for i, cache in enumerate((decoder.prompt_cache, decoder.lane_cache)):
             assert keys[i].shape[1] == values[i].shape[1] == heads
             assert keys[i].data_ptr() == cache.layers[layer].keys.data_ptr()
             assert values[i].data_ptr() == cache.layers[layer].values.data_ptr()
@@ -1257,11 +1257,11 @@ def test_the_lanes_that_are_left_are_a_rectangle():
     decoder = rloo.Decoder(tiny_model(), 3, 2, 3, 4, 1.0, stop_ids=[0])
     with torch.no_grad():
         decoder.generate(torch.full((3, 2), 5), torch.ones(3, 2).bool())
-    prompts, own = (cache.layers[1].keys.clone() for cache in (decoder.prompts, decoder.own))
+    prompts, own = (cache.layers[1].keys.clone() for cache in (decoder.prompt_cache, decoder.lane_cache))
     decoder.drop_ended(torch.tensor([[False, True, True], [False] * 3, [False, False, True]]))
     assert decoder.lanes.tolist() == [[1, 2], [8, 6]]
-    assert torch.equal(decoder.own.layers[1].keys, own[[1, 2, 8, 6]])
-    assert torch.equal(decoder.prompts.layers[1].keys, prompts[[0, 2]]) and len(decoder.prompt_mask) == 2
+    assert torch.equal(decoder.lane_cache.layers[1].keys, own[[1, 2, 8, 6]])
+    assert torch.equal(decoder.prompt_cache.layers[1].keys, prompts[[0, 2]]) and len(decoder.prompt_mask) == 2
 
 
 def test_prompts_of_like_length_share_a_forward_pass(train, monkeypatch):
@@ -2193,7 +2193,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "another reward is called boom; rename one of them": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
     "must be file.py:function or module:function of a file": ["--reward_fns {x}/no.py:f", "--reward_fns fns"],
     "there is no module no": ["--reward_fns no:f", "--rollout_engine no.where:f"],
-    "is this your file, or one of its name?": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
+    "is loaded under the same name; rename the file": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
     "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
     "completion_ids, completion, n; add **columns for those that it does not need (TypeError: missing a required": [
         "--reward_fns {x}/fns.py:sum",
@@ -2645,10 +2645,10 @@ def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, level)
         (
             "a log-prob of the policy or of the reference",
             "completion_logprobs",
-            3,
+            4,
             lambda out, new: (out[0] * math.nan, out[1]),
         ),
-        ("the loss or its gradient", "completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
+        ("the loss or its gradient", "completion_logprobs", 5, lambda out, new: (out[0] - math.inf, out[1])),
         ("the loss or its gradient", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
         ("the loss or its gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),
     ],
