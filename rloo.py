@@ -22,6 +22,7 @@ Masks are boolean; true marks kept positions. They come from lengths and stop to
 """
 
 import fcntl
+import hashlib
 import importlib
 import inspect
 import itertools
@@ -67,10 +68,10 @@ say_once = lru_cache(maxsize=None)(tqdm.write)  # prints above the progress bar,
 class Models:
     """save_pretrained folders or Hub ids; without --dataset_name those of the bundled mini TL;DR task"""
 
-    sft_model_path: str | None = None  # policy to train, also the reference; default: model_name_or_path
-    model_name_or_path: str | None = None  # where the tokenizer comes from; default: sft_model_path
+    sft_model_path: str | None = None  # policy to train, also the reference; None: model_name_or_path
+    model_name_or_path: str | None = None  # where the tokenizer comes from; None: sft_model_path
     reward_model_path: str | None = None  # sequence classifier with one label that scores prompt + completion
-    # dtype of forward passes; weights being trained, log-probs and losses stay in float32; default: bfloat16 on a GPU
+    # dtype of forward passes; weights being trained, log-probs and losses stay in float32; None: bfloat16 on a GPU
     # that supports it, float32 elsewhere and if neither a data set nor a model is given
     dtype: Literal["float32", "bfloat16"] | None = None
     attn_implementation: str | None = None  # attention kernel; --layout group needs sdpa
@@ -81,9 +82,9 @@ class Models:
 class Data:
     """each row has `prompt` (text or chat messages) or `messages`, and optionally `completion`, the reference"""
 
-    dataset_name: str | None = None  # .jsonl file, folder of <split>.jsonl files, or Hub id; default: mini TL;DR
+    dataset_name: str | None = None  # .jsonl file, folder of <split>.jsonl files, or Hub id; None: mini TL;DR
     dataset_train_split: str = "train"  # split to train on
-    # split to evaluate on; default: test, else the last tenth of dataset_train_split, at most 100 rows
+    # split to evaluate on; None: test, else the last tenth of dataset_train_split, at most 100 rows
     dataset_test_split: str | None = None
     max_prompt_length: int = 512  # in tokens; rows with longer prompts are dropped
 
@@ -94,7 +95,7 @@ class Rollout:
 
     response_length: int = 53  # R: maximum number of tokens per completion
     temperature: float = 0.7  # for sampling; log-probs also use softmax(logits / temperature)
-    stop_token: str | None = None  # text of the one token that ends a completion; default or "eos": any eos token
+    stop_token: str | None = None  # text of the one token that ends a completion; None or "eos": any eos token
     stop_token_id: int | None = None  # id of that token, instead of --stop_token
     # what generates completions: group: this file's decoder (with plain rows, hf is used instead); hf: `generate` of
     # transformers; file.py:function: your own, see `own_engine`
@@ -113,22 +114,23 @@ class RLOO:
     rloo_k: int = 4  # k: completions per prompt, at least 2 (TRL: 2)
     kl_coef: float = 0.02  # β: weight of the KL divergence from the reference; at 0 no reference is loaded (TRL: 0.05)
     kl_level: Literal["sequence", "token"] = "sequence"  # one reward per completion, or a reward-to-go per token
-    token_level_kl: bool = False  # the same as --kl_level token, by TRL's name
     kl_in_reward: bool = True  # subtract β·kl from the reward; if false, add β·(k3 estimator) to the loss
-    advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"  # which baseline, see `advantage`
-    loss_aggregation: Literal["sequence", "token", "sequence-mean"] = (
-        "sequence"  # how token losses are averaged: `loss_weight`
-    )
-    # one ratio ρ per completion or per token; default: sequence if kl_level and loss_aggregation are, token otherwise
+    # baseline of a completion: the mean reward of its siblings (rloo), of its whole group (drgrpo; grpo also divides by
+    # the group's standard deviation), or of the update (reinforce)
+    advantage_estimator: Literal["rloo", "grpo", "drgrpo", "reinforce"] = "rloo"
+    # loss of a batch: mean over completions of the sum over their tokens (sequence), mean over all tokens (token), or
+    # mean over completions of the mean over their tokens (sequence-mean)
+    loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"
+    # one ratio ρ per completion or per token; None: sequence if kl_level and loss_aggregation are, token otherwise
     ratio_level: Literal["sequence", "token"] | None = None
     missing_eos_penalty: float | None = None  # subtracted from the score of a completion without a stop token
     normalize_reward: bool = False  # after the penalty, scale scores to mean 0 and standard deviation 1 per update
-    reward_clip_range: float | None = None  # clamp scores to ± this value (applied last); default: off (TRL: 10)
+    reward_clip_range: float | None = None  # clamp scores to ± this value (applied last); None: off (TRL: 10)
     normalize_advantage: bool = False  # scale advantages to mean 0 and standard deviation 1 per update
     # completions without a stop token are used in baselines but left out of the loss
     mask_truncated_completions: bool = False
     cliprange: float = 0.2  # ε: the ratio is clipped to [1 - ε, 1 + ε]
-    cliprange_high: float | None = None  # ε of the upper side; default: cliprange
+    cliprange_high: float | None = None  # ε of the upper side; None: cliprange
     num_ppo_epochs: int = 1  # passes over the completions of an update (TRL: 4)
     num_mini_batches: int = 1  # optimizer steps per pass
 
@@ -139,8 +141,8 @@ class Rewards:
     returns a list with one number, or None, per completion"""
 
     reward_fns: tuple[str, ...] = ()  # reward functions, in addition to a reward model or instead of one
-    reward_weights: tuple[float, ...] | None = None  # one per reward, reward model first; 0: log only; default: all 1
-    judge_fn: str | None = None  # function that grades evaluations only; default for mini TL;DR: its gold judge
+    reward_weights: tuple[float, ...] | None = None  # one per reward, reward model first; 0: log only; None: all 1
+    judge_fn: str | None = None  # function that grades evaluations only; None: none, but mini TL;DR's gold judge
 
 
 @dataclass
@@ -149,7 +151,7 @@ class BatchSize:
 
     per_device_train_batch_size: int = 32  # completions per forward and backward pass, a multiple of rloo_k (TRL: 8)
     gradient_accumulation_steps: int = 1  # forward and backward passes per optimizer step
-    # completions in the whole run, rounded up to whole updates; 0: only evaluate; default: one pass over the training
+    # completions in the whole run, rounded up to whole updates; 0: only evaluate; None: one pass over the training
     # prompts, with k completions each; 6,400 if neither a data set nor a model is given
     total_episodes: int | None = None
 
@@ -158,7 +160,7 @@ class BatchSize:
 class Optimizer:
     """AdamW"""
 
-    # peak value; default: 1e-6, but 2.5e-4 for mini TL;DR's tiny model; ten times that with --lora_rank
+    # peak value; None: 1e-6, but 2.5e-4 for mini TL;DR's tiny model; ten times that with --lora_rank
     learning_rate: float | None = None
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # decay after the warmup
     warmup_ratio: float = 0.0  # share of the run before the learning rate has risen to its peak
@@ -173,16 +175,16 @@ class Run:
 
     exp_name: str = "rloo"  # name of the run
     seed: int = 1  # for sampling and shuffling; on one machine's CPU, the same seed gives the same run
-    output_dir: str | None = None  # folder for everything the run writes; default: runs/<exp_name>__<seed>__<time>
+    output_dir: str | None = None  # folder for everything the run writes; None: runs/<exp_name>__<seed>__<time>
     save_steps: int = 100  # updates between checkpoints; 0: only at the end and when the run is interrupted
     save_total_limit: int = 2  # number of newest checkpoints to keep
     resume: bool = False  # continue from the newest checkpoint in output_dir, or start a new run if there is none
-    num_sample_generations: int = 4  # maximum number of evaluations between the first and the last
+    num_sample_generations: int = 4  # evaluations between the first and the last: at most this many
     num_eval_prompts: int = 500  # maximum number of held-out prompts to evaluate on
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "rloo"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases entity (user or team)
-    device: str | None = None  # cpu, cuda, cuda:1, ...; default: cuda if available
+    device: str | None = None  # cpu, cuda, cuda:1, ...; None: cuda if available
 
 
 @dataclass
@@ -354,6 +356,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     temperature = args.temperature
     chunk_size = args.local_rollout_forward_batch_size
     times = [clock(device)]
+    cpu_time = time.process_time()
 
     # 1. Rollout: k completions of each prompt, and the log-probs with which they were sampled. Prompts are sorted by
     # length, so that those that share a forward pass need little padding.
@@ -439,6 +442,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         "lr": optimizer.param_groups[0]["lr"],
         "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
         "memory/peak_gb": peak_memory(device),
+        "time/cpu": time.process_time() - cpu_time,
     }
     for name, seconds in zip(("rollout", "reference", "reward", "train"), np.diff(times), strict=True):
         metrics[f"time/{name}"] = float(seconds)
@@ -595,9 +599,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     state = load_state(resumed[0], flags) if resumed else new_state(output, flags)
     first = state["update"]
     num_updates = max(first, math.ceil(args.total_episodes / batch_size))
-    evaluated = evaluated_updates(num_updates, args.num_sample_generations) if test_rows else set()
-    if resumed and first < num_updates and on_first_rank(lambda: keep_evaluation(output, state)):
-        evaluated.discard(first)
+    ends = {0, num_updates, first if state["finished"] else 0}
+    evaluated = evaluated_updates(num_updates, args.num_sample_generations) | ends if test_rows else set()
 
     # 3. Models, rewards and the optimizer.
     policy = load_policy(args, *resumed)
@@ -625,14 +628,15 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     optimizer.register_step_pre_hook(before_step)
 
     def evaluate_after(done) -> dict[str, float]:
-        modes = ["sampled", "greedy"] if done in (0, num_updates) else ["sampled"]
+        modes = ["sampled", "greedy"] if done in ends else ["sampled"]
         now = sampling | {"version": done}
         samples, means = evaluate(args, policy, rewards, judges, test_rows[rank::world], now, tokenizer, modes, signals)
         if samples:  # none if the run was told to stop
             write_evaluation(args, output, done, done * batch_size, samples, means)
         return means
 
-    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=rank > 0)
+    no_bar = rank > 0 or not sys.stderr.isatty()
+    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=no_bar)
     with open_output(args, output, state), bar, saved_on_error(output, state, save):
         print(f"updates {first} to {num_updates} of {B * world} prompts x {args.rloo_k} completions, of", end=" ")
         print(f"{len(train_rows):,} prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}")
@@ -732,18 +736,6 @@ def shuffled(n, seed, epoch) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def keep_evaluation(output: Path, state) -> bool:
-    """Whether the policy of a checkpoint has been evaluated. If so, `state` keeps this evaluation in the files."""
-    for name in RUN_FILES[1:]:  # evaluations.jsonl is written last
-        with (output / name).open("ab+") as file:
-            file.seek(state["files"][name])
-            lines = [line for line in file if line.startswith(b'{"update": %d, ' % state["update"])]
-        if not lines:
-            return False
-        state["files"][name] += sum(map(len, lines))
-    return True
-
-
 @contextmanager
 def open_output(args, output: Path, state):
     """Keeps the output folder locked for this run. Cuts its files to the lengths they had at the checkpoint (0 for a
@@ -758,7 +750,14 @@ def open_output(args, output: Path, state):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with lock:
         lock.truncate(0)
-        lock.write(json.dumps(vars(args), indent=2) + "\n")
+        made_by = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "rloo.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+            "git": os.popen("git rev-parse HEAD 2>/dev/null").read().strip(),  # "" outside of a repository
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        lock.write(json.dumps(vars(args) | {"made_by": made_by}, indent=2) + "\n")
         lock.flush()
         for name in RUN_FILES:
             with (output / name).open("ab") as file:
@@ -806,7 +805,7 @@ def append(output: Path, name, objects: list[dict]):
     """Appends objects to a file of the run, each as a line of JSON. Only the first rank writes."""
     if is_first_rank():
         with open(output / name, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(item) + "\n" for item in objects)
+            file.writelines(json.dumps(item, default=str) + "\n" for item in objects)
 
 
 def track(args, metrics: dict, update):
@@ -827,10 +826,20 @@ def warn_about(metrics: dict, args):
         say_once(
             "an update gave no learning signal: within each group all scores are equal, or no completion is in the loss"
         )
+    if metrics.get("objective/kl", 0) > metrics["completions/mean_length"]:
+        say_once(
+            "the KL divergence from the reference is above 1 nat per token: training may be destroying the policy; "
+            "lower --learning_rate"
+        )
+    if args.device == "cpu" and metrics["time/train"] > metrics["time/cpu"]:
+        say_once(
+            "updates take much longer than their CPU time, since other processes use the cores: try "
+            "OMP_WAIT_POLICY=PASSIVE or OMP_NUM_THREADS=1"
+        )
     if metrics["completions/clipped_ratio"] > 0.5:
         say_once(
             f"most completions are cut at --response_length {args.response_length}: raise it, or set "
-            "--stop_token to the token that ends them"
+            "--stop_token to the token that ends them; if they ended before, lower --learning_rate"
         )
 
 
@@ -847,9 +856,13 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
         transformers.set_seed(args.seed % 2**32)
         batch, _ = rollout(model, rows, 1, args.temperature if mode == "sampled" else 0.0, **sampling)
         graded = with_references(batch, sampling["stop_ids"])
-        grades = {"": score(rewards, args.reward_weights, graded)[0][0].tolist()}  # by prefix of the name in a sample
+        grades = {}
+        grades["score"], by_reward = score(rewards, args.reward_weights, graded)
         if judges:
-            grades["judge_"] = score(judges, None, graded)[0][0].tolist()
+            grades["judge_score"], _ = score(judges, None, graded)
+        if len(by_reward) > 1:
+            grades |= {f"rewards/{name}": scores for name, scores in by_reward.items()}
+        grades = {name: scores[0].tolist() for name, scores in grades.items()}
         references = itertools.count(len(rows))
         texts = completion_texts(batch, tokenizer)
         lengths = batch.response_mask[0].sum(-1).tolist()
@@ -861,10 +874,13 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
                 "completion": texts[b].strip(),
                 "reference": (row["reference"] or "").strip(),
                 "length": lengths[b],
+                "columns": row["columns"],
             }
-            for prefix, scores in grades.items():
-                sample[f"{prefix}score"] = None if math.isnan(scores[b]) else scores[b]
-                sample[f"{prefix}win_rate"] = None if reference is None else win(scores[b], scores[reference])
+            for name, scores in grades.items():
+                sample[name] = None if math.isnan(scores[b]) else scores[b]
+                if name in ("score", "judge_score"):
+                    compared = None if reference is None else win(scores[b], scores[reference])
+                    sample[name.replace("score", "win_rate")] = compared
             samples.append(sample)
     if on_any_rank(len(signals) > 0):  # a signal may have killed processes of a reward, which then is wrong
         return [], {}
@@ -906,22 +922,25 @@ def means_of(samples: list[dict]) -> dict[str, float]:
 
 
 def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
-    """Advances the progress bar by an update."""
-    bar.set_postfix(
-        reward=metrics.get("objective/rlhf_reward", "-"),
-        kl=metrics.get("objective/kl", "-"),
-        win=evaluation.get("sampled/judge_win_rate", evaluation.get("sampled/win_rate", "-")),
-        refresh=False,
-    )
+    """Advances the progress bar by an update. Where stderr is no terminal, this is a line."""
+    shown = {
+        "reward": metrics.get("objective/rlhf_reward"),
+        "kl": metrics.get("objective/kl"),
+        "win": evaluation.get("sampled/judge_win_rate", evaluation.get("sampled/win_rate")),
+    }
+    bar.set_postfix({name: value for name, value in shown.items() if value is not None}, refresh=False)
+    if bar.disable and is_first_rank():
+        tqdm.write(f"update {metrics['update']} of {bar.total}: {bar.postfix}", sys.stderr)
     bar.update()
 
 
 def show(samples: list[dict]):
     """Prints samples, with the end of their prompts."""
     for sample in samples:
-        shown = sample | {"prompt": " ".join(sample["prompt"].split())[-100:]}
+        columns = {name: f"{value!s:.100}" for name, value in sample["columns"].items()}
+        shown = sample | columns | sample | {"prompt": " ".join(sample["prompt"].split())[-100:], "columns": None}
         shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
-        tqdm.write("\n" + "\n".join(f"{name:16}{value}" for name, value in shown.items()))
+        tqdm.write("\n" + "\n".join(f"{name:15} {value}" for name, value in shown.items() if value is not None))
 
 
 def write_evaluation(args, output: Path, update, episode, samples: list[dict], means: dict[str, float]):
@@ -931,7 +950,8 @@ def write_evaluation(args, output: Path, update, episode, samples: list[dict], m
     if args.track and is_first_rank():
         import wandb
 
-        table = wandb.Table([*samples[0]], [[*sample.values()] for sample in samples])
+        values = [[str(x) if isinstance(x, dict) else x for x in sample.values()] for sample in samples]
+        table = wandb.Table([*samples[0]], values)
         track(args, {f"eval/{name}": value for name, value in means.items()} | {"completions": table}, update)
 
 
@@ -940,11 +960,11 @@ def print_evaluations(before: dict[str, float], after: dict[str, float], prompts
     columns = {title: means for title, means in (("before", before), ("after", after)) if means}
     print(f"\n{prompts} held-out prompts, mean ± standard error. score: by the rewards; judge: by --judge_fn, which is")
     print("not trained on; win_rate: graded above the reference, ties count half; length: in tokens.")
-    print(f"{'':24}", *(f"{title:>18}" for title in columns))
+    print(f"{'':36}", *(f"{title:>18}" for title in columns))
     for name in before | after:
         if not name.endswith("_stderr"):
             cells = [(x.get(name, math.nan), x.get(f"{name}_stderr", math.nan)) for x in columns.values()]
-            print(f"{name:24}", *(f"{mean:10.3f} ± {stderr:.3f}" for mean, stderr in cells))
+            print(f"{name:36}", *(f"{mean:10.3f} ± {stderr:.3f}" for mean, stderr in cells))
 
 
 # ---- Rows: how prompts and completions become rows of a model, and which slots attend to which -----------------------
@@ -1202,7 +1222,8 @@ def rollout(
 ):
     """Samples k completions of each row's prompt. Returns a Batch, and the log-probs (k, B, R) of its tokens under the
     sampling distribution softmax(logits / temperature), 0 where masked. Evaluations use k = 1, and temperature 0 for
-    greedy completions. Engine: "group", "hf" or a function (see own_engine) that gets version and max_length."""
+    greedy completions. Engine: "group", "hf" or a function (see own_engine) that gets version and max_length.
+    version: the number of updates done, which reward functions may ask for."""
     if callable(engine):
         tokens, logprobs = own_engine(
             engine, model, rows, k, temperature, response_length, stop_ids, version, max_length
@@ -1213,7 +1234,7 @@ def rollout(
         chunks = zip(prompt_ids.split(size), prompt_mask.split(size), strict=True)
         sample_chunks = decode if engine == "group" else generate
         tokens, logprobs = sample_chunks(model, chunks, k, temperature, response_length, stop_ids)
-    batch = make_batch(rows, tokens, stop_ids)
+    batch = make_batch([row | {"updates_done": version} for row in rows], tokens, stop_ids)
     if logprobs is None:
         logprobs = chunked_logprobs(model, batch, temperature or 1.0, "plain", chunk_size)
     return batch, logprobs.masked_fill(~batch.response_mask, 0.0)
@@ -1462,7 +1483,8 @@ def sampling_model(policy, dtype):
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
     model.to_empty(device=policy.device).tie_weights()
     weights = [weight for name, weight in policy.named_parameters() if not name.endswith(ADAPTERS)]
-    copied = zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)
+    with explained("the policy has other weights than a model made from its config: change that too"):
+        copied = [*zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)]
     for mine, theirs in copied:
         mine.data = whole(theirs.detach()).to(mine)
     merge_adapters(policy, model)
@@ -1489,11 +1511,10 @@ def score(rewards: dict[str, Callable], weights: Sequence[float] | None, batch: 
 def completion_texts(batch: Batch, tokenizer) -> list[str]:
     """Texts of the k·B completions without the stop token and other special tokens, in the order j·B + b. Each is
     decoded after another text, since some tokenizers drop a space at the beginning."""
-    ended = batch.ended.flatten().tolist()
-    ids = [ids[:-1] if end else ids for ids, end in zip(batch.completion_ids(), ended, strict=True)]
     before = tokenizer("a", add_special_tokens=False)["input_ids"]
-    ids = [before, *(before + own for own in ids)]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    ended = batch.ended.flatten().tolist()
+    ids = [before + (ids[:-1] if end else ids) for ids, end in zip(batch.completion_ids(), ended, strict=True)]
+    texts = tokenizer.batch_decode([before, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return [text[len(texts[0]) :] for text in texts[1:]]
 
 
@@ -1540,7 +1561,8 @@ def load_functions(specs: Sequence[str], flag, tokenizer, row) -> dict[str, Call
         label = f"--{flag} {spec}"
         function = load_function(spec, label)
         with explained(f"{label}: is given {', '.join(given)}; add **columns for those that it does not need"):
-            inspect.signature(function, follow_wrapped=False).bind(**dict.fromkeys(given))
+            signature = inspect.signature(function, follow_wrapped=False)
+            signature.bind(**dict.fromkeys([*given, *{"updates_done"} & {*signature.parameters}]))
         name = spec.rpartition(":")[2]
         require(name not in {*rewards, "reward_model"}, f"{label}: another reward is called {name}; rename one of them")
         rewards[name] = partial(function_reward, label, function, tokenizer)
@@ -1552,7 +1574,10 @@ def load_function(spec, label) -> Callable:
     source, _, name = spec.rpartition(":")
     path = Path(source)
     is_file = path.suffix == ".py"
-    require(path.is_file() if is_file else source, f"{label}: must be file.py:function or module:function of a file")
+    require(
+        path.is_file() if is_file else source,
+        f"{label}: must be file.py:function or module:function of a file; add :function",
+    )
     sys.path.append(str(path.resolve().parent))
     module_name = path.stem if is_file else source
     try:
@@ -1574,9 +1599,12 @@ def load_engine(name: str) -> str | Callable:
 
 def function_reward(label, function: Callable, tokenizer, batch: Batch):
     """Scores (k, B) of a reward function, NaN where it returned None. It gets prompts (as the dataset has them),
-    completions (texts), completion_ids (with the stop token) and the other columns by name: lists in order j·B + b."""
+    completions (texts), completion_ids (with the stop token) and the other columns by name: lists in order j·B + b. If
+    it has an argument `updates_done`, that is the number of updates before this one."""
     rows = [deepcopy(row) for row in batch.rows * len(batch.responses)]  # the function may change what it gets
     given = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"] if name != "prompt"}
+    if "updates_done" in inspect.signature(function, follow_wrapped=False).parameters:
+        given["updates_done"] = rows[0]["updates_done"]
     given["prompts"] = [row["prompt"] for row in rows]
     given["completions"] = completion_texts(batch, tokenizer)
     given["completion_ids"] = batch.completion_ids()
@@ -1585,9 +1613,8 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
         if isinstance(values, Iterator):  # of a generator, which runs here
             values = list(values)
     must = f"{label} must return {len(rows)} finite numbers or Nones in a list, not {values!r:.60}"
-    require(not isinstance(values, set | dict), must)  # without an order, or its keys
-    with explained(must):
-        scores = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    with explained(must):  # as for a set or dict, which has no [:]
+        scores = torch.tensor([math.nan if value is None else value for value in values[:]], dtype=torch.float32)
     require(len(values) == len(rows), f"{label} must return {len(rows)} values, not {len(values)}")
     require(scores.isfinite().tolist() == [value is not None for value in values], must)
     return scores.to(batch.ended.device).view(batch.ended.shape)
@@ -1629,10 +1656,14 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
         train, test = train[: len(train) - n], train[len(train) - n :]
         print(f"{name}: the last {n} rows of its split {split} are held out to evaluate on")
     columns = dict.fromkeys(column for row in train + test for column in row)  # None in a row that lacks one
-    for column in ("prompts", "completions", "completion_ids"):
+    for column in ("prompts", "completions", "completion_ids", "updates_done"):
         require(column not in columns, f"--dataset_name {name}: rename its column `{column}`, an argument of rewards")
     train = [columns | row for row in train]
     test = [columns | row for row in test[: args.num_eval_prompts]]
+    numbered = reversed([*enumerate(train, 1)])
+    lacking = {column: number for number, row in numbered for column in row if row[column] is None}
+    if lacking:
+        print(f"{name}, {split}: some rows lack columns, which rewards get as None; the first of them: {lacking}")
     train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
     test = prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out")
     cut = sum(len(row["reference_ids"]) >= args.response_length for row in test)
@@ -1645,7 +1676,8 @@ def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
     prepared = []
     for number, row in enumerate(rows, 1):
-        with explained(f"{name}, row {number}: needs `prompt` (text or messages) or `messages`; `completion`: a text"):
+        hint = "; it needs `prompt` (text or messages) or `messages`; `completion` is a text"
+        with explained(f"{name}, row {number}: cannot be used", hint):
             prepared.append(prepare_row(row, tokenizer))
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
     print(f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens")
@@ -1669,6 +1701,8 @@ def prepare_row(row, tokenizer) -> dict:
 
     if isinstance(prompt, str):
         text, add_special_tokens = prompt, True
+        if tokenizer.chat_template:
+            say_once("text prompts are read as they are, without the chat template: write chats as messages")
     elif len(prompt) == 1 and tokenizer.chat_template is None:
         text, add_special_tokens = prompt[0]["content"], True  # without a template, one message is read as text
     else:
@@ -2082,6 +2116,7 @@ def clock(device) -> float:
 #   flags    resolved, with the number of completions per update and of training prompts
 #   run_id   for Weights & Biases
 #   before   the evaluation before training
+#   finished whether it was the end of a run, which may go on with more episodes
 #   files    lengths in bytes, after the update, of the files that the run appends to
 
 RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
@@ -2159,7 +2194,8 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
 
 def new_state(output: Path, flags: dict) -> dict:
     """The state of a run that begins."""
-    return {"update": 0, "flags": flags, "run_id": f"{output.name}-{time.time_ns()}", "before": {}, "files": {}}
+    run_id = f"{output.name}-{time.time_ns()}"
+    return {"update": 0, "flags": flags, "run_id": run_id, "before": {}, "files": {}, "finished": False}
 
 
 def load_state(folder: Path, flags: dict) -> dict:
@@ -2182,7 +2218,7 @@ def load_state(folder: Path, flags: dict) -> dict:
     done = state["update"] * flags["completions per update"]
     if flags["total_episodes"] < done:
         print(f"--total_episodes {flags['total_episodes']}: the run has done {done}, so nothing is trained")
-    return state | {"flags": flags}
+    return state | {"flags": flags, "finished": done >= before["total_episodes"]}
 
 
 def load_moments(folder: Path, policy, optimizer):
@@ -2209,20 +2245,34 @@ def require(condition: object, message: str):
 
 
 @contextmanager
-def explained(message: str):
-    """Turns an error inside, unless out of memory, into an InputError: `message` and the first line of the error."""
+def explained(message: str, hint=""):
+    """Turns an error inside, unless out of memory, into an InputError: `message`, the error's first line, `hint`."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise InputError(f"{message} ({type(error).__name__}: {first_line})") from error
+        raise InputError(f"{message} ({type(error).__name__}: {first_line}){hint}") from error
+
+
+ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; written as they are compared
+    "__num_generations": "--rloo_k",
+    "__max_completion_length": "--response_length",
+    "__beta": "--kl_coef",
+    "__num_iterations": "--num_ppo_epochs",
+    "__epsilon": "--cliprange",
+    "__epsilon_high": "--cliprange_high",
+    "__token_level_kl": "--kl_level=token",
+    "__lr": "--learning_rate",
+}
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line (default: sys.argv) as Args. At --help, and at a flag that is unknown or does not parse, tyro
     exits."""
+    argv = [ALIASES.get(word.replace("-", "_"), word) for word in (sys.argv[1:] if argv is None else argv)]
+    require(argv.count("--reward_fns") < 2, "--reward_fns: name all functions after one: --reward_fns a.py:f b.py:g")
     groups = {kind.__name__: kind() for kind in Args.__bases__}  # with their titles in --help
     groups = tyro.cli(
         dict,
@@ -2248,8 +2298,6 @@ def resolve_args(args: Args) -> Args:
             args.reward_model_path = args.reward_model_path or str(MINI_TLDR / "reward")
     args.sft_model_path = args.sft_model_path or args.model_name_or_path
     args.model_name_or_path = args.model_name_or_path or args.sft_model_path
-    if args.token_level_kl:
-        args.kl_level = "token"
     if args.ratio_level is None:
         args.ratio_level = default_ratio_level(args)
     if args.cliprange_high is None:
@@ -2352,7 +2400,8 @@ def command_line(argv: list[str] | None = None):
     """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM or Ctrl-C, with a
     checkpoint."""
     rank = int(os.environ.get("RANK", 0))
-    signals, told = [], math.inf
+    signals = []
+    told = math.inf  # when the first came
     if rank > 0:  # only the first process prints
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stdout.reconfigure(errors="replace")  # completions may have characters that it cannot print
@@ -2370,14 +2419,11 @@ def command_line(argv: list[str] | None = None):
                 os.write(2, b"\nrloo.py will stop and save: before this update, or after it if it is being trained\n")
         signals.append(number)
 
-    def set_handlers(handler):
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, handler)
-
-    set_handlers(note)
     # Forked processes of reward functions get no signal that is sent to the run's group: it waits for their results.
-    os.register_at_fork(after_in_child=partial(set_handlers, signal.SIG_DFL))
     os.register_at_fork(after_in_child=partial(os.setpgid, 0, 0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     try:
         main(parse_args(argv), signals)
     except Exception as error:

@@ -5,6 +5,7 @@ They build tiny random models, need no network and no GPU, and read from top to 
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -33,6 +34,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: a name that is n
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1806,7 +1808,7 @@ def test_rows_of_every_documented_form():
         ({"prompt": [SYSTEM, USER]}, "chat_template is not set"),
         ([], "AttributeError"),
     ):
-        with pytest.raises(InputError, match=rf"^x, row 1: needs `prompt` .* \(.*{why}"):
+        with pytest.raises(InputError, match=rf"^x, row 1: cannot be used \(.*{why}.*it needs `prompt`"):
             rloo.prepare_rows([row], tokenizer, 9, "x")
 
 
@@ -2213,7 +2215,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "line 1 must be a JSON object like": [f"--dataset_name {{x}}/{name}.jsonl" for name in ("latin", "list", "deep")],
     "empty.jsonl: its split train has no rows": ["--dataset_name {x}/empty.jsonl"],
     "line 2 must be a JSON object like": ["--dataset_name {x}/broken.jsonl"],
-    "text.jsonl, train, row 1: needs `prompt`": ["--dataset_name {x}/text.jsonl"],
+    "text.jsonl, train, row 1: cannot be used": ["--dataset_name {x}/text.jsonl"],
     "train: no prompt is within": ["--max_prompt_length 1"],
     "has 128 positions; the longest prompt": ["--response_length 125", "--response_length 4000"],
     "cannot be loaded as a folder or Hub model": ["--sft_model_path /nowhere", "--reward_model_path ./no"],
@@ -2725,6 +2727,7 @@ def test_runs_are_logged_and_a_service_that_cannot_start_is_one_line(train, monk
 def test_evaluations_are_first_last_and_far_apart_between(train, monkeypatch, updates, between):
     done, found = [], []
     metrics = {"grad_norm": 1.0, "objective/kl": 0.0, "objective/scores": 0.0, "completions/clipped_ratio": 0.0}
+    metrics |= {"completions/mean_length": 1.0, "time/train": 0.0, "time/cpu": 0.0}
     monkeypatch.setattr(rloo, "update", lambda *args: done.append(0) or dict(metrics))
     monkeypatch.setattr(rloo, "evaluate", lambda *args: found.append((len(done), "greedy" in args[7])) or ([], {}))
     train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
@@ -2782,6 +2785,7 @@ def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
         "judge_score",
         "judge_win_rate",
         "length",
+        "columns",
     }
     for row in rows:  # the judge counts tokens, of which each reference has 3 and the stop token
         assert row["judge_score"] == row["length"] and row["judge_win_rate"] == (
@@ -2805,7 +2809,7 @@ def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
     assert len(metrics) == 10 and not any("eval" in name for update in metrics for name in update)
     screen = capsys.readouterr().out
     assert screen.count("Held-out completions after") == 3 and "5 held-out prompts, mean" in screen
-    assert f"\n{'before':>43}{'after':>19}\n" in screen  # over the columns of the closing table
+    assert f"\n{'before':>55}{'after':>19}\n" in screen  # over the columns of the closing table
 
 
 def test_the_closing_table_has_before_on_the_left(capsys):
@@ -2834,7 +2838,7 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
     (evaluated,) = read_metrics(output, "evaluations")
     assert evaluated == {"update": 0, "episode": 0} | nothing_trained["before"] and nothing_trained["before"]
     assert "\n0 episodes in" in screen and "4 held-out prompts, mean" in screen
-    assert f"\n{'before':>43}\n" in screen
+    assert f"\n{'before':>55}\n" in screen
 
     flags = {"num_eval_prompts": 4, "output_dir": str(output), "resume": True}
     with pytest.raises(InputError, match="is not empty"):  # its result is not overwritten
@@ -4754,7 +4758,7 @@ def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it()
             assert rloo.prepare_row({"prompt": text}, tokenizer)["prompt_ids"].count(1) == 1
             assert "</s>" in text or 2 not in rloo.prepare_row({"prompt": text}, tokenizer)["prompt_ids"]
     tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
-    assert rloo.prepare_row({"prompt": [{"role": "user", "content": "b"}]}, tokenizer)["prompt_ids"] == [1, 8, 2]
+    assert rloo.prepare_row({"prompt": [{"role": "user", "content": " b"}]}, tokenizer)["prompt_ids"] == [1, 8, 2]
 
 
 def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(train, monkeypatch):
@@ -4764,26 +4768,10 @@ def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(train, monkeypatc
     graded = spy(monkeypatch, "evaluate")
     train(**run | {"total_episodes": 64}, output_dir=str(output), resume=True)
     after = [read_metrics(output, name) for name in ("evaluations", "completions")]
-    assert [x["update"] for x in after[0]] == [0, 2, 4] and len(graded) == 1  # nothing is evaluated again
+    assert [x["update"] for x in after[0]] == [0, 2, 4] and len(graded) == 2
     for old, new in zip(before, after, strict=True):
         assert new[: len(old)] == old and len(new) > len(old)
     assert [x["mode"] for x in after[1] if x["update"] == 2] == ["sampled"] * 4 + ["greedy"] * 4
-
-
-def test_an_evaluation_that_was_killed_while_it_was_written_is_made_again(train):
-    run = LONG | {"total_episodes": 32, "save_steps": 0}
-    _, output = train(**run)
-    evaluations = (output / "evaluations.jsonl").read_bytes().splitlines(keepends=True)
-    (output / "evaluations.jsonl").write_bytes(evaluations[0])
-    rows = (output / "completions.jsonl").read_bytes()
-    (output / "completions.jsonl").write_bytes(rows[:-40])
-    train(**run, output_dir=str(output), resume=True)
-    assert (output / "evaluations.jsonl").read_bytes().splitlines(keepends=True) == evaluations
-    assert (output / "completions.jsonl").read_bytes() == rows
-    (output / "evaluations.jsonl").write_bytes(evaluations[0])
-    train(**run | {"total_episodes": 64}, output_dir=str(output), resume=True)
-    assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 4]
-    assert {x["update"] for x in read_metrics(output, "completions")} == {0, 4}
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
@@ -4840,3 +4828,171 @@ def test_a_screen_that_is_not_utf_8_shows_samples(tiny, tmp_path):
         [HERE / "rloo.py", *command(tiny, "out", num_eval_prompts=4)], tmp_path, PYTHONIOENCODING="ascii", LC_ALL="C"
     )
     assert done.returncode == 0 and "held-out prompts, mean ?" in done.stdout, done.stderr
+
+
+def two_by_length(prompts, completions, completion_ids, n, **columns):
+    """None for every second row."""
+    return [float(len(ids)) if row % 2 else None for ids, row in zip(completion_ids, n)]
+
+
+def test_evaluations_and_samples_say_each_reward_and_the_columns(train, capsys):
+    functions = (f"{__file__}:count_tokens", f"{__file__}:two_by_length")
+    _, output = train(reward_model_path=None, reward_fns=functions, total_episodes=0, num_eval_prompts=4)
+    samples, (evaluation,) = read_metrics(output, "completions"), read_metrics(output, "evaluations")
+    assert [sample["columns"]["n"] for sample in samples] == [16, 17, 18, 19] * 2
+    for sample in samples:
+        assert sample["columns"].keys() == {"prompt", "completion", "n"}
+        assert sample["rewards/count_tokens"] == sample["length"]
+        assert sample["rewards/two_by_length"] == (sample["length"] if sample["columns"]["n"] % 2 else None)
+    odd = [sample["length"] for sample in samples[:4] if sample["columns"]["n"] % 2]
+    assert evaluation["sampled/rewards/count_tokens"] == mean(sample["length"] for sample in samples[:4])
+    assert evaluation["sampled/rewards/two_by_length"] == mean(odd)
+    assert not any("win_rate" in name and "rewards" in name for name in evaluation)
+    said = capsys.readouterr().out
+    lines = [line.split() for line in said.splitlines()]
+    assert ["n", "16"] in lines and ["rewards/count_tokens", f"{samples[0]['length']:.2f}"] in lines
+    assert [line[0] for line in lines if "±" in line].count("greedy/rewards/two_by_length") == 1
+    assert "columns  " not in said
+
+    _, output = train(total_episodes=0, num_eval_prompts=4)  # one reward: it is the score
+    assert not any("rewards/" in name for x in read_metrics(output, "evaluations") for name in x)
+
+
+def test_a_column_that_json_does_not_know_is_written_as_text(tmp_path):
+    rloo.append(tmp_path, "completions.jsonl", [{"columns": {"when": Path("x")}}])
+    assert read_metrics(tmp_path, "completions") == [{"columns": {"when": "x"}}]
+
+
+UPDATES_DONE = []
+
+
+def by_progress(prompts, completions, completion_ids, n, updates_done, **columns):
+    assert "updates_done" not in columns
+    UPDATES_DONE.append(updates_done)
+    return [len(ids) * (1.0 + updates_done) for ids in completion_ids]
+
+
+def test_reward_functions_may_ask_how_many_updates_are_done(train):
+    """... in evaluations too; a resumed run continues to count."""
+    flags = {**LONG, "num_eval_prompts": 2, "save_steps": 3}
+    seen = rloo.load_functions([f"{__file__}:by_progress"], "reward_fns", None, {"columns": {"n": 0}})
+    called = sys.modules[seen["by_progress"].args[1].__module__].UPDATES_DONE
+    called.clear()
+    flags |= {"reward_model_path": None, "reward_fns": (f"{__file__}:by_progress",)}
+    _, output = train(**flags)
+    assert called == [0, 0, 0, 1, 2, 3, 4, 4]
+    shutil.rmtree(output / "checkpoint-4")
+    called.clear()
+    train(**flags, output_dir=str(output), resume=True)
+    assert called == [3, 4, 4]
+    with pytest.raises(InputError, match="rename its column `updates_done`"):
+        (output / "x.jsonl").write_text(json.dumps({"prompt": "a", "updates_done": 1}) + "\n")
+        rloo.load_data(Args(dataset_name=str(output / "x.jsonl")), tiny_tokenizer())
+
+
+def test_what_is_said_about_prompts_and_columns_before_training(tmp_path, capsys):
+    rloo.say_once.cache_clear()
+    rows = [{"prompt": "a", "m": 1, "n": 1}, {"prompt": "b", "m": 1}, {"prompt": "c"}] + [{"prompt": "d"}] * 9
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rloo.load_data(Args(dataset_name=str(tmp_path / "x.jsonl")), chat_tokenizer())
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if "some rows lack columns" in line]
+    assert "'n': 2" in line and "'m': 3" in line and "'prompt'" not in line
+    assert said.count("text prompts are read as they are, without the chat template") == 1
+
+    rloo.say_once.cache_clear()
+    rloo.prepare_row({"prompt": [USER]}, chat_tokenizer())
+    rloo.prepare_row({"prompt": "b"}, tiny_tokenizer())
+    assert capsys.readouterr().out == ""
+    with pytest.raises(InputError, match=r"^x, row 1: cannot be used \(ValueError: .*chat_template is not set"):
+        rloo.prepare_rows([{"prompt": [SYSTEM, USER]}], tiny_tokenizer(), 9, "x")
+
+
+def test_a_run_that_destroys_its_policy_is_told_so(train, capfd):
+    train(learning_rate=1.0, total_episodes=48)
+    assert "".join(capfd.readouterr()).count("above 1 nat per token") == 1
+    train(learning_rate=1e-4, total_episodes=48)
+    assert "nat per token" not in "".join(capfd.readouterr())
+
+
+def test_updates_that_wait_for_the_cores_are_explained_once(train, capfd, monkeypatch):
+    for seconds, times in ((1000, 0), (0, 1)):  # of CPU time between two readings
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "process_time", itertools.count(0, seconds).__next__)
+            train(total_episodes=48)
+        assert "".join(capfd.readouterr()).count("OMP_WAIT_POLICY=PASSIVE") == times
+
+
+def test_other_trainers_names_of_flags_parse_and_help_does_not_show_them(capsys):
+    args = parse(
+        "--num_generations 8 --beta 0.1 --num-iterations 3 --epsilon 0.1 --epsilon_high 0.3 "
+        "--max_completion_length 99 --lr 1e-3"
+    )
+    assert (args.rloo_k, args.kl_coef, args.num_ppo_epochs, args.response_length) == (8, 0.1, 3, 99)
+    assert (args.cliprange, args.cliprange_high, args.learning_rate) == (0.1, 0.3, 1e-3)
+    with pytest.raises(SystemExit):
+        rloo.parse_args(["--help"])
+    said = capsys.readouterr().out
+    shown = re.findall(r"--(\w+)", said)
+    assert not {name.strip("_") for name in rloo.ALIASES} & {*shown} and "rloo_k" in shown
+    assert "default: None" not in re.sub(r"\(default:\s+(│\s+│\s+)?None\)", "", said)
+    assert "default" not in re.sub(r"\(default:.*?\)", "", said, flags=re.DOTALL)  # one default per flag
+    for word in ("siblings", "drgrpo", "sequence-mean", "evaluations"):
+        assert word in said
+
+
+def test_functions_are_named_after_one_flag_and_with_their_names(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b2.py").write_text("def f(**columns): pass\n")
+    line = command(tiny, tmp_path / "out")
+    for more, message in (
+        (["--reward_fns", "b2.py:f", "--reward_fns", "b2.py:f"], "name all functions after one"),
+        (["--reward_fns", "b2.py"], "add :function"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            rloo.command_line(line + more)
+        assert end.value.code.startswith("rloo.py: --reward_fns") and message in end.value.code
+
+
+def test_a_screen_that_is_no_terminal_gets_a_line_per_update(train, tmp_path, capfd, monkeypatch):
+    train(total_episodes=48, num_eval_prompts=4)
+    said = capfd.readouterr()
+    lines = [line for line in said.err.splitlines() if line.startswith("update ")]
+    assert [line.partition(":")[0] for line in lines] == [f"update {n} of 3" for n in (1, 2, 3)]
+    assert all(re.fullmatch(r"update . of 3: reward=\S+, kl=\S+, win=\S+", line) for line in lines)
+    assert "update/s" not in said.err
+
+    (tmp_path / "x.jsonl").write_text('{"prompt": "b c"}\n' * 30)  # without references
+    train(dataset_name=str(tmp_path / "x.jsonl"), num_eval_prompts=3, kl_coef=0.0)
+    said = capfd.readouterr()
+    assert "win" not in said.err and "win_rate  " not in said.out and "None" not in said.out
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    train()
+    said = capfd.readouterr()
+    assert "1/1" in said.err and "kl=" in said.err and "update 1 of" not in said.err
+
+
+def test_args_json_says_what_a_run_was_made_by(train):
+    _, output = train(total_episodes=0)
+    written = json.loads((output / "args.json").read_text())
+    made_by = written.pop("made_by")
+    assert made_by["torch"] == torch.__version__ and made_by["transformers"] == transformers.__version__
+    assert made_by["rloo.py"] == hashlib.sha256((HERE / "rloo.py").read_bytes()).hexdigest()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert made_by["git"] == commit and time.strptime(made_by["time"], "%Y-%m-%d %H:%M:%S")
+    assert written["device"] == rloo.resolve_args(Args()).device and written.keys() == vars(Args()).keys()
+
+
+def test_a_policy_that_was_changed_by_hand_is_named():
+    policy = tiny_model()
+    policy.extra = torch.nn.Linear(3, 3)
+    with pytest.raises(InputError, match="other weights than a model made from its config"):
+        rloo.sampling_model(policy, torch.bfloat16)
+
+
+@pytest.mark.parametrize("flag", ["adam_eps", "reward_clip_range"])
+def test_0_is_refused_where_it_would_give_nan_or_train_on_the_kl_alone(flag):
+    args = rloo.resolve_args(parse(f"--{flag} 0"))
+    with pytest.raises(InputError, match=f"^--{flag} 0.0: must be finite and at least"):
+        rloo.check_args(args)

@@ -60,7 +60,7 @@ def held_out(args: Args, run: dict, tokenizer) -> list[dict]:
     """The rows to complete: those of the split, or those that the run held out of the split on which it was trained."""
     found = rloo.load_rows(args.dataset_name, args.dataset_test_split or "test")
     if found is None and args.dataset_test_split is None and args.dataset_name == run.get("dataset_name"):
-        _, rows = rloo.load_data(rloo.Args(**run), tokenizer)
+        _, rows = rloo.load_data(rloo.Args(**{name: run[name] for name in vars(rloo.Args()) if name in run}), tokenizer)
         found = [row["columns"] for row in rows]
     require(found is not None, f"--dataset_test_split {args.dataset_test_split}: {args.dataset_name} has no such split")
     return found
