@@ -2218,7 +2218,7 @@ def load_state(folder: Path, flags: dict) -> dict:
     done = state["update"] * flags["completions per update"]
     if flags["total_episodes"] < done:
         print(f"--total_episodes {flags['total_episodes']}: the run has done {done}, so nothing is trained")
-    return state | {"flags": flags, "finished": done >= before["total_episodes"]}
+    return state | {"flags": flags, "finished": done >= old["total_episodes"]}
 
 
 def load_moments(folder: Path, policy, optimizer):
@@ -2268,10 +2268,16 @@ ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; written
 }
 
 
+def by_own_name(word: str) -> str:
+    """A word of the command line, --flag or --flag=value, with an alias replaced."""
+    flag, equals, value = word.partition("=")
+    return ALIASES.get(flag.replace("-", "_"), flag) + equals + value
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line (default: sys.argv) as Args. At --help, and at a flag that is unknown or does not parse, tyro
     exits."""
-    argv = [ALIASES.get(word.replace("-", "_"), word) for word in (sys.argv[1:] if argv is None else argv)]
+    argv = [by_own_name(word) for word in (sys.argv[1:] if argv is None else argv)]
     require(argv.count("--reward_fns") < 2, "--reward_fns: name all functions after one: --reward_fns a.py:f b.py:g")
     groups = {kind.__name__: kind() for kind in Args.__bases__}  # with their titles in --help
     groups = tyro.cli(
