@@ -1161,18 +1161,16 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
     with torch.no_grad():
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
         decoder.t.zero_()  # the steps once more: the first tokens stay
-        decoder.lane_cache.reset()
         decoder.lane_cache.length = R
-        layers = decoder.prompt_cache.layers + decoder.lane_cache.layers
 
         def addresses():
             tensors = [x for x in vars(decoder).values() if torch.is_tensor(x)]
-            for layer in layers:
-                tensors += [layer.keys, layer.values, layer.cumulative_length]
+            for i, layer in enumerate(decoder.prompt_cache.layers):
+                tensors += [layer.keys, layer.values, *decoder.lane_cache.own[i]]
             return [(x.data_ptr(), x.shape, x.stride()) for x in tensors]
 
         before = addresses()
-        assert len(before) >= 6 + 2 * 2 * 3
+        assert len(before) >= 6 + 2 * 2 * 2
         for t in range(R - 1):
             if t == 2:
                 for parameter in model.parameters():
@@ -1196,10 +1194,10 @@ def test_a_step_reads_the_caches_where_they_are(family, monkeypatch):
     heads = getattr(model.config, "num_key_value_heads", 4)
     assert len(steps) == 2  # layers
     for layer, ((_, keys, values, *_), _) in enumerate(steps):
-        for i, cache in enumerate((decoder.prompt_cache, decoder.lane_cache)):
-            assert keys[i].shape[1] == values[i].shape[1] == heads
-            assert keys[i].data_ptr() == cache.layers[layer].keys.data_ptr()
-            assert values[i].data_ptr() == cache.layers[layer].values.data_ptr()
+        prompt = decoder.prompt_cache.layers[layer]
+        for pair, kept in zip((keys, values), zip((prompt.keys, prompt.values), decoder.lane_cache.own[layer])):
+            for given, own in zip(pair, kept, strict=True):
+                assert given.shape[1] == heads and given.data_ptr() == own.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1259,10 +1257,10 @@ def test_the_lanes_that_are_left_are_a_rectangle():
     decoder = rloo.Decoder(tiny_model(), 3, 2, 3, 4, 1.0, stop_ids=[0])
     with torch.no_grad():
         decoder.generate(torch.full((3, 2), 5), torch.ones(3, 2).bool())
-    prompts, own = (cache.layers[1].keys.clone() for cache in (decoder.prompt_cache, decoder.lane_cache))
+    prompts, own = decoder.prompt_cache.layers[1].keys.clone(), decoder.lane_cache.own[1][0].clone()
     decoder.drop_ended(torch.tensor([[False, True, True], [False] * 3, [False, False, True]]))
     assert decoder.lanes.tolist() == [[1, 2], [8, 6]]
-    assert torch.equal(decoder.lane_cache.layers[1].keys, own[[1, 2, 8, 6]])
+    assert torch.equal(decoder.lane_cache.own[1][0], own[[1, 2, 8, 6]])
     assert torch.equal(decoder.prompt_cache.layers[1].keys, prompts[[0, 2]]) and len(decoder.prompt_mask) == 2
 
 
