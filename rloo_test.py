@@ -4706,7 +4706,7 @@ def test_a_signal_before_an_update_s_first_step_drops_that_update(train, tmp_pat
     """... in its second update of four; after its step it is finished. A resumed run ends like any other."""
     flags = {**LONG, "save_steps": 0, "num_eval_prompts": 0}
     whole = end_of(train(**flags)[1])
-    calls_before = {"rollout": 2, "score": 1, "policy_loss": 2, "average_gradients": 3}
+    calls_before = {"rollout": 1, "score": 1, "policy_loss": 2, "average_gradients": 3}
     told = Signal(calls_before[name] + 1)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         spy(patch, name, told.count)
