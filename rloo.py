@@ -365,9 +365,9 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     mask = batch.response_mask
     times.append(clock(device))
 
-    # 2. Log-probs `old` of the policy before this update: those of the rollout, or of a forward pass as in training if
-    # they must not differ from these by rounding, for a correction or several optimizer steps per epoch. Then the KL
-    # of each token from the reference (the k1 estimator), (k, B, R) in nats; 0 without a reference.
+    # 2. Log-probs `old` of the policy before this update. Those of the rollout will do, unless rounding matters: with a
+    # correction or several mini-batches, a forward pass as in training computes them anew. Then the KL of each token
+    # from the reference (the k1 estimator), (k, B, R) in nats; 0 without a reference.
     old = sampled
     if args.rollout_correction != "off" or args.num_mini_batches > 1:
         with training_dtype(args, device):
@@ -376,7 +376,8 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     if reference is not None:
         with without_adapters(reference):  # with LoRA it is the policy itself
             ref = chunked_logprobs(reference, batch, temperature, layout, chunk_size)
-    kl = finite("a log-prob of the policy or of the reference", (old - ref) * mask)
+    kl = (old - ref) * mask
+    require_finite("a log-prob of the policy or of the reference", kl)
     correction, w = rollout_weight(
         old, sampled, mask, args.rollout_correction, args.rollout_correction_cap, args.ratio_level
     )
@@ -453,8 +454,8 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
     epoch of one mini-batch this is REINFORCE. Returns {metric: tensor of its values on this rank}.
 
     sampled, old, ref (k, B, R): log-probs under what sampled, under the policy before its first step, and under the
-    reference (read with --no_kl_in_reward only). The first mini-batch takes `old` from its own forward pass: other
-    log-probs are rounded differently, which would look like a change of the policy. So ρ = 1 exactly there.
+    reference (read with --no_kl_in_reward only). Rollout and training round differently, which would look like a change
+    of the policy; so the first mini-batch takes `old` from its own forward pass, and ρ is exactly 1 there.
     advantages, correction (k, B, 1 or R): the latter are weights of the policy loss, see rollout_weight.
     in_loss (k, B) bool: completions in the loss.
     """
@@ -465,14 +466,16 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
     old = old.clone()
     logged = defaultdict(list)
     for epoch in range(args.num_ppo_epochs):
-        for number, mini in enumerate(torch.randperm(B).to(mask.device).split(mini_batch)):
+        for step, mini in enumerate(torch.randperm(B).to(mask.device).split(mini_batch)):
+            first_step = epoch == 0 and step == 0
             mini = mini.sort().values  # by length again, for the micro-batches
             weights = loss_weight(mask[:, mini].sum(-1), in_loss[:, mini], args.loss_aggregation)
+            mini_batch_loss = 0.0
             for micro, weight in zip(mini.split(micro_batch), weights.split(micro_batch, dim=1), strict=True):
                 real = mask[:, micro]
                 with training_dtype(args, mask.device):
-                    new, entropy = completion_logprobs(policy, batch.prompts(micro), args.temperature, layout)
-                if epoch == number == 0:
+                    new, entropy = completion_logprobs(policy, batch.select(micro), args.temperature, layout)
+                if first_step:
                     old[:, micro] = new.detach()
                     logged["val/rollout_logprob_gap"].append((new.detach() - sampled[:, micro]).abs()[real])
 
@@ -488,11 +491,13 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
                 )
                 if args.kl_coef and not args.kl_in_reward:
                     losses = losses + args.kl_coef * kl_penalty(new, ref[:, micro], real)
-                # An entropy bonus would be: losses = losses - coefficient * entropy.sum(-1)
+                # An entropy bonus would be, here: losses = losses - coefficient * entropy.sum(-1)
                 logged["policy/entropy_avg"].append(entropy.detach()[real])
-                losses = finite("the loss", losses * weight)
-                del entropy  # if it is not in the loss, this frees what its gradient would need: (n, vocabulary)
-                (losses.sum() / (k * len(mini))).backward()  # summed over micro-batches: the mini-batch's mean
+                losses = losses * weight
+                del entropy  # so that backward, unless the loss has it, keeps no (block, vocabulary) tensors for it
+                loss = losses.sum() / (k * len(mini))  # summed over micro-batches: the mini-batch's mean
+                loss.backward()
+                mini_batch_loss += loss.detach()
 
                 logged["loss/policy_avg"].append(losses.detach())
                 logged["policy/approxkl_avg"].append(0.5 * log_ratio.square())
@@ -503,15 +508,16 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
             if args.sharding == "ddp":
                 average_gradients(policy)  # FSDP does it in backward
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-            logged["grad_norm"].append(finite("the gradient", whole(norm)))
+            logged["grad_norm"].append(whole(norm))
+            require_finite("the loss or its gradient", whole(norm) + mini_batch_loss)
             optimizer.step()
             optimizer.zero_grad()
     return {name: torch.cat([values.flatten() for values in parts]) for name, parts in logged.items()}
 
 
 def training_dtype(args, device):
-    """Context in which the trained policy's forward passes run in --dtype. No cache: with one, all blocks of log-probs
-    would share a bfloat16 copy of the head and sum its gradient in it."""
+    """Context in which the trained policy's forward passes run in --dtype. Without autocast's cache, since with it all
+    blocks of log-probs would share one bfloat16 copy of the head, and its gradient would be summed in bfloat16."""
     dtype = forward_dtype(args)
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
@@ -547,10 +553,10 @@ def average_gradients(model):
             sum_over_ranks(parameter.grad).div_(dist.get_world_size())
 
 
-def finite(what: str, values):
-    """Returns the values, or raises an InputError if one of them is not finite."""
-    require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
-    return values
+def require_finite(what: str, values):
+    """Ends the run on all ranks if a value on one of them is not finite."""
+    with raised_on_all_ranks():
+        require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
 
 
 def peak_memory(device: torch.device) -> float:
@@ -640,10 +646,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             state["before"] = evaluation
         stop_if_told(signals, save, first, num_updates, output)
 
-        # 5. The updates. All random numbers of an update depend on the seed, its number and the rank alone.
+        # 5. The updates. Train: all random numbers of an update depend on the seed, its number and the rank alone.
         has_score = False
         for done in range(first + 1, num_updates + 1):
-            # Train.
             set_seed(args.seed, done - 1, rank)
             optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
             rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
@@ -756,7 +761,7 @@ def open_output(args, output: Path, state):
         lock.flush()
         for name in RUN_FILES:
             with (output / name).open("ab") as file:
-                file.truncate(state["files"].get(name, 0))
+                file.truncate(min(file.tell(), state["files"].get(name, 0)))
         if args.track:
             with explained("--track: Weights & Biases cannot start"):
                 import wandb
@@ -768,8 +773,9 @@ def open_output(args, output: Path, state):
 
 @contextmanager
 def saved_on_error(output: Path, state, save: Callable):
-    """If an error inside ends the run, saves a checkpoint of the last complete update, unless the next one has already
-    changed the weights, or other processes do not know of the error and so cannot take part in saving."""
+    """Saves a checkpoint of the last complete update if an error inside ends the run. It does not save if the next
+    update has begun to change the weights, or if only this process failed: saving needs all of them, see
+    raised_on_all_ranks."""
     try:
         yield
     except Exception as error:
@@ -985,14 +991,14 @@ class Batch(NamedTuple):
     response_mask: torch.Tensor  # (k, B, R) bool, true up to and including the first stop token
     ended: torch.Tensor  # (k, B) bool: a stop token came within R
 
-    def prompts(self, index: torch.Tensor) -> "Batch":
+    def select(self, index: torch.Tensor) -> "Batch":
         """The part of the batch with the prompts at `index` (b,)."""
         rows = [self.rows[i] for i in index.tolist()]
         return Batch(rows, self.prompt_ids[index], self.prompt_mask[index], *(x[:, index] for x in self[3:]))
 
     def chunks(self, size) -> Iterator["Batch"]:
         """Parts of up to `size` completions each, in whole groups; at least one group each."""
-        return map(self.prompts, torch.arange(len(self.rows)).split(max(1, size // len(self.responses))))
+        return map(self.select, torch.arange(len(self.rows)).split(max(1, size // len(self.responses))))
 
     def without_padding(self) -> "Batch":
         """The batch without the slots that are padding in all rows."""
@@ -1039,9 +1045,10 @@ def causal_mask(real):
 
 def group_attention(module, query, key, value, attention_mask, **kwargs):
     """Attention as `transformers` calls it, in place of its sdpa function: query (B, H, n, D), key and value
-    (B, h, n, D); returns (B, n, H, D) and None. Two kinds of calls are made for this file, all others pass through:
+    (B, h, n, D); returns (B, n, H, D) and None. It handles two kinds of calls that only this file makes; all others go
+    to sdpa unchanged:
 
-    a step of the decoder: key and value are pairs, see OwnCache
+    a step of the decoder: key and value are pairs, see LaneCache
     group rows, n = P + k·R: the mask is that of a prompt and one completion, (B, 1, P + R, P + R), with `mask.lanes` =
         (P, k). `transformers` hands a 4-D mask to every layer as it is. Prompts attend to themselves; a lane, to its
         prompt and itself. That costs P² + k·R·(P + R) products; one mask over the row would cost (P + k·R)².
@@ -1088,22 +1095,22 @@ def step_attention(query, key, value, mask, scaling):
     prompt_key, own_key = key
     prompt_value, own_value = value
     b, h, P, D = prompt_key.shape
-    lanes = (b, len(query) // b)  # b, k
+    b_k = (b, len(query) // b)
 
-    q = (query * scaling).reshape(*lanes, h, -1, D)  # (b, k, h, g, D): g query heads share a key head
+    q = (query * scaling).reshape(*b_k, h, -1, D)  # (b, k, h, g, D): g query heads share a key head
     of_prompt = torch.einsum("bkhgd,bhpd->bkhgp", q, prompt_key)
-    of_own = torch.einsum("bkhgd,bkhnd->bkhgn", q, own_key.unflatten(0, lanes))
+    of_own = torch.einsum("bkhgd,bkhnd->bkhgn", q, own_key.unflatten(0, b_k))
     scores = torch.cat([of_prompt, of_own], dim=-1).float()
-    scores = torch.where(mask.view(*lanes, 1, 1, -1), scores, -math.inf)
+    scores = torch.where(mask.view(*b_k, 1, 1, -1), scores, -math.inf)
 
     weights = scores.softmax(-1).to(prompt_value.dtype)
     out = torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)
-    out = out + torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, lanes))
+    out = out + torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, b_k))
     return out.reshape(len(query), 1, -1, out.shape[-1])
 
 
-# In place of sdpa, so that every model with that kernel can run group rows. Looked up at each call, so that it can be
-# replaced.
+# Replaces sdpa for the whole process, so that every model with that kernel can run group rows. The lambda looks
+# group_attention up at each call, so that you can replace it.
 sdpa_attention = transformers.AttentionInterface()["sdpa"]
 transformers.AttentionInterface.register("sdpa", lambda *args, **kwargs: group_attention(*args, **kwargs))
 
@@ -1281,22 +1288,27 @@ def own_engine(engine: Callable, model, rows, k, temperature, R, stop_ids, versi
     model: the whole policy in --dtype, on its device; its weights have changed if `version` has. prompt_ids: B lists of
     token ids. Returns tokens [B][k], lists of ids that end with their first stop token or have response_length ids, and
     their log-probs under softmax(logits / temperature), [B][k] lists of floats, or None: then they are computed here,
-    so --rollout_correction does not see how the engine's differ. No prompt and completion together have more than
-    max_length tokens. The first rank samples for all ranks.
+    so --rollout_correction cannot see the engine's own rounding. max_length: upper bound of a prompt's and a
+    completion's tokens together. The first rank samples for all ranks.
     """
     prompts = gather([row["prompt_ids"] for row in rows])
     options = {"k": k, "temperature": temperature, "response_length": R, "stop_ids": stop_ids, "version": version}
     options |= {"seed": int(torch.randint(2**31, ())), "max_length": max_length}
-    tokens, logprobs = on_first_rank(lambda: engine(model, prompts, **options))
-    check_completions(tokens, logprobs, len(prompts), k, R, stop_ids, model.config.get_text_config().vocab_size)
+    with raised_on_all_ranks():
+        tokens = logprobs = None
+        if is_first_rank():
+            tokens, logprobs = engine(model, prompts, **options)
+            vocabulary = model.config.get_text_config().vocab_size
+            check_completions(tokens, logprobs, len(prompts), k, R, stop_ids, vocabulary)
+    tokens, logprobs = on_first_rank(lambda: (tokens, logprobs))
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-    def own(values, dtype):
-        """The part of this rank, (k, B, R), padded."""
-        padded = [[[*x, *[0] * (R - len(x))] for x in group] for group in values[rank::world]]
+    def of_this_rank(values, dtype):
+        """Its part of the values [B][k], each a list of up to R numbers, as a tensor (k, B, R)."""
+        padded = [[[*numbers, *[0] * (R - len(numbers))] for numbers in group] for group in values[rank::world]]
         return torch.tensor(padded, dtype=dtype, device=model.device).transpose(0, 1)
 
-    return own(tokens, torch.long), None if logprobs is None else own(logprobs, torch.float32)
+    return of_this_rank(tokens, torch.long), None if logprobs is None else of_this_rank(logprobs, torch.float32)
 
 
 def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
@@ -1306,18 +1318,18 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
     for b, j in np.ndindex(B, k):
         ids = tokens[b][j]
         numbers = [0.0] * len(ids) if logprobs is None else logprobs[b][j]
-        length = next((t + 1 for t, token in enumerate(ids[:R]) if token in stop_ids), R)  # that it must have
+        expected_length = next((t + 1 for t, token in enumerate(ids[:R]) if token in stop_ids), R)
         tokens_exist = all(0 <= token < vocabulary for token in ids)
         require(
-            len(ids) == len(numbers) == length and tokens_exist and all(map(math.isfinite, numbers)),
+            len(ids) == len(numbers) == expected_length and tokens_exist and all(map(math.isfinite, numbers)),
             f"--rollout_engine: completion {j} of prompt {b} must have {R} tokens of the model or end with its first "
             f"stop token, and one finite log-prob for each token; it has {len(ids)} tokens, {len(numbers)} log-probs",
         )
 
 
-class OwnCache(Cache):
-    """Keys and values of the lanes' own tokens, (b·k, h, R, D) in each layer. A layer that adds those of the newest
-    token gets pairs for step_attention: the prompts' keys, and the lanes' own up to `length`; the same for values."""
+class LaneCache(Cache):
+    """Keys and values of the lanes' own tokens, (b·k, h, R, D) in each layer. `update` returns pairs for
+    step_attention: (prompts' keys, own keys), (prompts' values, own values), of which own ones end at `length`."""
 
     def __init__(self, prompts: Cache, R):
         super().__init__(layer_class_to_replicate=partial(StaticLayer, max_cache_len=R))
@@ -1336,8 +1348,8 @@ class Decoder:
     b·k + j is lane j of prompt b. What they hold after a stop token is arbitrary.
 
     On a CPU lanes that have ended leave, so a decoder cannot be reused. On a GPU they stay, and what they sample is
-    ignored: shapes and addresses are static and no step waits for the device, so a step is captured as a CUDA graph
-    once and replayed."""
+    ignored: shapes and addresses are static and no step synchronizes with the host, so a step is captured as a CUDA
+    graph once and replayed."""
 
     def __init__(self, model, B, P, k, R, temperature, stop_ids):
         device = model.device
@@ -1350,23 +1362,23 @@ class Decoder:
         self.t = torch.zeros(1, dtype=torch.long, device=device)  # index of the newest token
         self.prompt_mask = torch.zeros(B, P, dtype=torch.bool, device=device)
         # Caches of static size that count their slots on the device, so that a replayed graph also advances them.
-        self.prompts = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))
-        self.own = OwnCache(self.prompts, R)
-        self.graph = self.capture() if device.type == "cuda" and R > 2 else None
+        self.prompt_cache = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))
+        self.lane_cache = LaneCache(self.prompt_cache, R)
+        self.graph = self.capture() if device.type == "cuda" and R > 2 else None  # capture uses tokens 0 to 2
 
     def generate(self, prompt_ids, prompt_mask):
         """Fills `tokens` and `logprobs` for prompts (B, P)."""
         self.read_prompts(prompt_ids, prompt_mask)
         R = self.tokens.shape[1]
         for t in range(R - 1):
-            if t % 4 == 3:  # not each time, since it waits for the device
+            if t % 4 == 3:  # not each time, since it synchronizes with the device
                 alive = ~torch.isin(self.tokens[self.lanes, : t + 1], self.stop_ids).any(-1)  # (b, k)
                 if not alive.any():
                     break
                 if prompt_ids.is_cpu:
                     self.drop_ended(alive)
             if prompt_ids.is_cpu:
-                self.own.length = t + 1
+                self.lane_cache.length = t + 1
             if self.graph is None:
                 self.step()
             else:
@@ -1376,28 +1388,28 @@ class Decoder:
         """Starts again: reads the prompts and samples token 0 of each lane."""
         self.prompt_mask.copy_(prompt_mask)
         self.t.zero_()
-        self.prompts.reset()
-        self.own.reset()
+        self.prompt_cache.reset()
+        self.lane_cache.reset()
         hidden = self.model.base_model(
             prompt_ids,
             attention_mask=causal_mask(prompt_mask),
             position_ids=positions_of(prompt_mask),
             use_cache=True,
-            past_key_values=self.prompts,
+            past_key_values=self.prompt_cache,
         )[0]
         self.append(hidden[:, -1].repeat_interleave(self.lanes.shape[1], dim=0))
 
     def step(self):
         """Reads token t of each lane, which attends to the prompt and the lane up to it, and samples token t + 1."""
         b, k = self.lanes.shape
-        own = torch.arange(self.own.length, device=self.t.device) <= self.t  # the others are still empty
+        own = torch.arange(self.lane_cache.length, device=self.t.device) <= self.t  # the others are still empty
         mask = torch.cat([self.prompt_mask.repeat_interleave(k, dim=0), own.expand(b * k, -1)], dim=1)
         hidden = self.model.base_model(
             self.tokens[self.lanes.flatten(), self.t][:, None],
             attention_mask=mask[:, None, None],
             position_ids=mask.sum(1, keepdim=True) - 1,
             use_cache=True,
-            past_key_values=self.own,
+            past_key_values=self.lane_cache,
         )[0]
         self.t.add_(1)
         self.append(hidden[:, 0])
@@ -1412,20 +1424,21 @@ class Decoder:
         self.logprobs[lanes, self.t] = logprobs
 
     def drop_ended(self, alive):
-        """Keeps the prompts that have a lane `alive` (b, k), and as many lanes of each as the prompt with the most has
-        alive, these first. So lanes remain a rectangle, as step_attention needs. Nothing happens below a fifth."""
+        """Drops prompts without a lane `alive` (b, k). Each other prompt keeps m lanes, those alive first, where m is
+        the largest number alive in any prompt: lanes remain a rectangle, as step_attention needs. Does nothing if this
+        would drop less than a fifth."""
         prompts = alive.any(1).nonzero().squeeze(1)
         k = int(alive.sum(1).max())
         if len(prompts) * k > 0.8 * alive.numel():
             return
         kept = alive[prompts].byte().argsort(dim=1, descending=True, stable=True)[:, :k]  # indices of lanes
-        self.own.reorder_cache((prompts[:, None] * alive.shape[1] + kept).flatten())
-        self.prompts.reorder_cache(prompts)
+        self.lane_cache.reorder_cache((prompts[:, None] * alive.shape[1] + kept).flatten())
+        self.prompt_cache.reorder_cache(prompts)
         self.prompt_mask = self.prompt_mask[prompts]
         self.lanes = self.lanes[prompts[:, None], kept]
 
     def capture(self):
-        """A step as a CUDA graph; None if a step waits for the device, which a graph cannot do."""
+        """A step as a CUDA graph; None if a step synchronizes with the host, which a graph cannot record."""
         device = self.t.device
         prompt_ids = torch.zeros(len(self.prompt_mask), 1, dtype=torch.long, device=device)
         with torch.random.fork_rng([device], device_type="cuda"):  # leaves the run's random state unchanged
@@ -1437,7 +1450,7 @@ class Decoder:
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-                say_once(f"decoding runs without a CUDA graph, which costs speed: a step waits for the GPU ({error})")
+                say_once(f"decoding runs without a CUDA graph, which costs speed: a step synchronizes ({error})")
                 return None
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -1449,7 +1462,7 @@ class Decoder:
 
 def sample(logits, temperature, uniform):
     """A token of each softmax(logits / temperature), the most likely one at temperature 0, and its log-prob, both (n,),
-    for logits (n, vocabulary) and random numbers `uniform` (n, 1) in [0, 1). Nothing here waits for the device, unlike
+    for logits (n, vocabulary) and random numbers `uniform` (n, 1) in [0, 1). Nothing here synchronizes, unlike
     torch.multinomial."""
     logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
     if temperature == 0:
@@ -1485,17 +1498,11 @@ def score(rewards: dict[str, Callable], weights: Sequence[float] | None, batch: 
     """Σ_i weight_i · score_i (k, B) over the rewards that have a score for a completion, NaN where none has; a reward
     of weight 0 never counts. Also the scores of each reward by name. Weights: in the order of the rewards, or all 1."""
     by_name = {}
-    error = None
-    try:
+    with raised_on_all_ranks():
         for name, reward in rewards.items():
             by_name[name] = reward(batch)
-    except Exception as raised:
-        error = raised
-    if on_any_rank(error is not None):  # all ranks stop here, so that they can save together
-        error = error or RuntimeError("a reward raised an error in another process, which prints it")
-        error.on_all_ranks = True
-        raise error
     weights = weights or [1.0] * len(rewards)
+    # A weight of 0 becomes NaN, which nansum skips.
     weighted = [(weight or math.nan) * scores for weight, scores in zip(weights, by_name.values(), strict=True)]
     weighted = torch.stack(weighted)
     return weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan), by_name
@@ -1537,7 +1544,7 @@ def load_reward_model(args, tokenizer, rows, vocabulary) -> dict[str, Callable]:
 def token_reward(model, layout, chunk_size, batch: Batch):
     """The scores (k, B) of a reward model."""
     parts = [*batch.chunks(chunk_size)]
-    passes = max(gather([len(parts)]))  # as many on each rank, as FSDP needs them; evaluations differ in references
+    passes = max(gather([len(parts)]))  # FSDP needs as many on each rank; ranks may differ in numbers of references
     scores = [model_scores(model, part, layout) for part in (parts * passes)[:passes]]
     scores = torch.cat(scores[: len(parts)], dim=1)
     require(scores.isfinite().all(), "a score of the reward model is not finite")
@@ -1578,8 +1585,10 @@ def load_function(spec, label) -> Callable:
     except ModuleNotFoundError as error:
         require(not f"{module_name}.".startswith(f"{error.name}."), f"{label}: there is no module {error.name}")
         raise  # a module that the file imports
-    origin = getattr(module, "__file__", "Python itself")
-    require(hasattr(module, name), f"{label}: there is no {name} in {origin}; is this your file, or one of its name?")
+    origin = getattr(module, "__file__", None) or "Python itself"
+    same = not is_file or Path(origin).resolve() == path.resolve()
+    require(same, f"{label}: {origin} is loaded under the same name; rename the file")
+    require(hasattr(module, name), f"{label}: there is no {name} in {origin}")
     return getattr(module, name)
 
 
@@ -1819,7 +1828,7 @@ def shard(model, device, dtype):
     So embeddings and the residual stream are in `dtype` too; without sharding, in float32. The first rank, which has
     read the weights and buffers, sends them to the others."""
     # 1. The first rank keeps weights and buffers aside; the model itself becomes empty on all ranks. Moving a model
-    # makes two tensors of an embedding that is also the head; tie_weights makes them one again.
+    # unties a head that is also the embedding; tie_weights ties it again.
     weights = model.state_dict() if is_first_rank() else {}
     buffers = [*model.buffers()]
     model.to("meta").tie_weights()
@@ -1847,8 +1856,7 @@ def choose_layout(model, args, rows) -> str:
     """The layout for a model and the prompts of `rows`: --layout, or with auto group rows if a trial shows that the
     model can run them."""
     check_sizes(model, args, rows)
-    dtype = forward_dtype(args)
-    with torch.no_grad(), torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+    with torch.no_grad(), training_dtype(args, model.device):
         if model.get_output_embeddings() is not None:
             check_logits(model)
         if args.layout == "plain":
@@ -1898,20 +1906,24 @@ def why_not_group(model, args, longest) -> str | None:
     window = getattr(model.config.get_text_config(), "sliding_window", None)
     if kernel != "sdpa":
         return f"its attention kernel is {kernel}, not sdpa"
-    if window and longest + args.response_length > window:  # the trial's tolerance may hide a single token out of sight
+    if window and longest + args.response_length > window:  # a few tokens out of sight may be within the tolerance
         return f"its attention sees {window} tokens, fewer than prompt and completion have"
     try:
         if not same_in_both_layouts(model, longest, args.rloo_k, args.response_length):
             return "group rows give other results, as with linear attention or ALiBi"
         if args.rollout_engine == "group" and model.get_output_embeddings() is not None:
             sampler = sampling_model(model, forward_dtype(args))
-            rollout(sampler, [{"prompt_ids": [0, 1]}], args.rloo_k, 1.0, response_length=3, stop_ids=[-1])
+            ids = torch.tensor([[0, 1]], device=model.device)
+            tokens, sampled = decode(sampler, [(ids, ids >= 0)], args.rloo_k, 1.0, 3, stop_ids=[-1])
+            batch = make_batch([{"prompt_ids": [0, 1]}], tokens, stop_ids=[-1])
+            if not close(sampled, completion_logprobs(sampler, batch, 1.0, "plain")[0], sampler):
+                return "its decoding by this file gives other log-probs"
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
             raise
         for module in model.modules():
             if isinstance(module, fsdp.FSDPModule):
-                module.reshard()  # an error leaves gathered what was gathered
+                module.reshard()  # an error leaves modules unsharded
         said = f"{type(error).__name__}: {error}"
         return f"its layers do not accept them ({said}; --layout group shows the trace)"
 
@@ -1922,10 +1934,13 @@ def same_in_both_layouts(model, longest, k, R) -> bool:
     tokens = torch.arange(longest + 2 * k * R, device=model.device) * 7919 % model.config.get_text_config().vocab_size
     rows = [{"prompt_ids": tokens[:n].tolist()} for n in (longest, longest - longest // 2)]
     batch = make_batch(rows, tokens[longest:].view(k, 2, R), stop_ids=[-1])
-    plain = completion_hidden(model, batch, "plain").float()
-    group = completion_hidden(model, batch, "group").float()
-    tolerance = 0.1 if torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32 else 1e-3
-    return bool((plain - group).norm() < tolerance * plain.norm())
+    return close(completion_hidden(model, batch, "group"), completion_hidden(model, batch, "plain"), model)
+
+
+def close(x, expected, model) -> bool:
+    """Whether two results of a model differ by rounding only: by 0.1% in float32, by 10% in bfloat16."""
+    half = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
+    return bool((x - expected).float().norm() < (0.1 if half else 1e-3) * expected.float().norm())
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
@@ -2067,6 +2082,21 @@ def on_any_rank(condition: bool) -> bool:
     return any(gather([condition]))
 
 
+@contextmanager
+def raised_on_all_ranks():
+    """If the body fails on one rank, raises on every rank, so that they can save together. Other errors of one of
+    several ranks end the run without saving."""
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if on_any_rank(error is not None):
+        error = error or RuntimeError("another process raised an error, which it prints")
+        error.on_all_ranks = True
+        raise error
+
+
 def whole(x):
     """A tensor, gathered if it is sharded."""
     return x.full_tensor() if isinstance(x, dist.tensor.DTensor) else x
@@ -2082,7 +2112,7 @@ def clock(device) -> float:
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, or with LoRA only the adapters, see
 # save_adapters; optimizer.pt; and in state.json:
-#   update   None from an update's first optimizer step until the update is complete; never so in a file
+#   update   None from an update's first optimizer step until the update is complete (never written to a file)
 #   flags    resolved, with the number of completions per update and of training prompts
 #   run_id   for Weights & Biases
 #   before   the evaluation before training
@@ -2093,6 +2123,17 @@ RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers from all ranks to the first
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 DAMAGED = "checkpoint (if it is damaged, move it away; --resume then uses the one before)"
+HARMLESS_ON_RESUME = {
+    "total_episodes",
+    "num_sample_generations",
+    "save_steps",
+    "save_total_limit",
+    "output_dir",
+    "exp_name",
+    "track",
+    "device",
+    "resume",
+}
 FIXED_ON_RESUME = {
     "sft_model_path",
     "model_name_or_path",
@@ -2159,25 +2200,25 @@ def new_state(output: Path, flags: dict) -> dict:
 
 def load_state(folder: Path, flags: dict) -> dict:
     """The state of a checkpoint, with the new `flags`. Prints which of them changed, and refuses changes to
-    FIXED_ON_RESUME. After a change the evaluation before training is dropped, since that after it may measure something
-    else; more --total_episodes do not count as one."""
+    FIXED_ON_RESUME. After a change that is not HARMLESS_ON_RESUME the evaluation before training is dropped, since that
+    after it may measure something else."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
-        before = state["flags"]
+        old = state["flags"]
     new = json.loads(json.dumps(flags))  # with lists instead of tuples
-    names = [name for name in new if before.get(name) != new[name] and name not in ("resume", "output_dir", "device")]
-    changed = {name: f"{name} {before.get(name)} -> {new[name]}" for name in names}
+    names = [name for name in new if old.get(name) != new[name]]
+    changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in names}
     fixed = [text for name, text in changed.items() if name in FIXED_ON_RESUME]
     require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
     said = f"; changed: {', '.join(changed.values())}" if changed else ""
     print(f"resumed from {folder}{said}")
-    if changed.keys() - {"total_episodes"}:
+    if changed.keys() - HARMLESS_ON_RESUME:
         print("the closing table is without the evaluation before training, which had other flags")
         state["before"] = {}
     done = state["update"] * flags["completions per update"]
     if flags["total_episodes"] < done:
         print(f"--total_episodes {flags['total_episodes']}: the run has done {done}, so nothing is trained")
-    return state | {"flags": flags, "finished": done >= before["total_episodes"]}
+    return state | {"flags": flags, "finished": done >= old["total_episodes"]}
 
 
 def load_moments(folder: Path, policy, optimizer):
@@ -2227,10 +2268,16 @@ ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; written
 }
 
 
+def by_own_name(word: str) -> str:
+    """A word of the command line, --flag or --flag=value, with an alias replaced."""
+    flag, equals, value = word.partition("=")
+    return ALIASES.get(flag.replace("-", "_"), flag) + equals + value
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line (default: sys.argv) as Args. At --help, and at a flag that is unknown or does not parse, tyro
     exits."""
-    argv = [ALIASES.get(word.replace("-", "_"), word) for word in (sys.argv[1:] if argv is None else argv)]
+    argv = [by_own_name(word) for word in (sys.argv[1:] if argv is None else argv)]
     require(argv.count("--reward_fns") < 2, "--reward_fns: name all functions after one: --reward_fns a.py:f b.py:g")
     groups = {kind.__name__: kind() for kind in Args.__bases__}  # with their titles in --help
     groups = tyro.cli(

@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import runpy
 import shutil
 import socket
@@ -329,6 +330,11 @@ def test_scores_are_penalised_then_normalised_then_clipped():
     assert torch.equal(rloo.shape_scores(scores, ended, None, False, 2.5), scores.clamp(-2.5, 2.5))  # alone
 
 
+def test_scores_of_any_size_are_normalised_to_deviation_1():
+    small = rloo.shape_scores(torch.tensor([[1.0, 2.0], [3.0, 6.0]]) * 1e-5, torch.ones(2, 2).bool(), None, True, None)
+    assert small.std().item() == pytest.approx(1, abs=0.01)
+
+
 @pytest.mark.parametrize("ratio_level, per_token", [("sequence", False), ("token", False), ("token", True)])
 def test_policy_loss_equals_the_formula_in_loops(ratio_level, per_token):
     torch.manual_seed(0)
@@ -498,6 +504,19 @@ def test_the_weights_of_a_mismatch_equal_the_formula_in_loops(correction, level)
         }[correction]
         assert w[j, b, : len(exact)].tolist() == pytest.approx(exact, rel=1e-5)
         assert weight[j, b, : len(used)].tolist() == pytest.approx(used, rel=1e-5)
+
+
+def test_a_weight_beyond_float32_is_finite_and_masked():
+    """A completion that the sampler all but excluded: e^100 is no float32, and infinity times 0 would be NaN."""
+    old, mask = torch.full((2, 1, 1), 100.0), torch.ones(2, 1, 1, dtype=torch.bool)
+    for correction, expected in (("truncate", 2.0), ("mask", 0.0)):
+        weight, w = rloo.rollout_weight(old, torch.zeros(2, 1, 1), mask, correction, 2.0)
+        assert (weight == expected).all() and w.isfinite().all()
+
+
+def test_the_largest_weight_is_that_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(rloo, "gather", lambda items: [*items, 7.0])  # the other rank's
+    assert rloo.weight_metrics(torch.tensor([0.5, 2.0]))["val/rollout_weight_max"] == 7
 
 
 def test_untruncated_weights_make_the_update_of_another_samplers_completions_exact():
@@ -1142,9 +1161,9 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
     with torch.no_grad():
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
         decoder.t.zero_()  # the steps once more: the first tokens stay
-        decoder.own.reset()
-        decoder.own.length = R
-        layers = decoder.prompts.layers + decoder.own.layers
+        decoder.lane_cache.reset()
+        decoder.lane_cache.length = R
+        layers = decoder.prompt_cache.layers + decoder.lane_cache.layers
 
         def addresses():
             tensors = [x for x in vars(decoder).values() if torch.is_tensor(x)]
@@ -1177,7 +1196,7 @@ def test_a_step_reads_the_caches_where_they_are(family, monkeypatch):
     heads = getattr(model.config, "num_key_value_heads", 4)
     assert len(steps) == 2  # layers
     for layer, ((_, keys, values, *_), _) in enumerate(steps):
-        for i, cache in enumerate((decoder.prompts, decoder.own)):
+        for i, cache in enumerate((decoder.prompt_cache, decoder.lane_cache)):
             assert keys[i].shape[1] == values[i].shape[1] == heads
             assert keys[i].data_ptr() == cache.layers[layer].keys.data_ptr()
             assert values[i].data_ptr() == cache.layers[layer].values.data_ptr()
@@ -1240,11 +1259,11 @@ def test_the_lanes_that_are_left_are_a_rectangle():
     decoder = rloo.Decoder(tiny_model(), 3, 2, 3, 4, 1.0, stop_ids=[0])
     with torch.no_grad():
         decoder.generate(torch.full((3, 2), 5), torch.ones(3, 2).bool())
-    prompts, own = (cache.layers[1].keys.clone() for cache in (decoder.prompts, decoder.own))
+    prompts, own = (cache.layers[1].keys.clone() for cache in (decoder.prompt_cache, decoder.lane_cache))
     decoder.drop_ended(torch.tensor([[False, True, True], [False] * 3, [False, False, True]]))
     assert decoder.lanes.tolist() == [[1, 2], [8, 6]]
-    assert torch.equal(decoder.own.layers[1].keys, own[[1, 2, 8, 6]])
-    assert torch.equal(decoder.prompts.layers[1].keys, prompts[[0, 2]]) and len(decoder.prompt_mask) == 2
+    assert torch.equal(decoder.lane_cache.layers[1].keys, own[[1, 2, 8, 6]])
+    assert torch.equal(decoder.prompt_cache.layers[1].keys, prompts[[0, 2]]) and len(decoder.prompt_mask) == 2
 
 
 def test_prompts_of_like_length_share_a_forward_pass(train, monkeypatch):
@@ -1311,6 +1330,21 @@ def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, engine):
         assert 0 <= gap < 1e-5 if dtype == "float32" else 1e-4 < gap < 0.5
 
 
+@pytest.mark.parametrize(
+    "flags", [{"num_mini_batches": 2, "per_device_train_batch_size": 8}, {"rollout_correction": "truncate"}]
+)
+def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_is_in_float32(train, monkeypatch, flags):
+    loads, improved = spy(monkeypatch, "load_model"), spy(monkeypatch, "improve")
+    train(dtype="bfloat16", learning_rate=0.0, **flags)
+    assert [model.dtype for _, model in loads] == [torch.float32, torch.bfloat16, torch.bfloat16]  # reference, reward
+    (((_, policy, _, layout, batch, _, old, *_), _),) = improved
+    with torch.no_grad():
+        exact, _ = rloo.completion_logprobs(policy, batch, 1.0, layout)
+        with torch.autocast("cpu", torch.bfloat16):
+            training, _ = rloo.completion_logprobs(policy, batch, 1.0, layout)
+    assert (old - training).abs().max() < 1e-6 and (old - exact).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("engine", ["group", "hf"])
 def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings(engine):
     """The model's own generation config asks for top-k, a repetition penalty and another temperature: all are ignored,
@@ -1328,6 +1362,28 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     counts = torch.tensor([found.count(completion) for completion in completions]).float()
     chi2, freedom = ((counts - n * exact) ** 2 / (n * exact)).sum().item(), len(completions) - 1
     assert chi2 < freedom + 5 * math.sqrt(2 * freedom)  # five standard deviations of the chi-squared distribution
+
+
+def test_a_token_of_probability_0_is_never_drawn():
+    """The first one not at the smallest random number, the last one not at the largest, even where rounding makes the
+    sum of the others less than that."""
+    n, largest = 20_000, 1 - 2**-24
+    logits = torch.zeros(1, n)
+    logits[0, [0, -1]] = -math.inf
+    assert F.log_softmax(logits, -1).exp().cumsum(-1)[0, -1] < largest
+    for uniform in (0.0, largest):
+        _, logprob = rloo.sample(logits, 1.0, torch.tensor([[uniform]]))
+        assert logprob.isfinite()
+
+
+@pytest.mark.parametrize("engine", ["group", "hf"])
+def test_any_token_may_be_sampled_however_large_the_vocabulary(engine):
+    """`generate` keeps the likeliest 50 by default."""
+    model = tiny_model(vocab_size=100)
+    model.get_output_embeddings().weight.data.zero_()
+    torch.manual_seed(0)
+    batch, _ = rloo.rollout(model, [{"prompt_ids": [3]}], 1000, 1.0, 1, [0], engine, chunk_size=1000)
+    assert len(set(batch.responses.flatten().tolist())) == 100
 
 
 def test_pad_equal_to_eos_keeps_the_stop_token_and_every_stop_id_counts():
@@ -1460,6 +1516,28 @@ def test_metrics_count_real_tokens_only_and_once(train, monkeypatch):
     assert update["completions/clipped_ratio"] == pytest.approx(1 - stops / 16)
     assert update["completions/mean_length"] == pytest.approx(sum(lengths) / 16)
     assert "val/clipfrac_avg" not in update and isinstance(update["eps"], float)
+
+
+def test_times_speeds_and_memory_are_those_of_their_phases(train, monkeypatch):
+    """By a clock that only the phases of an update move; the second update is that of a resumed run."""
+    now, seconds = [0.0], {"rollout": 1, "chunked_logprobs": 10, "score": 100, "improve": 1000}
+    monkeypatch.setattr(rloo, "clock", lambda device: now[0])
+    for name in seconds:
+        spy(monkeypatch, name, lambda inputs, output, name=name: (now.append(now.pop() + seconds[name]), output)[1])
+    _, output = train()
+    metrics, _ = train(output_dir=str(output), resume=True, total_episodes=32)
+    for update in metrics:
+        phases = [update[f"time/{name}"] for name in ("rollout", "reference", "reward", "train")]
+        assert phases == [*seconds.values()]
+        assert update["tokens_per_second"] == pytest.approx(16 * update["completions/mean_length"] / 1111)
+        assert update["eps"] == pytest.approx(16 / 1111)
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+        assert 0.5 * used < update["memory/peak_gb"] <= used
+
+
+def test_equal_scores_are_equal_up_to_rounding():
+    scores = torch.tensor([[0.3, 1.0, 1.0, math.nan], [0.1 + 0.2, 1.001, 1.0, 2.0], [0.3 + 1e-8, 1.0, math.nan, 2.0]])
+    assert rloo.equal_groups(scores).tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -1619,12 +1697,17 @@ def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(runs[1][1]).config.hidden_dropout == 0.5
 
 
-def test_the_saved_model_keeps_its_generation_config(train, tiny, tmp_path):
+def test_dropout_is_off_in_the_copy_that_samples():
+    assert not rloo.sampling_model(tiny_model(hidden_dropout=0.5), torch.bfloat16).training
+
+
+@pytest.mark.parametrize("engine", ["group", "hf"])
+def test_the_saved_model_keeps_its_generation_config(train, tiny, tmp_path, engine):
     """... and says nothing of the attention that it was trained by."""
     shutil.copytree(tiny / "sft", tmp_path / "sft")
     config = {"eos_token_id": [0, 9], "pad_token_id": 1, "do_sample": True, "top_k": 7, "temperature": 0.3}
     (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
-    _, output = train(sft_model_path=str(tmp_path / "sft"))
+    _, output = train(sft_model_path=str(tmp_path / "sft"), rollout_engine=engine)
     assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
     assert "lanes" not in (output / "config.json").read_text()
 
@@ -1672,6 +1755,7 @@ def test_no_table_of_log_probs_outlives_the_backward_pass(train, monkeypatch):
 SYSTEM, USER, ASSISTANT = (
     {"role": role, "content": text} for role, text in (("system", "e"), ("user", "b c"), ("assistant", " d"))
 )
+OTHER = {"role": "assistant", "content": "f"}
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -1684,6 +1768,21 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def tokenizer_with_bos() -> PreTrainedTokenizerFast:
+    """Puts token 1 before every text."""
+    tokenizer = chat_tokenizer()
+    bos = processors.TemplateProcessing(single="[PAD] $A", special_tokens=[("[PAD]", 1)])
+    tokenizer.backend_tokenizer.post_processor = bos
+    return tokenizer
+
+
+def test_a_prompt_that_is_a_text_has_special_tokens_a_templates_has_its_own_and_a_reference_none():
+    tokenizer, (b, c, d) = tokenizer_with_bos(), (4, 5, 6)
+    assert rloo.prepare_row({"prompt": "b c"}, tokenizer)["prompt_ids"] == [1, b, c]
+    chat = rloo.prepare_row({"prompt": [{"role": "b", "content": "c"}], "completion": "d"}, tokenizer)
+    assert chat["prompt_ids"] == [b, c, 3] and chat["reference_ids"] == [d]
+
+
 def test_rows_of_every_documented_form():
     tokenizer, chat = tiny_tokenizer(), chat_tokenizer()
     for row, own, text in (
@@ -1692,8 +1791,10 @@ def test_rows_of_every_documented_form():
         ({"prompt": "b c", "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
         ({"prompt": [USER], "messages": [USER, ASSISTANT]}, tokenizer, "b c"),
         ({"prompt": [USER], "completion": [ASSISTANT]}, tokenizer, "b c"),
+        ({"prompt": [USER], "completion": [SYSTEM, ASSISTANT]}, tokenizer, "b c"),  # the last message
         ({"prompt": [USER], "completion": " d"}, chat, "u b c a"),
         ({"messages": [SYSTEM, USER, ASSISTANT, USER]}, chat, "s e u b c a"),
+        ({"prompt": [USER, OTHER, USER], "messages": [USER, OTHER, USER, ASSISTANT]}, chat, "u b c a f u b c a"),
     ):
         prepared = rloo.prepare_row(row, own)
         assert prepared["prompt_text"] == text and prepared["reference"] == " d" and prepared["columns"] == row
@@ -1712,7 +1813,7 @@ def test_rows_of_every_documented_form():
 
 
 def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
-    rows = [{"prompt": "a"}, {"prompt": "b é"}]
+    rows = [{"prompt": "a"}, {"prompt": "b é\u2028"}]  # a line separator inside a text
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
     for name in ("x", "validation"):
         (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
@@ -1762,6 +1863,16 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
         real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
         assert completion_ids[j * 4 + b] == real  # the stop token included
         assert completions[j * 4 + b] == tokenizer.decode([3] + [i for i in real if i > 2])[1:]  # after an "a"
+
+
+def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sampled():
+    """The stop token may be a word; and a tokenizer that tidies up spaces would make "a." of "a ."."""
+    responses = torch.tensor([[[4, 5, 0, 0], [4, 3, 4, 3]]])
+    batch = rloo.make_batch([{"prompt_ids": [3]}] * 2, responses, stop_ids=[5])
+    assert rloo.completion_texts(batch, tiny_tokenizer()) == ["b", "b a b a"]
+    tokenizer = tokenizer_of([".", "a"])
+    tokenizer.clean_up_tokenization_spaces = True
+    assert rloo.completion_texts(batch, tokenizer) == ["a", "a . a ."]
 
 
 def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
@@ -1973,6 +2084,38 @@ def test_trl_commands_parse_and_mean_the_same():
         assert (args.response_length, args.temperature, args.cliprange) == (53, 0.7, 0.2)  # TRL's defaults
 
 
+TRL = {  # defaults of TRL 0.19 by the names of our flags, and ours where they differ
+    "kl_coef": (0.05, 0.02),
+    "rloo_k": (2, 4),
+    "num_ppo_epochs": (4, 1),
+    "num_sample_generations": (10, 4),
+    "save_steps": (500, 100),
+    "seed": (42, 1),
+    "adam_eps": 1e-8,
+    "cliprange": 0.2,
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0,
+    "missing_eos_penalty": None,
+    "normalize_advantage": False,
+    "normalize_reward": False,
+    "num_mini_batches": 1,
+    "response_length": 53,
+    "temperature": 0.7,
+    "warmup_ratio": 0.0,
+    "weight_decay": 0.0,
+}
+
+
+def test_defaults_are_those_of_trl_but_for_those_that_the_readme_names():
+    readme, defaults = (HERE / "README.md").read_text(), vars(Args())
+    for name, value in TRL.items():
+        trl, ours = value if isinstance(value, tuple) else (value, value)
+        assert defaults[name] == ours, name
+        assert (f"`{name}` {ours} (" in readme) == (trl != ours), name
+    shown = re.findall(r"(?m)^\| `--(\w+)` \| ([\d.]+)", readme)
+    assert len(shown) >= 5 and all(defaults[name] == float(value) for name, value in shown)
+
+
 def test_hyphens_trls_name_for_the_token_level_and_the_bundled_task():
     assert parse("--rloo-k 8 --kl-coef 0.1").rloo_k == parse("--rloo_k 8 --kl_coef 0.1").rloo_k == 8
     args = parse("--token_level_kl")
@@ -2031,6 +2174,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
         "--max_prompt_length -5",
         "--save_total_limit 0",
         "--lora_alpha 0",
+        "--rollout_correction_cap 0.9",
     ],
     "must be finite and at least 0": [
         "--total_episodes -1",
@@ -2051,7 +2195,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "another reward is called boom; rename one of them": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
     "must be file.py:function or module:function of a file": ["--reward_fns {x}/no.py:f", "--reward_fns fns"],
     "there is no module no": ["--reward_fns no:f", "--rollout_engine no.where:f"],
-    "is this your file, or one of its name?": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
+    "is loaded under the same name; rename the file": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
     "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
     "completion_ids, completion, n; add **columns for those that it does not need (TypeError: missing a required": [
         "--reward_fns {x}/fns.py:sum",
@@ -2248,6 +2392,13 @@ def test_a_token_that_no_prompt_has_needs_no_embedding(train, tiny, tmp_path):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
 
 
+def test_prompt_and_completion_may_fill_the_positions_and_no_more():
+    args, model = Args(response_length=28), tiny_model()  # with 128 of them
+    rloo.check_sizes(model, args, [{"prompt_ids": [3] * 100}])
+    with pytest.raises(InputError, match="has 128 positions; the longest prompt, 101 tokens"):
+        rloo.check_sizes(model, args, [{"prompt_ids": [3] * 101}])
+
+
 @pytest.mark.parametrize("engine", ["group", "hf"])
 def test_a_tokenizer_needs_no_pad_token(train, tiny, tmp_path, engine):
     """Without one the numbers are the same, and it is saved as it was."""
@@ -2428,6 +2579,7 @@ def test_every_completion_and_every_reference_is_graded_once(train, tmp_path, mo
         reward_model_path=None,
         num_eval_prompts=4,
         reward_fns=(f"{__file__}:count_tokens",),
+        reward_weights=(-2.0,),
         judge_fn=f"{__file__}:count_tokens",
         total_episodes=0,
     )
@@ -2437,8 +2589,16 @@ def test_every_completion_and_every_reference_is_graded_once(train, tmp_path, mo
         assert scores.shape == (1, 6) and rloo.completion_texts(batch, tokenizer)[4:] == [" d e", " g"]
         assert scores[0, 4:].tolist() == [3, 2]  # with the stop token
     for sample, reference in zip(samples, [None, 3, 2, None] * 2, strict=True):
-        expected = None if reference is None else rloo.win(sample["length"], reference)
-        assert sample["win_rate"] == sample["judge_win_rate"] == expected and sample["score"] == sample["length"]
+        assert (sample["score"], sample["judge_score"]) == (-2 * sample["length"], sample["length"])
+        if reference is None:
+            assert sample["win_rate"] is sample["judge_win_rate"] is None
+        else:
+            assert sample["judge_win_rate"] == rloo.win(sample["length"], reference) == 1 - sample["win_rate"]
+
+
+def test_a_tie_is_a_tie_up_to_rounding():
+    assert [rloo.win(0.1 + 0.2, x) for x in (0.3, 0.3001, 0.2999, math.nan)] == [0.5, 0, 1, None]
+    assert rloo.win(1e-9, 0.0) == 0.5 and rloo.win(1e6, 1e6 + 0.1) == 0.5
 
 
 def test_updates_without_an_advantage_are_survived_and_said_once(train, capfd):
@@ -2490,9 +2650,9 @@ def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, level)
             4,
             lambda out, new: (out[0] * math.nan, out[1]),
         ),
-        ("the loss", "completion_logprobs", 5, lambda out, new: (out[0] - math.inf, out[1])),
-        ("the loss", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
-        ("the gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),
+        ("the loss or its gradient", "completion_logprobs", 5, lambda out, new: (out[0] - math.inf, out[1])),
+        ("the loss or its gradient", "policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
+        ("the loss or its gradient", "policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),
     ],
 )
 def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(
@@ -2537,9 +2697,9 @@ def test_out_of_memory_names_the_batch_flags(monkeypatch, error):
 
 
 def test_runs_are_logged_and_a_service_that_cannot_start_is_one_line(train, monkeypatch):
-    logged = []
+    logged, started = [], []
     service = types.SimpleNamespace(
-        init=lambda **flags: None,
+        init=lambda **flags: started.append(flags),
         Table=lambda columns, data: (columns, data),
         log=lambda metrics, step: logged.append((step, metrics)),
     )
@@ -2550,6 +2710,10 @@ def test_runs_are_logged_and_a_service_that_cannot_start_is_one_line(train, monk
         columns, data = values.pop("completions")
         assert "score" in columns and len(data) == 8
         assert evaluation.items() >= {name.removeprefix("eval/"): x for name, x in values.items()}.items() and values
+    train(track=True, total_episodes=64, output_dir=str(output), resume=True)
+    train(track=True)
+    one, resumed, other = (flags["id"] for flags in started)
+    assert one == resumed != other and {flags["resume"] for flags in started} == {"allow"}
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="^--track: Weights & Biases cannot start"):
         train(track=True)
@@ -2646,6 +2810,13 @@ def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
     screen = capsys.readouterr().out
     assert screen.count("Held-out completions after") == 3 and "5 held-out prompts, mean" in screen
     assert f"\n{'before':>55}{'after':>19}\n" in screen  # over the columns of the closing table
+
+
+def test_the_closing_table_has_before_on_the_left(capsys):
+    before, after = ({"sampled/score": x, "sampled/score_stderr": x / 10} for x in (1.0, 2.0))
+    rloo.print_evaluations(before, after, prompts=5)
+    title, row = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    assert title == ["before", "after"] and row == ["sampled/score", "1.000", "±", "0.100", "2.000", "±", "0.200"]
 
 
 def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys):
@@ -2904,12 +3075,20 @@ def end_of(output: Path) -> tuple:
     )
 
 
+class Runs:
+    """Its pickle runs code when it is loaded: here it stops."""
+
+    def __reduce__(self):
+        return sys.exit, ("code of a checkpoint was run",)
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
         ("model.safetensors", b""),
         ("optimizer.pt", b""),
         ("optimizer.pt", None),
+        pytest.param("optimizer.pt", pickle.dumps(Runs()), id="code"),
         ("state.json", b"{"),
         ("config.json", None),
     ],
@@ -2946,14 +3125,17 @@ def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch):
 
 def test_references_are_as_long_as_completions_at_most(train, tmp_path, monkeypatch, capsys):
     """Longer ones might not fit into the models' positions."""
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b " * 99}) + "\n")
+    rows = [{"prompt": "a", "completion": "b " * n} for n in (99, 6, 5)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         shutil.copy(tmp_path / "long.jsonl", tmp_path / "data" / f"{split}.jsonl")
     seen = spy(monkeypatch, "make_batch")
-    train(dataset_name=str(tmp_path / "data"), num_eval_prompts=1, total_episodes=0)
+    train(dataset_name=str(tmp_path / "data"), num_eval_prompts=3, total_episodes=0)
     assert {batch.responses.shape[-1] for (rows, *_), batch in seen if "prompt" in rows[0]} == {6}
-    assert capsys.readouterr().out.count("1 of 1 references are cut to --response_length 6 for grading") == 1
+    (_, graded) = seen[-1]
+    assert graded.completion_ids()[3:] == [[4] * 5 + [0]] * 3  # all of them end in a stop token
+    assert capsys.readouterr().out.count("2 of 3 references are cut to --response_length 6 for grading") == 1
 
 
 def test_resume_begins_a_run_and_repeats_nothing_of_a_finished_one_whose_checkpoints_are_models(train, tmp_path):
@@ -3004,7 +3186,8 @@ def test_evaluations_under_different_flags_are_not_shown_as_before_and_after(tra
 def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(
     train, tiny, tmp_path, monkeypatch, capsys
 ):
-    results, (_, output) = spy(monkeypatch, "main"), train()
+    results, optimizers = spy(monkeypatch, "main"), spy(monkeypatch, "make_optimizer")
+    copy, (_, output) = shutil.copytree(tiny / "reward", tmp_path / "copy"), train()
     again, before = (
         {"output_dir": str(output), "resume": True, "total_episodes": 32, "learning_rate": 3e-3},
         snapshot(tmp_path),
@@ -3015,12 +3198,21 @@ def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run
         ({"dataset_name": str(tiny / "data" / "train.jsonl")}, "dataset_name .*data -> .*train"),
         ({"sft_model_path": str(output)}, "sft_model_path .*/sft -> "),
         ({"per_device_train_batch_size": 8}, "completions per update 16 -> 8"),
+        ({"model_name_or_path": str(output)}, "model_name_or_path .*/sft -> "),
+        ({"reward_model_path": str(copy)}, "reward_model_path .*/reward -> .*/copy"),
+        ({"reward_fns": (f"{__file__}:constant_reward",)}, r"reward_fns \[\] -> \[.*:constant_reward"),
+        ({"dataset_train_split": "test"}, "dataset_train_split train -> test"),
+        ({"max_prompt_length": 100}, "max_prompt_length 512 -> 100"),
     ):
         with pytest.raises(InputError, match=f"^--resume: {output} is a run with other flags: {message}"):
             train(**again, **flags)
         assert snapshot(tmp_path) == before
     capsys.readouterr()
+    again["weight_decay"] = 0.5
     metrics, _ = train(**again, gradient_accumulation_steps=2, per_device_train_batch_size=8, num_eval_prompts=3)
+    assert json.loads((output / "args.json").read_text())["weight_decay"] == 0.5  # of this run alone
+    (_, (optimizer, _)) = optimizers[-1]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5  # not the checkpoint's
     said = capsys.readouterr().out.split(f"resumed from {output}/checkpoint-1; changed: ")[1]
     for text in ("total_episodes 16 -> 32", "learning_rate 0.01 -> 0.003", "gradient_accumulation_steps 1 -> 2"):
         assert text in said.splitlines()[0]
@@ -3111,6 +3303,27 @@ def test_told_to_stop_no_process_leaves_before_the_first_has_saved(train, monkey
     with pytest.raises(SystemExit):
         train(total_episodes=64, signals=stop)
     assert seen[-2:] == ["met", "saved"]  # the last thing that save_checkpoint does
+
+
+def test_a_signal_that_only_another_process_has_got_stops_this_one_too(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(rloo, "gather", lambda items: [*items, True])
+    with pytest.raises(SystemExit) as end:
+        rloo.stop_if_told([], lambda: seen.append("saved"), 3, 9, tmp_path)
+    assert end.value.code == 143 and seen == ["saved"]
+    args, sampling = Args(dtype="float32"), {"version": 0}
+    assert rloo.evaluate(args, tiny_model(), {}, {}, [], sampling, None, ["sampled"], []) == ([], {})
+
+
+def test_seeds_are_told_apart_not_added_up():
+    """... the run's, the update's and the rank's; in the order of rows the run's and the epoch's."""
+    drawn = set()
+    for numbers in itertools.product(range(4), repeat=3):
+        rloo.set_seed(*numbers)
+        drawn.add(torch.rand(1).item())
+    assert len(drawn) == 4**3
+    orders = {tuple(rloo.shuffled(50, seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 5**2
 
 
 class Signal(list):
@@ -3290,12 +3503,20 @@ def test_an_engine_of_ones_own_samples_for_updates_and_evaluations(train, tmp_pa
     monkeypatch.setenv("NOTES", str(tmp_path))
     if not logprobs:
         monkeypatch.setenv("NO_LOGPROBS", "1")
-    metrics, _ = train(rollout_engine=f"{__file__}:engine_by_generate", total_episodes=32, num_eval_prompts=4)
+    for split, prompt in (("train", "a b"), ("test", "a b c d e")):  # max_length is that of all rows
+        (tmp_path / f"{split}.jsonl").write_text(f'{{"prompt": "{prompt}"}}\n' * 16)
+    metrics, _ = train(
+        rollout_engine=f"{__file__}:engine_by_generate",
+        dataset_name=str(tmp_path),
+        total_episodes=32,
+        num_eval_prompts=4,
+        temperature=0.7,
+    )
     assert [update["val/ratio"] for update in metrics] == [1, 1]
     assert all(update["val/rollout_logprob_gap"] < 1e-5 and update["grad_norm"] > 0 for update in metrics)
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     prompts, k, temperature, seeds, versions = zip(*calls)
-    assert (prompts, k) == ((4, 4, 8, 8, 4, 4), (1, 1, 2, 2, 1, 1)) and temperature == (1, 0, 1, 1, 1, 0)
+    assert (prompts, k) == ((4, 4, 8, 8, 4, 4), (1, 1, 2, 2, 1, 1)) and temperature == (0.7, 0, 0.7, 0.7, 0.7, 0)
     assert versions == (0, 0, 0, 1, 2, 2) and len({seeds[0], *seeds[2:4]}) == 3 and seeds[0] == seeds[4]
 
 
@@ -3350,6 +3571,10 @@ def test_what_is_not_given_depends_on_what_is_trained(train, tiny, capsys):
     )
 
 
+def test_episodes_are_rounded_up_to_whole_updates(train):
+    assert [update["episode"] for update in train(total_episodes=17)[0]] == [16, 32]
+
+
 def test_bfloat16_is_the_default_of_ones_own_task_on_a_gpu_that_has_it(tiny, monkeypatch):
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cuda"
     zeros = torch.zeros
@@ -3358,12 +3583,31 @@ def test_bfloat16_is_the_default_of_ones_own_task_on_a_gpu_that_has_it(tiny, mon
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported: supported)
         assert parse(own).dtype == ("bfloat16" if supported else "float32")
         assert parse("--device cuda").dtype == "float32"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parse("--device cuda").device == "cuda:1"  # each process its own
 
 
-def test_completions_that_are_mostly_cut_are_said_once(train, capfd):
+def test_on_a_gpu_attention_is_never_cudnns(monkeypatch):
+    """... whose backward pass gives NaN with some masks."""
+    used, enabled = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
+    device = torch.device("cuda:1")
+    assert rloo.start_processes(device) == (0, 1) and used == [device] and enabled == [False]
+
+
+def test_one_process_shards_nothing():
+    assert rloo.resolve_args(Args(sharding="fsdp", device="cpu")).sharding == "ddp"
+
+
+@pytest.mark.parametrize("share", [0.6, 0.4])
+def test_completions_that_are_mostly_cut_are_said_once(train, monkeypatch, capfd, share):
+    metrics = {"grad_norm": 1.0, "objective/scores": 0.0, "completions/clipped_ratio": share}
+    monkeypatch.setattr(rloo, "update", lambda *args: dict(metrics))
     train(total_episodes=48, response_length=1)
     said = "".join(capfd.readouterr())
-    assert said.count("most completions are cut at --response_length 1: raise it, or set --stop_token to") == 1
+    cut = "most completions are cut at --response_length 1: raise it, or set --stop_token to"
+    assert said.count(cut) == (share > 0.5)
 
 
 @pytest.mark.parametrize(
@@ -3594,7 +3838,7 @@ def test_two_processes_save_together_what_an_error_in_one_of_them_would_lose(tin
     run = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", *line]
     done = shell(run, HERE, BROKEN=str(tmp_path / "broken"))
     assert done.returncode == 1 and "KeyError: 'no such key'" in done.stderr
-    assert "RuntimeError: a reward raised an error in another process, which prints it" in done.stderr
+    assert "RuntimeError: another process raised an error, which it prints" in done.stderr
     assert [path.name for path in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
     assert "an error ends the run; newest checkpoint: checkpoint-2" in done.stdout
 
@@ -3821,6 +4065,22 @@ def test_a_graph_is_replayed_in_place_of_steps():
     assert torch.equal(*results)
 
 
+def test_a_decoder_that_is_used_again_begins_anew():
+    """As on a GPU, where all chunks share one. Nothing stops, so that no lane leaves."""
+    model, (first, second) = tiny_model("llama"), (random_batch(seed=seed) for seed in (0, 1))
+    P = max(batch.prompt_ids.shape[1] for batch in (first, second))
+    prompts = [(F.pad(x.prompt_ids, (P - x.prompt_ids.shape[1], 0)), x.prompt_mask) for x in (first, second)]
+    prompts = [(ids, F.pad(mask, (P - mask.shape[1], 0))) for ids, mask in prompts]
+    decoders = [rloo.Decoder(model, 4, P, 3, 6, 1.0, stop_ids=[99]) for _ in range(2)]
+    with torch.no_grad():
+        decoders[0].generate(*prompts[0])
+        for decoder in decoders:
+            torch.manual_seed(0)
+            decoder.generate(*prompts[1])
+    (used_again, new) = decoders
+    assert torch.equal(used_again.tokens, new.tokens) and torch.equal(used_again.logprobs, new.logprobs)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # More than one process
 
@@ -3873,6 +4133,18 @@ def on_two_processes(runs: list[dict], folder: Path) -> list[Path]:
         process.join(600)
     assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
     return logs
+
+
+def test_fsdp_gathers_in_dtype_and_adds_gradients_up_in_float32(monkeypatch):
+    model, policies = tiny_model(), []
+    monkeypatch.setattr(rloo.dist, "init_device_mesh", lambda *args: None)
+    monkeypatch.setattr(rloo.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rloo.fsdp, "fully_shard", lambda module, mp_policy, **options: policies.append(mp_policy))
+    monkeypatch.setattr(rloo.state_dict, "set_model_state_dict", lambda *args, **options: None)
+    model.set_reduce_scatter_unused_params = lambda unused: None
+    rloo.shard(model, torch.device("cpu"), torch.bfloat16)
+    assert len(policies) == 3  # two layers and all the rest
+    assert {(x.param_dtype, x.reduce_dtype) for x in policies} == {(torch.bfloat16, torch.float32)}
 
 
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
@@ -3970,6 +4242,9 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
         assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0)
         assert 0 < update["val/rollout_logprob_gap"] < 0.1
     assert len(read_metrics(tmp_path / "ddp, idle")) == 3 and samples("ddp, idle") == []
+    for update in read_metrics(tmp_path / "ddp"):  # tokens and times of both processes
+        seconds = sum(value for name, value in update.items() if name.startswith("time/"))
+        assert update["tokens_per_second"] * seconds == pytest.approx(32 * update["completions/mean_length"])
     assert logs[0].read_text().count(", evaluated on 0, by 2 x cpu, into ") == 2
     for one, other in [(f"ddp, {x}", f"fsdp, {x}") for x in ("idle", "falcon", "references")]:
         assert (final_weights(tmp_path / one) - final_weights(tmp_path / other)).abs().max() < 1e-5, other
@@ -4302,7 +4577,7 @@ def test_adapters_on_two_processes_equal_those_on_one(tiny, tmp_path, monkeypatc
         "total_episodes": 48,
         "seed": 3,
     }
-    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True, "offload_reference": True}
+    fsdp, small = {"sharding": "fsdp"}, {"gradient_checkpointing": True}
     bfloat16, tied = {"dtype": "bfloat16"}, {"sft_model_path": str(tmp_path / "tied model")}
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
     tiny_tokenizer().save_pretrained(tmp_path / "tied model")
