@@ -3180,7 +3180,7 @@ def test_evaluations_under_different_flags_are_not_shown_as_before_and_after(tra
         assert line.count("±") == 1 + shown and bool(results[-1][1]["before"]) == shown
         assert ("the closing table is without the evaluation before training" in screen) != shown
         updates = [evaluation["update"] for evaluation in read_metrics(output, "evaluations")]
-        assert updates == [0, 2]  # the file keeps the first one
+        assert updates == [0, 1, 2]  # the file keeps the first one, and that of the finished run
 
 
 def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(
@@ -4708,7 +4708,7 @@ def test_a_signal_before_an_update_s_first_step_drops_that_update(train, tmp_pat
     """... in its second update of four; after its step it is finished. A resumed run ends like any other."""
     flags = {**LONG, "save_steps": 0, "num_eval_prompts": 0}
     whole = end_of(train(**flags)[1])
-    calls_before = {"rollout": 2, "score": 1, "policy_loss": 2, "average_gradients": 3}
+    calls_before = {"rollout": 1, "score": 1, "policy_loss": 2, "average_gradients": 3}
     told = Signal(calls_before[name] + 1)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         spy(patch, name, told.count)
