@@ -6,6 +6,7 @@ They build tiny random models, need no network and no GPU, and read from top to 
 import contextlib
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -1331,8 +1332,9 @@ def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, engine):
     "flags", [{"num_mini_batches": 2, "per_device_train_batch_size": 8}, {"rollout_correction": "truncate"}]
 )
 def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_is_in_float32(train, monkeypatch, flags):
-    loads, improved = spy(monkeypatch, "load_model"), spy(monkeypatch, "improve")
-    train(dtype="bfloat16", learning_rate=0.0, **flags)
+    loads, rollouts, improved = (spy(monkeypatch, name) for name in ("load_model", "rollout", "improve"))
+    train(dtype="bfloat16", learning_rate=0.0, num_eval_prompts=2, **flags)
+    assert {model.dtype for (model, *_), _ in rollouts} == {torch.bfloat16}  # those of evaluations as well
     assert [model.dtype for _, model in loads] == [torch.float32, torch.bfloat16, torch.bfloat16]  # reference, reward
     (((_, policy, _, layout, batch, _, old, *_), _),) = improved
     with torch.no_grad():
@@ -1826,6 +1828,8 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "the last 2 rows of its split train are held out" in said
     assert "x.jsonl, train: 9 of 18 prompts are within --max_prompt_length 1" in said
+    (tmp_path / "x.jsonl").write_text(text * 600)
+    assert [len(part) for part in rloo.load_data(Args(dataset_name=file), tiny_tokenizer())] == [1100, 100]
     (tmp_path / "x.jsonl").write_text(text + "{oh\n")
     with pytest.raises(InputError, match=r"x.jsonl: line 4 must be a JSON object .* \(JSONDecodeError"):
         rloo.load_rows(file, "train")
@@ -2098,8 +2102,16 @@ TRL = {  # defaults of TRL 0.19 by the names of our flags, and ours where they d
     "num_mini_batches": 1,
     "response_length": 53,
     "temperature": 0.7,
+    "trust_remote_code": False,
     "warmup_ratio": 0.0,
     "weight_decay": 0.0,
+    # What TRL has no flag for, since it always does so.
+    "advantage_estimator": "rloo",
+    "kl_in_reward": True,
+    "kl_level": "sequence",
+    "loss_aggregation": "sequence",
+    "mask_truncated_completions": False,
+    "rollout_correction": "off",
 }
 
 
@@ -2805,11 +2817,26 @@ def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
     assert f"\n{'before':>43}{'after':>19}\n" in screen  # over the columns of the closing table
 
 
+def test_means_of_samples_have_their_standard_errors_and_leave_out_what_has_no_grade():
+    scores = {"sampled": [1.0, 3.0, None, 8.0], "greedy": [2.0]}
+    samples = [{"mode": mode, "prompt": "a", "score": x} for mode, values in scores.items() for x in values]
+    means = {"sampled/score": 4, "sampled/score_stderr": stdev([1, 3, 8]) / 3**0.5}
+    assert rloo.means_of(samples) == pytest.approx(means | {"greedy/score": 2, "greedy/score_stderr": 0})
+
+
 def test_the_closing_table_has_before_on_the_left(capsys):
     before, after = ({"sampled/score": x, "sampled/score_stderr": x / 10} for x in (1.0, 2.0))
     rloo.print_evaluations(before, after, prompts=5)
     title, row = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
     assert title == ["before", "after"] and row == ["sampled/score", "1.000", "±", "0.100", "2.000", "±", "0.200"]
+
+
+def test_the_bar_shows_the_win_rate_by_the_judge_if_there_is_one():
+    for evaluation, shown in (({"sampled/win_rate": 0.2}, 0.2), ({}, "-")):
+        for judged, win in ((evaluation, shown), (evaluation | {"sampled/judge_win_rate": 0.7}, 0.7)):
+            bar = rloo.tqdm(total=2, file=io.StringIO())
+            rloo.show_progress(bar, {"objective/rlhf_reward": 1.5, "objective/kl": 0.5}, judged)
+            assert bar.n == 1 and bar.postfix.split(", ") == ["kl=0.5", "reward=1.5", f"win={win}"]
 
 
 def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys):
