@@ -1535,7 +1535,7 @@ def test_times_speeds_and_memory_are_those_of_their_phases(train, monkeypatch):
 
 
 def test_equal_scores_are_equal_up_to_rounding():
-    scores = torch.tensor([[0.3, 1.0, 1.0, math.nan], [0.1 + 0.2, 1.001, 1.0, 2.0], [0.3 + 1e-8, 1.0, math.nan, 2.0]])
+    scores = torch.tensor([[0.3, 1.0, 1.0, math.nan], [0.1 + 0.2, 1.001, 1.0, 2.0], [0.3 + 3e-7, 1.0, math.nan, 2.0]])
     assert rloo.equal_groups(scores).tolist() == [True, False, True, True]
 
 
@@ -2385,6 +2385,13 @@ def test_a_model_without_a_body_of_its_own_is_named():
         rloo.choose_layout(Headed(tiny_model().config).eval(), Args(device="cpu"), [{"prompt_ids": [3, 4]}])
 
 
+def test_a_policy_with_logits_of_its_own_kind_is_refused(monkeypatch):
+    """... such as a scale of which final_logits does not know, here of 2%: its log-probs would be others."""
+    spy(monkeypatch, "final_logits", lambda inputs, logits: 1.02 * logits)
+    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: final_logits does not reproduce its logits"):
+        rloo.choose_layout(tiny_model(), Args(device="cpu"), [{"prompt_ids": [3, 4]}])
+
+
 def test_a_token_that_no_prompt_has_needs_no_embedding(train, tiny, tmp_path):
     """Gemma 3's text models have one fewer than their tokenizer has tokens: that of an image."""
     folders = {part: shutil.copytree(tiny / part, tmp_path / part) for part in ("sft", "reward")}
@@ -2711,7 +2718,9 @@ def test_runs_are_logged_and_a_service_that_cannot_start_is_one_line(train, monk
         log=lambda metrics, step: logged.append((step, metrics)),
     )
     monkeypatch.setitem(sys.modules, "wandb", service)
-    metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4)
+    names = {"wandb_project_name": "project", "wandb_entity": "team"}
+    metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4, **names)
+    assert started[0].items() >= {"project": "project", "entity": "team", "name": output.name}.items()
     assert [step for step, _ in logged] == [0, 1, 2, 3, 3] and [values for _, values in logged[1:4]] == metrics
     for (_, values), evaluation in zip(logged[::4], read_metrics(output, "evaluations"), strict=True):
         columns, data = values.pop("completions")
@@ -3233,6 +3242,8 @@ def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run
     assert json.loads((output / "args.json").read_text())["weight_decay"] == 0.5  # of this run alone
     (_, (optimizer, _)) = optimizers[-1]
     assert optimizer.param_groups[0]["weight_decay"] == 0.5  # not the checkpoint's
+    state = json.loads((output / "checkpoint-2" / "state.json").read_text())
+    assert state["flags"]["weight_decay"] == 0.5  # what another resumed run is compared with
     said = capsys.readouterr().out.split(f"resumed from {output}/checkpoint-1; changed: ")[1]
     for text in ("total_episodes 16 -> 32", "learning_rate 0.01 -> 0.003", "gradient_accumulation_steps 1 -> 2"):
         assert text in said.splitlines()[0]
@@ -3581,6 +3592,7 @@ def test_what_is_not_given_depends_on_what_is_trained(train, tiny, capsys):
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert (own.learning_rate, own.total_episodes, own.dtype) == (1e-6, None, "float32")  # on a CPU
     assert parse(f"--sft_model_path {tiny}/sft").learning_rate == 1e-6  # mini TL;DR, but not its policy
+    assert parse("--exp_name x --seed 3").output_dir.startswith("runs/x__3__")
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
     assert metrics[0]["lr"] == 1e-6 and json.loads((output / "args.json").read_text())["total_episodes"] == 64
@@ -3628,6 +3640,14 @@ def test_completions_that_are_mostly_cut_are_said_once(train, monkeypatch, capfd
     said = "".join(capfd.readouterr())
     cut = "most completions are cut at --response_length 1: raise it, or set --stop_token to"
     assert said.count(cut) == (share > 0.5)
+
+
+@pytest.mark.parametrize("metrics", [{"grad_norm": 0.0}, {"frac_reward_zero_std": 1.0}, {}])
+def test_an_update_that_teaches_nothing_is_said_and_no_other(train, monkeypatch, capfd, metrics):
+    usual = {"grad_norm": 1.0, "objective/scores": 0.0, "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.5}
+    monkeypatch.setattr(rloo, "update", lambda *args: usual | metrics)
+    train()
+    assert ("an update gave no learning signal" in "".join(capfd.readouterr())) == bool(metrics)
 
 
 @pytest.mark.parametrize(
@@ -3748,6 +3768,8 @@ def test_metrics_say_how_many_completions_have_a_score_and_how_many_a_loss(train
     assert 0.5 < metrics["completions/in_loss"] < 1
     (masked,), _ = train(mask_truncated_completions=True)
     assert masked["completions/in_loss"] == pytest.approx(1 - masked["completions/clipped_ratio"])
+    (both,), _ = train(mask_truncated_completions=True, **flags)
+    assert both["completions/in_loss"] < min(x["completions/in_loss"] for x in (metrics, masked))
 
 
 def test_columns_that_rewards_would_not_see_are_refused(train, tmp_path):
@@ -3954,6 +3976,20 @@ def test_improve_is_a_library_call_with_advantages_from_anywhere(tiny, mini_batc
     nothing, *_ = [x.detach().clone() for x in policy.parameters()]
     rloo.improve(args, policy, optimizer, "group", batch, sampled, sampled, None, 0 * advantages, ~in_loss, same)
     assert logged["loss/policy_avg"].dtype == torch.float32 and nothing.isfinite().all()
+
+
+def test_each_micro_batch_has_its_part_of_every_tensor(tiny, monkeypatch):
+    args, policy, optimizer, rows = library_call(
+        tiny, rloo_k=2, per_device_train_batch_size=4, gradient_accumulation_steps=4
+    )
+    batch, old = rloo.rollout(policy, rows, 2, 0.7, response_length=4, stop_ids=[0])
+    advantages, correction = torch.randn(2, 8, 1), torch.rand(2, 8, 1)
+    in_loss = torch.ones(2, 8, dtype=torch.bool)
+    seen = spy(monkeypatch, "policy_loss")
+    rloo.improve(args, policy, optimizer, "group", batch, old, old, None, advantages, in_loss, correction)
+    assert len(seen) == 4
+    for number, whole in ((2, advantages), (3, batch.response_mask), (7, correction)):
+        assert torch.equal(torch.cat([inputs[number] for inputs, _ in seen], dim=1), whole)
 
 
 def forward_passes(monkeypatch, train, **flags) -> list[bool]:
