@@ -442,7 +442,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         "lr": optimizer.param_groups[0]["lr"],
         "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
         "memory/peak_gb": peak_memory(device),
-        "time/cpu": time.process_time() - cpu_time,
+        "cpu_time": time.process_time() - cpu_time,
     }
     for name, seconds in zip(("rollout", "reference", "reward", "train"), np.diff(times), strict=True):
         metrics[f"time/{name}"] = float(seconds)
@@ -831,7 +831,7 @@ def warn_about(metrics: dict, args):
             "the KL divergence from the reference is above 1 nat per token: training may be destroying the policy; "
             "lower --learning_rate"
         )
-    if args.device == "cpu" and metrics["time/train"] > metrics["time/cpu"]:
+    if args.device == "cpu" and metrics["time/train"] > metrics["cpu_time"]:
         say_once(
             "updates take much longer than their CPU time, since other processes use the cores: try "
             "OMP_WAIT_POLICY=PASSIVE or OMP_NUM_THREADS=1"
@@ -2142,11 +2142,8 @@ HARMLESS_ON_RESUME = {
     "num_sample_generations",
     "save_steps",
     "save_total_limit",
-    "output_dir",
     "exp_name",
     "track",
-    "device",
-    "resume",
 }
 FIXED_ON_RESUME = {
     "sft_model_path",
@@ -2220,7 +2217,7 @@ def load_state(folder: Path, flags: dict) -> dict:
         state = json.loads((folder / "state.json").read_text())
         old = state["flags"]
     new = json.loads(json.dumps(flags))  # with lists instead of tuples
-    names = [name for name in new if old.get(name) != new[name]]
+    names = [name for name in new if old.get(name) != new[name] and name not in ("resume", "output_dir", "device")]
     changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in names}
     fixed = [text for name, text in changed.items() if name in FIXED_ON_RESUME]
     require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
