@@ -571,8 +571,8 @@ def peak_memory(device: torch.device) -> float:
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns evaluations before and after. Once `signals` is not empty, saves an update and exits: the last
-    one of which an optimizer step was made."""
+    """Trains; returns the evaluations before and after. Once `signals` is not empty, saves and exits: after the present
+    update, or before it if it has made no optimizer step yet."""
     args = resolve_args(args)
     check_args(args)
 
@@ -599,7 +599,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     state = load_state(resumed[0], flags) if resumed else new_state(output, flags)
     first = state["update"]
     num_updates = max(first, math.ceil(args.total_episodes / batch_size))
-    ends = {0, num_updates, first if state["finished"] else 0}
+    ends = {0, num_updates, first if state["finished"] else 0}  # where evaluations are also greedy
     evaluated = evaluated_updates(num_updates, args.num_sample_generations) | ends if test_rows else set()
 
     # 3. Models, rewards and the optimizer.
@@ -614,19 +614,18 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if resumed:
         load_moments(resumed[0], policy, optimizer)
 
-    # 4. The evaluation before training, or that of a resumed checkpoint, whose files end before it.
-    start = clock(device)
     save = partial(save_checkpoint, output, state, policy, optimizer, tokenizer, args.save_total_limit)
 
     def before_step(*_):
-        if (
-            state["update"] is not None
-        ):  # the first step of an update, which may have rewards of 0 from killed processes
+        # In an update's first step its rewards may be wrong, if a signal has ended processes that computed them. Then,
+        # until the update is complete, an error must not save the weights.
+        if state["update"] is not None:
             stop_if_told(signals, save, state["update"], num_updates, output)
-            state["update"] = None  # until the update is complete
+        state["update"] = None
 
     optimizer.register_step_pre_hook(before_step)
 
+    # 4. The evaluation before training. A resumed run repeats that of its checkpoint, in which files end before it.
     def evaluate_after(done) -> dict[str, float]:
         modes = ["sampled", "greedy"] if done in ends else ["sampled"]
         now = sampling | {"version": done}
@@ -635,20 +634,21 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             write_evaluation(args, output, done, done * batch_size, samples, means)
         return means
 
-    no_bar = rank > 0 or not sys.stderr.isatty()
-    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=no_bar)
+    sizes = f"updates {first} to {num_updates} of {B * world} prompts x {args.rloo_k} completions"
+    sizes += f" ({num_updates * batch_size:,} episodes), of {len(train_rows):,} prompts, evaluated on {len(test_rows)}"
+    print(f"{sizes}, by {world} x {device.type}, into {output}\n{settings(args, layout)}", flush=True)
+    start = clock(device)
+    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=not has_terminal())
     with open_output(args, output, state), bar, saved_on_error(output, state, save):
-        print(f"updates {first} to {num_updates} of {B * world} prompts x {args.rloo_k} completions, of", end=" ")
-        print(f"{len(train_rows):,} prompts, evaluated on {len(test_rows)}, by {world} x {device.type}, into {output}")
-        print(f"{num_updates * batch_size:,} episodes, {settings(args, layout)}", flush=True)
         evaluation = evaluate_after(first) if first in evaluated else {}
         if first == 0:
             state["before"] = evaluation
         stop_if_told(signals, save, first, num_updates, output)
 
-        # 5. The updates. Train: all random numbers of an update depend on the seed, its number and the rank alone.
-        has_score = False
+        # 5. The updates. All random numbers of an update depend on the seed, its number and the rank alone. Since it
+        # writes, then saves, then evaluates, a run can be killed anywhere and resumed.
         for done in range(first + 1, num_updates + 1):
+            # Train.
             set_seed(args.seed, done - 1, rank)
             optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
             rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
@@ -662,8 +662,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             track(args, metrics, done)
             warn_about(metrics, args)
             show_progress(bar, metrics, evaluation)
-            has_score |= "objective/scores" in metrics
-            require(has_score or done < min(first + 3, num_updates), NO_SCORE)
             # Save, evaluate, stop.
             if done == num_updates or args.save_steps and done % args.save_steps == 0:
                 save()
@@ -680,6 +678,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     result = f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. {result}")
     return evaluations
+
+
+def has_terminal() -> bool:
+    """Whether somebody watches the first rank. Otherwise its progress is a plain line per update."""
+    return is_first_rank() and sys.stderr.isatty()
 
 
 def settings(args, layout) -> str:
@@ -816,15 +819,13 @@ def track(args, metrics: dict, update):
         wandb.log(metrics, step=update)
 
 
-NO_SCORE = "so far no update has a score: all rewards are None or of weight 0"
-
-
 def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
     in_groups = args.advantage_estimator != "reinforce" and args.missing_eos_penalty is None
     if metrics["grad_norm"] == 0 or in_groups and metrics.get("frac_reward_zero_std") == 1:
         say_once(
-            "an update gave no learning signal: within each group all scores are equal, or no completion is in the loss"
+            "an update gave no learning signal: within each group all scores are equal, or none counts (all None, or of "
+            "weight 0, or no completion in the loss)"
         )
     if metrics.get("objective/kl", 0) > metrics["completions/mean_length"]:
         say_once(
