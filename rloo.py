@@ -852,8 +852,6 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
     model = sampling_model(policy, forward_dtype(args))
     samples = []
     for mode in modes:
-        if on_any_rank(len(signals) > 0):
-            return [], {}
         transformers.set_seed(args.seed % 2**32)
         batch, _ = rollout(model, rows, 1, args.temperature if mode == "sampled" else 0.0, **sampling)
         graded = with_references(batch, sampling["stop_ids"])
@@ -883,8 +881,8 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
                     compared = None if reference is None else win(scores[b], scores[reference])
                     sample[name.replace("score", "win_rate")] = compared
             samples.append(sample)
-    if on_any_rank(len(signals) > 0):  # a signal may have killed processes of a reward, which then is wrong
-        return [], {}
+        if on_any_rank(len(signals) > 0):  # which may have killed processes of a reward function
+            return [], {}
     samples = gather(samples)
     show(samples[:3])
     return samples, means_of(samples)
@@ -951,8 +949,8 @@ def write_evaluation(args, output: Path, update, episode, samples: list[dict], m
     if args.track and is_first_rank():
         import wandb
 
-        values = [[str(x) if isinstance(x, dict) else x for x in sample.values()] for sample in samples]
-        table = wandb.Table([*samples[0]], values)
+        rows = [sample | {"columns": str(sample["columns"])} for sample in samples]  # a table has one type per column
+        table = wandb.Table([*rows[0]], [[*row.values()] for row in rows])
         track(args, {f"eval/{name}": value for name, value in means.items()} | {"completions": table}, update)
 
 
@@ -1675,7 +1673,7 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
         require(column not in columns, f"--dataset_name {name}: rename its column `{column}`, an argument of rewards")
     train = [columns | row for row in train]
     test = [columns | row for row in test[: args.num_eval_prompts]]
-    numbered = reversed([*enumerate(train, 1)])
+    numbered = reversed([*enumerate(train, 1)])  # the first row of a column is the last one noted
     lacking = {column: number for number, row in numbered for column in row if row[column] is None}
     if lacking:
         print(f"{name}, {split}: some rows lack columns, which rewards get as None; the first of them: {lacking}")
