@@ -824,8 +824,8 @@ def warn_about(metrics: dict, args):
     in_groups = args.advantage_estimator != "reinforce" and args.missing_eos_penalty is None
     if metrics["grad_norm"] == 0 or in_groups and metrics.get("frac_reward_zero_std") == 1:
         say_once(
-            "an update gave no learning signal: within each group all scores are equal, or none counts (None, of weight "
-            "0, or of a completion that is not in the loss)"
+            "an update gave no learning signal: within each group all scores are equal, or none counts (all are None, "
+            "of weight 0, or of completions outside the loss)"
         )
     if metrics.get("objective/kl", 0) > metrics["completions/mean_length"]:
         say_once(
