@@ -1,0 +1,57 @@
+"""rloo.py with an advantage that it does not have, and with the CPU seconds of each update in metrics.jsonl.
+
+    python benchmark/study/variants.py raft --rloo_k 4 --kl_coef 0 --output_dir runs/raft   # and any flag of rloo.py
+
+    plain        rloo.py as it is
+    no_baseline  REINFORCE without a baseline: A = R
+    raft         best-of-k fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767): A = 1 for the completion with the
+                 highest reward of each group, else 0
+
+In the first step after a rollout ρ = 1, so that the loss -A ρ has the gradient of -A log π(y): with `raft` that of the
+log-likelihood of the best completions. RAFT as published has no KL penalty, which is --kl_coef 0; with one, the best is
+chosen by score - β·KL.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import rloo  # noqa: E402
+
+
+def no_baseline(rewards, *_):
+    return rewards.clone()
+
+
+def best_of_group(rewards, *_):
+    """1 for the highest of the rewards (k, B) of each group, 0 for the others; the first of several that are equal."""
+    best = rewards.nan_to_num(-torch.inf).argmax(0, keepdim=True)
+    return torch.zeros_like(rewards).scatter(0, best, 1.0)
+
+
+ADVANTAGES = {"plain": rloo.advantage, "no_baseline": no_baseline, "raft": best_of_group}
+
+
+def timed(update):
+    """rloo.update with one more metric."""
+
+    def with_seconds(*arguments):
+        begin = time.process_time()
+        return update(*arguments) | {"cpu_seconds": time.process_time() - begin}
+
+    return with_seconds
+
+
+def main(argv: list[str]):
+    if not argv or argv[0] not in ADVANTAGES:
+        sys.exit(f"variants.py: the first argument must be one of {', '.join(ADVANTAGES)}")
+    rloo.advantage = ADVANTAGES[argv[0]]
+    rloo.update = timed(rloo.update)
+    rloo.command_line(argv[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
