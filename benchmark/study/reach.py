@@ -10,7 +10,7 @@ The stages, in their order:
     default    the default and the one before it: ten other seeds on fresh test posts, five of them along the way
     long       25,600 episodes for each β, and 100,000, along the way
     noisy      the same for reward models from noisy comparisons
-    limits     what may keep RLOO below best-of-n: no limit of the gradient's norm; fine-tuning on the best of n
+    distil     the SFT policy fine-tuned on the best of n, without any policy gradient
     best_of_n  the best of n samples, of the SFT policy and of a trained one, by the reward model
     report     table and pictures of what is there
 
@@ -30,12 +30,11 @@ import torch
 import tyro
 from study import TASK, Run, Setting
 
-Stage = Literal["choice", "default", "long", "noisy", "limits", "best_of_n", "report"]
+Stage = Literal["choice", "default", "long", "noisy", "distil", "best_of_n", "report"]
 DEFAULT = Setting()  # rloo.py's, by this study
 OLD = Setting(5e-4, 128, 0.05)  # rloo.py's before it
 SHORT_LIST = [OLD, Setting(5e-4, beta=0.05), Setting(3.5e-4, beta=0.05), DEFAULT]
 SHORT_LIST += [Setting(5e-4, 64), Setting(3.5e-4, 64)]
-NO_LIMIT = replace(DEFAULT, flags=("--max_grad_norm", "0"))
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ QUICK = replace(QUICK, distil_prompts=64)
 
 def name_of(setting: Setting, seed: int, reward: str = "") -> str:
     parts = [f"lr{setting.lr:g}", f"size{setting.size}", f"beta{setting.beta:g}"]
-    parts += ["norm0"] if setting.flags else []
     parts += [f"episodes{setting.episodes}"] if setting.episodes != DEFAULT.episodes else []
     return "_".join(parts + ([reward] if reward else [])) + f"__{seed}"
 
@@ -131,9 +129,7 @@ class Reach(study.Study):
             for beta in self.plan.noisy_betas:
                 self.run(self.of(self.plan.long_episodes, beta), 1, "test", curve=True, reward=reward)
 
-    def limits(self):
-        for seed in self.plan.choice_seeds[:3]:
-            self.run(replace(NO_LIMIT, episodes=self.plan.episodes), seed, "validation", greedy=False)
+    def distil(self):
         if self.records.value("distilled16", "test") is None:
             folder = self.folder / "distilled16"
             if not folder.is_dir():
@@ -155,6 +151,13 @@ class Reach(study.Study):
     # What is found.
     def names(self, setting: Setting, seeds, reward: str = "") -> list[str]:
         return [name_of(setting, seed, reward) for seed in seeds]
+
+    def beta_differences(self) -> dict[str, study.Difference]:
+        """The win rate of the long runs for each β > 0 less that for `long_beta`, in points."""
+        plan = self.plan
+        names = {beta: self.names(self.of(plan.long_episodes, beta), plan.long_seeds) for beta in plan.betas if beta}
+        wins = {f"{beta:g}": [100 * x for x in self.records.means(runs, "test", "win")] for beta, runs in names.items()}
+        return study.differences(wins, f"{plan.long_beta:g}")
 
     def curves(self, setting: Setting, seeds, reward: str = ""):
         """Episodes, and measure -> its values (seeds, points) along the way; None where there are none."""
