@@ -17,8 +17,10 @@ Every row has trials with seed 1, chosen by the gold win rate on the fresh valid
     6       the best of these, with updates of a quarter of the completions at half of its learning rate
 
 The best trial gets seeds by which nothing was chosen, on the fresh test posts. Rows with `like` take over the settings
-of another row. Records: options.json and peers.json, also of trials. Two processes with other --names may run side by
-side.
+of another row. With one step per rollout --normalize_advantage and --advantage_estimator drgrpo only rescale a gradient
+whose norm is cut to 1, and the clip has nothing to do: they are no rows.
+
+Records: options.json and peers.json, also of trials. Two processes with other --names may run side by side.
 """
 
 import math
@@ -106,8 +108,6 @@ PEERS = [
     *(replace(RLOO, name=f"rloo_k{k}", title=f"RLOO, k = {k}", k=k, like="rloo", seeds=3) for k in (2, 8, 16)),
     *(replace(RAFT, name=f"raft_k{k}", title=f"RAFT, k = {k}", k=k, like="raft", seeds=3) for k in (2, 8)),
 ]
-# Of peers with each other: PPO's value models, and RLOO against RAFT at equal k.
-PAIRS = [("ppo", "ppo_policy"), ("ppo", "ppo_noisy"), ("rloo_k2", "raft_k2"), ("rloo", "raft"), ("rloo_k8", "raft_k8")]
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,11 @@ class Comparison(study.Study):
     def run(self, trial: Trial, seed: int, part: str):
         row = trial.row
         posts = self.validation_posts if part == "validation" else self.test_posts
-        extra = ("--value_model", self.value_model(row)) if row.value_model else ()  # now its path
-        python = self.pythons[row.environment] if row.environment else ""
-        self.make(Run(f"{trial.name}__{seed}", trial.command(seed), seed, part, posts, python=python, extra=extra))
+        run = Run(f"{trial.name}__{seed}", trial.command(seed), seed, part, posts)
+        if row.trainer:
+            extra = ("--value_model", self.value_model(row)) if row.value_model else ()  # now its path
+            run = replace(run, python=self.pythons[row.environment], extra=extra)
+        self.make(run)
 
     def value_model(self, row: Row) -> str:
         """For --value_model: a name, or the folder of a reward model."""
@@ -251,12 +253,6 @@ class Comparison(study.Study):
             return {}
         return dict(sorted(study.differences(wins, self.base).items(), key=lambda pair: -pair[1].mean))
 
-    def pairs(self) -> dict[str, study.Difference]:
-        """The comparisons of peers with each other."""
-        wins, pool = self.wins(), list(self.wins().values())
-        pairs = [(a, b) for a, b in PAIRS if min(len(wins.get(a, ())), len(wins.get(b, ()))) > 1]
-        return study.corrected({f"{a} less {b}": study.difference(wins[a], wins[b], pool) for a, b in pairs})
-
     def seconds(self, row: Row) -> float:
         """CPU seconds of a training run, mean over seeds."""
         found = [self.records.value(name, "cpu_seconds") for name in self.names(row)]
@@ -278,14 +274,6 @@ def peers_table(found: Comparison) -> str:
             cells = [row.title, str(len(wins[name])), study.plus_minus(wins[name]), *cells, kl]
             rows.append([*cells, f"{found.seconds(row):.0f}"])
     return study.markdown(rows)
-
-
-def listed(compared: dict[str, study.Difference], titles: dict[str, str]) -> str:
-    """Every comparison in a line: for the report on screen."""
-    return "\n".join(
-        f"{titles.get(name, name):62} {study.with_interval(x):22} p {x.p:.4f}, Holm {x.holm:.4f}: {x.verdict}"
-        for name, x in compared.items()
-    )
 
 
 def draw_forest(axis, found: Comparison, title: str):
@@ -353,12 +341,12 @@ def longer_runs(folder: Path) -> dict[str, tuple[float, list[float]]]:
 
 
 def report(kind: str, found: Comparison, folder: Path):
-    titles = {name: row.title for name, row in found.rows.items()}
-    print(listed(found.differences(), titles))
-    if kind == "options" and found.differences():
+    compared = found.differences()
+    for name, x in compared.items():
+        print(f"{found.rows[name].title:64} {study.with_interval(x):22} Holm {x.holm:.4f}: {x.verdict}")
+    if compared and kind == "options":
         draw_options(found, folder / "options.png")
-    if kind == "peers" and found.differences():
-        print(listed(found.pairs(), titles))
+    if compared and kind == "peers":
         study.insert(folder / "README.md", {"peers": peers_table(found)})
         draw_peers(found, folder / "peers.png", longer_runs(folder))
 

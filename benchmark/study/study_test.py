@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -421,6 +422,33 @@ def test_a_method_has_six_trials_and_a_variant_takes_over_its_setting(tmp_path):
     assert table.index("| PPO (TRL) | 5 |") < table.index("| RLOO, k = 4 | 5 |") and "k = 2" not in table
 
 
+def test_all_stages_of_the_small_forms_run(tmp_path, monkeypatch):
+    """With runs and measurements that are pretended."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    names = ("win", "gold", "score", "proxy", "kl", "length")
+    found = dict.fromkeys(("sampled", "greedy"), {name: {"mean": 0.5, "stderr": 0.1} for name in names})
+    made = Fake(tmp_path, monkeypatch)
+    for kind in (reach.Reach, compare.Comparison):
+        monkeypatch.setattr(kind, "grade", lambda *_: (found, dict.fromkeys(names, np.full((9, 2), 0.5))))
+    monkeypatch.setattr(models, "train_reward_model", lambda folder, *_: folder.mkdir() or {"agreement": 0.7})
+    monkeypatch.setattr(models, "distil", lambda folder, *_: folder.mkdir())
+    monkeypatch.setattr(study, "Engine", lambda **_: SimpleNamespace(policy=lambda folder: folder))
+    grades = ("score", "win", "gold", "kl", "logprob")
+    monkeypatch.setattr(study, "grade", lambda *given: {name: np.full((3, given[3]), -1.0) for name in grades})
+    reach.main(quick=True)
+    assert len(made.commands) == 6 * 2 + 2 * 2 + 2 + 1  # choice, default, long, noisy
+    results = tmp_path / "runs/reach-quick/results"
+    assert "| **RLOO, default**: β = 0.02, 128 | 2 | 50.0 |" in (results / "README.md").read_text()
+    assert {path.name for path in results.glob("*.png")} == {"episodes.png", "overoptimisation.png"}
+    for kind, table in (("options", False), ("peers", True)):
+        compare.main(kind, trl0="trl0/bin/python", trl1="trl1/bin/python", quick=True)
+        results = tmp_path / f"runs/{kind}-quick/results"
+        assert (results / f"{kind}.png").is_file() and (results / "README.md").is_file() == table
+    records = json.loads((results / "peers.json").read_text())
+    assert records["ppo_lr0.0002_size64_beta0.05__2"]["command"].startswith("trl0/bin/python benchmark/study/peers_trl")
+
+
 # ---- The page and its records ----------------------------------------------------------------------------------------
 
 PAGE = (HERE / "README.md").read_text(encoding="utf-8")
@@ -442,35 +470,70 @@ def test_the_tables_are_those_of_the_records(ours, tmp_path):
 
 
 def test_the_pages_numbers_are_those_of_the_records(ours, tmp_path):
-    numbers = {name: x.text for name, x in headline.headline().items()}
-    said = re.sub(r"\s+", " ", re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", PAGE, flags=re.DOTALL))
-    for name in ("default", "SFT", "best of 8", "best of 16", "25,600 episodes, β = 0.05", "25,600 episodes, β = 0.1"):
-        assert numbers[name] in said, name
-    for name in ("PPO, value model from the policy", "PPO, value model from comparisons only", "RLOO, k = 2"):
-        assert numbers[name] in said, name
-    for name in ("RLOO, k = 4", "RLOO, k = 8", "RLOO, k = 16", "GRPO (TRL) less RLOO", "100,000 episodes, β = 0.05"):
-        assert numbers[name] in said, name
-    for name, text in (("PPO (TRL) less RLOO", "3.7 points"), ("RAFT, k = 4 less RLOO", "4.1")):
-        assert numbers[name].split(" [")[0].lstrip("+-") in text and text in said
-    assert numbers["PPO (TRL): CPU seconds"].split(" ")[0] in said
-    ratio = float(numbers["PPO (TRL): CPU seconds"].split()[0]) / float(numbers["RLOO, k = 4: CPU seconds"].split()[0])
-    assert f"{ratio:.0f} times those of rloo.py" in said
-    records = ours.records
-    ends = [100 * x for x in records.means(ours.names(ours.of(25_600, 0.0), (1, 2, 3)), "test", "win")]
-    assert f"({ends[0]:.1f}, {ends[1]:.1f} and {ends[2]:.1f}%)" in said
-    lowest = min(
-        min(records.means(ours.names(ours.of(25_600, beta), (1, 2, 3)), "test", "win"))
-        for beta in (0.01, 0.02, 0.05, 0.1)
+    """Those of its sentences; the tables are tested above."""
+    said = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", PAGE, flags=re.DOTALL)
+    said = re.sub(r"\s+", " ", said).replace("−", "-")
+    numbers, records = {name: x.text for name, x in headline.headline().items()}, ours.records
+    names = ["default", "SFT", "SFT, greedy", "best of 8", "best of 16", "100,000 episodes, β = 0.05"]
+    names += [
+        "25,600 episodes, β = 0.05",
+        "25,600 episodes, β = 0.02",
+        "25,600 episodes, β = 0.1",
+        "GRPO (TRL) less RLOO",
+    ]
+    names += ["PPO, value model from the policy", "PPO, value model from comparisons only", "PPO (TRL) less RLOO"]
+    expected = [numbers[name] for name in names[:-1]] + [numbers[names[-1]].split(" ")[0].lstrip("+") + " points"]
+
+    def wins(setting, seeds, part="test"):
+        return [100 * x for x in records.means(ours.names(setting, seeds), part, "win")]
+
+    ends = wins(ours.of(25_600, 0.0), (1, 2, 3))
+    lowest = min(min(wins(ours.of(25_600, beta), (1, 2, 3))) for beta in (0.01, 0.02, 0.05, 0.1))
+    expected += [f"({ends[0]:.1f}, {ends[1]:.1f} and {ends[2]:.1f}%)", f"({lowest:.1f}% or more)"]
+    apart = ours.beta_differences()
+    assert [beta for beta, x in apart.items() if x.verdict != "not told apart"] == ["0.01"]
+    expected.append(f"{-apart['0.01'].mean:.1f} points [+{-apart['0.01'].high:.1f}, +{-apart['0.01'].low:.1f}]")
+    default, old = (wins(setting, range(7, 17), "second_test") for setting in (reach.DEFAULT, reach.OLD))
+    expected.append(study.with_interval(study.difference(default, old)).lstrip("+").replace(" [", " points ["))
+    longest = records.value(ours.names(ours.of(100_000, 0.05), (1,))[0], "cpu_seconds")
+    seconds = [records.value(name, "cpu_seconds") for name in ours.names(ours.of(25_600), (1, 2, 3))]
+    expected += [
+        f"{longest:,.0f} CPU seconds",
+        f"In {compare.longer_runs(HERE)['RLOO, β = 0.05, 25,600 episodes'][0]:.0f}",
+    ]
+    expected.append(f"in {np.mean(seconds):.0f} with the default's β")
+    ppo, rloo_seconds = (float(numbers[f"{name}: CPU seconds"].split()[0]) for name in ("PPO (TRL)", "RLOO, k = 4"))
+    expected.append(f"{ppo:.0f} CPU seconds: {ppo / rloo_seconds:.0f} times")
+    name = ours.names(ours.of(25_600, 0.05), (1,))[0]
+    expected.append(f"{100 * records.value(name, 'best_of_n', 'by_n', '4', 'win', 'mean'):.1f}% (one seed, 1,000")
+    gold = [
+        records.value(ours.names(ours.of(25_600, beta), (1,), reward)[0], "test", "sampled", "gold", "mean")
+        for beta in (0.0, 0.02)
+        for reward in ("noisy10", "noisy25")
+    ]
+    expected.append("ends at {:.1f} and {:.1f} with β = 0, at {:.1f} and {:.1f} with β = 0.02".format(*gold))
+    agree = [100 * records.value(f"reward_{name}", "agreement") for name in ("noisy10", "noisy25")]
+    expected.append("{:.0f} and {:.0f}% of pairs".format(*agree))
+    tokens = records.means(ours.names(ours.of(25_600, 0.0), (2, 3)), "test", "length")
+    expected.append("{:.0f} and {:.0f} tokens".format(*tokens))
+    options = compare.Comparison("options", tmp_path, HERE / "options.json")
+    four, zero = (
+        options.differences()["epochs_4"],
+        study.difference(options.wins()["beta_0"], options.wins()["default"]),
     )
-    assert f"({100 * lowest:.1f}% or more)" in said and max(ends) < 100 * lowest
-    assert study.with_interval(ours.beta_differences()["0.01"]).replace("-", "").split(" ")[0] in said
+    expected.append(f"{four.mean:.1f} points, with p = {four.holm:.2f}")
+    assert zero.p < 0.05  # pooled over two rows; Welch's is in the sentence
+
     engines = study.Records(HERE / "engines.json")
-    vllm, own = (
-        [100 * x for x in engines.means([f"{name}__{i}" for i in range(1, 6)], "shipped_test", "win")]
-        for name in ("vllm", "own")
-    )
-    assert f"{study.plus_minus(vllm)} against {study.plus_minus(own)}%" in said
-    assert study.with_interval(study.difference(vllm, own)) in said
+    runs = {name: [f"{name}__{seed}" for seed in range(1, 6)] for name in ("vllm", "own", "sft")}
+    vllm, own = ([100 * x for x in engines.means(runs[name], "shipped_test", "win")] for name in ("vllm", "own"))
+    expected.append(f"{study.plus_minus(vllm)} against {study.plus_minus(own)}%")
+    expected.append(study.with_interval(study.difference(vllm, own)))
+    kl = study.difference(*(engines.means(runs[name], "shipped_test", "kl") for name in ("vllm", "own")))
+    expected.append(f"{kl.mean:.1f} nats larger [+{kl.low:.1f}, +{kl.high:.1f}]")
+    greedy = engines.means(runs["sft"], "shipped_test", "win", "greedy")
+    expected.append(f"{100 * np.mean(greedy):.1f}% on the 500 shipped")
+    assert [text for text in expected if text not in said] == []
 
 
 def test_only_what_survives_holms_correction_is_called_ahead_or_behind(tmp_path):
