@@ -1,6 +1,6 @@
 """The numbers of this study that other pages repeat, from its records: one number for one thing.
 
-    python benchmark/study/headline.py        # prints them
+    python benchmark/study/headline.py        # prints the rows of the table in benchmark/README.md
 
 The win rate of rloo.py's default is that of seeds 7 to 16 on the second set of 5,000 fresh test posts: neither was used
 for any choice. A page that repeats a number here is tested against it.
@@ -67,6 +67,30 @@ def headline() -> dict[str, Number]:
     return found
 
 
+def rows() -> list[list[str]]:
+    """What the table of all results has of this study: result, number, seeds, command."""
+    found = headline()
+
+    def row(title: str, numbers: str, name: str) -> list[str]:
+        return [title, numbers, str(found[name].seeds or ""), f"`{found[name].command}`"]
+
+    def texts(names) -> str:
+        return ", ".join(found[name].text for name in names)
+
+    betas = [f"25,600 episodes, β = {beta}" for beta in (0, 0.02, 0.05)]
+    seconds = [round(found[f"{name}: CPU seconds"].value) for name in ("PPO (TRL)", "RLOO, k = 4")]
+    longest = "100,000 episodes, β = 0.05"
+    return [
+        row("gold win rate, one sample, %", f"{found['SFT'].text} → {found['default'].text}", "default"),
+        row("greedy, %", f"{found['SFT, greedy'].text} → {found['default, greedy'].text}", "default, greedy"),
+        row("25,600 episodes, β = 0, 0.02, 0.05, %", texts(betas), betas[-1]),
+        row(f"{longest}, %", found[longest].text, longest),
+        row("best of 4, 16, 64 before training, %", texts(["best of 4", "best of 16", "best of 64"]), "best of 4"),
+        row("TRL's GRPO less RLOO, points", found["GRPO (TRL) less RLOO"].text, "GRPO (TRL)"),
+        row("TRL's PPO less RLOO, points", found["PPO (TRL) less RLOO"].text, "PPO (TRL)"),
+        row("CPU seconds, TRL's PPO and RLOO", f"{seconds[0]}, {seconds[1]}", "PPO (TRL)"),
+    ]
+
+
 if __name__ == "__main__":
-    for name, x in headline().items():
-        print(f"{name:50} {x.text:22} seeds: {x.seeds:2}  {x.command}")
+    print(study.markdown([["mini TL;DR", "number", "seeds", "command"], *rows()]))

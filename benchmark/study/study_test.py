@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -525,6 +526,30 @@ def test_the_pages_numbers_are_those_of_the_records(ours, tmp_path):
     greedy = engines.means(runs["sft"], "shipped_test", "win", "greedy")
     expected.append(f"{100 * np.mean(greedy):.1f}% on the 500 shipped")
     assert [text for text in expected if text not in said] == []
+
+
+def numbers_in(text: str) -> list[str]:
+    """Numbers with one decimal, and their standard errors, but for β."""
+    return re.findall(r"[-+]?\d+\.\d\b(?: ± \d+\.\d)?", re.sub(r"β = [\d., ]*\d", "", text.replace("−", "-")))
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmark/README.md"])
+def test_rows_of_other_pages_that_name_the_studys_commands_have_its_numbers(page):
+    texts = [x.text for x in headline.headline().values()]
+    lines = [line for line in (study.ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    found = [x for line in lines if re.search(r"benchmark/study/(reach|compare)\.py", line) for x in numbers_in(line)]
+    assert [x for x in found if not any(x in text for text in texts)] == []
+
+
+def test_the_headline_rows_hold_the_headline_numbers():
+    texts = [x.text for x in headline.headline().values()]
+    rows = [numbers_in(row[1]) for row in headline.rows()]
+    assert all(any(x in text for text in texts) for row in rows for x in row) and rows[0] == ["37.5", "63.8 ± 0.4"]
+    for *_, command in headline.rows():
+        script, *words = command.strip("`").removeprefix("python benchmark/study/").split()
+        assert (script, *words) == ("compare.py", "peers") or (
+            script == "reach.py" and words[1] in get_args(reach.Stage)
+        )
 
 
 def test_only_what_survives_holms_correction_is_called_ahead_or_behind(tmp_path):
