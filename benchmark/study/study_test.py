@@ -202,6 +202,8 @@ def test_a_run_that_diverges_is_a_result_and_any_other_failure_an_error(tmp_path
     said = "rloo.py: the loss is not finite: lower --learning_rate"
     fake.make(run)
     assert fake.records.all["some"]["diverged"]
+    monkeypatch.setattr(study, "run_logged", lambda *_: pytest.fail("made again"))
+    fake.make(run)
 
 
 # ---- Intervals and tables --------------------------------------------------------------------------------------------
@@ -303,11 +305,12 @@ def test_a_policy_is_fine_tuned_on_the_best_of_its_samples(engine):
     part = sorted(rows, key=lambda row: len(row["prompt_ids"]))[: 16 // n]
     batch, logprobs = engine.rollout(engine.reference, part, n, study.TEMPERATURE)
     scores, ids = engine.scores(engine.rewards["score"], part, batch), study.token_ids(batch)
+    with torch.no_grad():
+        likelihood = models.nll(engine, engine.reference, pairs[: len(part)])
     for b, (row, tokens, score) in enumerate(pairs[: len(part)]):
         j = ids[b :: len(part)].index(tokens)
         assert row is part[b] and math.isclose(scores[j, b], scores[:, b].max()) and math.isclose(score, scores[j, b])
-        with torch.no_grad():  # the likelihood is that of sampling
-            assert torch.allclose(-models.nll(engine, engine.reference, pairs)[b], logprobs[j, b].sum(), atol=1e-3)
+        assert torch.allclose(-likelihood[b], logprobs[j, b].sum(), atol=1e-3)  # that of sampling
 
     policy = engine.policy(study.TASK / "sft", trained=True)
     before = models.nll(engine, policy, pairs).mean()
@@ -411,6 +414,7 @@ def test_the_best_trial_gets_other_seeds_and_options_keep_their_own_change(tmp_p
     assert len(found.wins()["default"]) == 9 and len(found.wins()["std"]) == 3
     trials = [name for name, record in found.records.all.items() if "validation" in record]
     assert len(trials) == 9 and all(name.endswith("__1") for name in trials)  # default, std, epochs_4
+    assert not [name for name, record in found.records.all.items() if "test" in record and name.endswith("__1")]
     assert [(name, x.verdict) for name, x in found.differences().items()][0] == ("std", "ahead")
 
 
