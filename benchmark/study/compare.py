@@ -320,7 +320,8 @@ def draw_peers(found: Comparison, path: Path, longer: dict[str, tuple[float, lis
     axes[1].set_xscale("log")
     axes[1].set_xticks([50, 100, 200, 400, 800, 1_600], ["50", "100", "200", "400", "800", "1,600"])
     axes[1].minorticks_off()
-    axes[1].set_xlim(30, 3_500)
+    spent = [seconds for _, seconds, *_ in points]
+    axes[1].set_xlim(min(spent) / 2.5, max(spent) * 2.5)
     axes[1].set_xlabel("CPU seconds of training, logarithmic")
     axes[1].set_ylabel("gold win rate, %")
     axes[1].set_title("Win rate over seconds (green: RLOO by rloo.py; small dots: seeds)")

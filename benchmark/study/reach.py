@@ -301,7 +301,7 @@ def draw_episodes(found: Reach, path: Path):
         axis.set_xlabel("episodes, logarithmic")
         axis.set_xscale("log")
         axis.set_xticks([800, 3_200, 12_800, 51_200], ["800", "3,200", "12,800", "51,200"])
-        axis.set_xlim(500, 150_000)
+        axis.margins(x=0.12)
     axes[2].set_yscale("log")
     axes[2].set_yticks([0.5, 1, 2, 5, 10, 20, 50, 100], ["0.5", "1", "2", "5", "10", "20", "50", "100"])
     for axis in axes:

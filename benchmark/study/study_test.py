@@ -342,11 +342,12 @@ def test_an_update_follows_the_plain_gradient(variant, monkeypatch, engine):
 
     monkeypatch.setattr(rloo, "rollout", lambda *_, **options: (batch, sampled))
     monkeypatch.setattr(rloo, "advantage", variants.ADVANTAGES[variant])
-    args = rloo.Args(rloo_k=2, kl_coef=0.0, per_device_train_batch_size=2, gradient_accumulation_steps=3)
-    args.max_grad_norm, args.cliprange_high = 0.0, args.cliprange
+    monkeypatch.setattr(rloo, "score", lambda *_: (scores, {"given": scores}))
+    flags = {"rloo_k": 2, "kl_coef": 0.0, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    args = rloo.resolve_args(rloo.Args(**flags, max_grad_norm=0.0, dtype="float32", device="cpu"))
     before = [x.detach().clone() for x in policy.parameters()]
-    step, rewards = torch.optim.SGD(policy.parameters(), lr=1.0), {"given": lambda _: {"given": scores}}
-    metrics = variants.timed(rloo.update)(args, policy, None, rewards, step, rows, {}, "group")
+    step = torch.optim.SGD(policy.parameters(), lr=1.0)
+    metrics = variants.timed(rloo.update)(args, policy, None, {"given": None}, step, rows, {}, "group")
     assert metrics["grad_norm"] > 0.1 and metrics["cpu_seconds"] > 0
     for old, new, gradient in zip(before, policy.parameters(), expected):
         assert torch.allclose(new - old, gradient, atol=2e-6, rtol=1e-3)
