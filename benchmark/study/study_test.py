@@ -440,8 +440,8 @@ def test_all_stages_of_the_small_forms_run(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "train_reward_model", lambda folder, *_: folder.mkdir() or {"agreement": 0.7})
     monkeypatch.setattr(models, "distil", lambda folder, *_: folder.mkdir())
     monkeypatch.setattr(study, "Engine", lambda **_: SimpleNamespace(policy=lambda folder: folder))
-    grades = ("score", "win", "gold", "kl", "logprob")
-    monkeypatch.setattr(study, "grade", lambda *given: {name: np.full((3, given[3]), -1.0) for name in grades})
+    grades = {"score": 0.5, "win": 0.5, "gold": 0.5, "kl": 0.5, "logprob": -9.0}
+    monkeypatch.setattr(study, "grade", lambda *given: {name: np.full((3, given[3]), x) for name, x in grades.items()})
     reach.main(quick=True)
     assert len(made.commands) == 6 * 2 + 2 * 2 + 2 + 1  # choice, default, long, noisy
     results = tmp_path / "runs/reach-quick/results"
