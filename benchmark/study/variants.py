@@ -1,6 +1,6 @@
-"""rloo.py with an advantage that it does not have, and with the figures that the comparison with peers needs.
+"""rloo.py with an advantage that it does not have, and with the CPU seconds of each update in metrics.jsonl.
 
-    python benchmark/frontier/variants.py raft --rloo_k 4 --kl_coef 0 --output_dir runs/raft   # and any flag of rloo.py
+    python benchmark/study/variants.py raft --rloo_k 4 --kl_coef 0 --output_dir runs/raft   # and any flag of rloo.py
 
     plain        rloo.py as it is
     no_baseline  REINFORCE without a baseline: A = R
@@ -8,11 +8,8 @@
                  highest reward of each group, else 0
 
 In the first step after a rollout ρ = 1, so that the loss -A ρ has the gradient of -A log π(y): with `raft` that of the
-log-likelihood of the best completions. RAFT as published has no KL penalty, which is --kl_coef 0; with one, the
-best is chosen by score - β·KL.
-
-Each line of metrics.jsonl also gets `cpu_seconds`, the CPU seconds of this update, and so far `optimizer_steps` and
-`memory/hwm_gb`, the peak memory of the process.
+log-likelihood of the best completions. RAFT as published has no KL penalty, which is --kl_coef 0; with one, the best is
+chosen by score - β·KL.
 """
 
 import sys
@@ -20,17 +17,16 @@ import time
 from pathlib import Path
 
 import torch
-from usage import peak_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
 
-def no_baseline(rewards, estimator: str):
+def no_baseline(rewards, *_):
     return rewards.clone()
 
 
-def best_of_group(rewards, estimator: str):
+def best_of_group(rewards, *_):
     """1 for the highest of the rewards (k, B) of each group, 0 for the others; the first of several that are equal."""
     best = rewards.nan_to_num(-torch.inf).argmax(0, keepdim=True)
     return torch.zeros_like(rewards).scatter(0, best, 1.0)
@@ -39,26 +35,21 @@ def best_of_group(rewards, estimator: str):
 ADVANTAGES = {"plain": rloo.advantage, "no_baseline": no_baseline, "raft": best_of_group}
 
 
-def measured(update):
-    """rloo.update with three more metrics."""
+def timed(update):
+    """rloo.update with one more metric."""
 
-    def with_figures(args, policy, reference, rewards, optimizer, *rest):
+    def with_seconds(*arguments):
         begin = time.process_time()
-        metrics = update(args, policy, reference, rewards, optimizer, *rest)
-        return metrics | {
-            "cpu_seconds": time.process_time() - begin,
-            "optimizer_steps": max((int(state["step"]) for state in optimizer.state.values()), default=0),
-            "memory/hwm_gb": peak_memory(),
-        }
+        return update(*arguments) | {"cpu_seconds": time.process_time() - begin}
 
-    return with_figures
+    return with_seconds
 
 
 def main(argv: list[str]):
     if not argv or argv[0] not in ADVANTAGES:
         sys.exit(f"variants.py: the first argument must be one of {', '.join(ADVANTAGES)}")
     rloo.advantage = ADVANTAGES[argv[0]]
-    rloo.update = measured(rloo.update)
+    rloo.update = timed(rloo.update)
     rloo.command_line(argv[1:])
 
 

@@ -1,28 +1,23 @@
 """One training by TRL's PPOTrainer (0.19) or GRPOTrainer (1.x) on mini TL;DR, in an environment that has this TRL.
 
-    trl0/bin/python benchmark/frontier/peers_trl.py ppo --value_model reward --learning_rate 2e-4 --output_dir runs/ppo
-    trl1/bin/python benchmark/frontier/peers_trl.py grpo --k 4 --learning_rate 5e-4 --output_dir runs/grpo
+    trl0/bin/python benchmark/study/peers_trl.py ppo --learning_rate 2e-4 --beta 0.05 --output_dir runs/ppo
+    trl1/bin/python benchmark/study/peers_trl.py grpo --learning_rate 5e-4 --beta 0 --output_dir runs/grpo
 
-peers.py calls it for the comparison in README.md, which says what is set here and what is left at TRL's defaults. The
-folder gets the policy, as rloo.py and measure.py load it, and metrics.jsonl with a line for each update: score, KL, CPU
-seconds, and so far optimizer steps and peak memory, by the names of variants.py. The folder appears when complete.
+compare.py calls it. The folder gets the policy, as rloo.py and study.py load it, and metrics.jsonl with score, episode
+and CPU seconds of each update. It appears when complete.
 """
 
 import argparse
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from usage import peak_memory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trl"))
-from trl_parity import MINI_TLDR, training_prompts, trl1_reward, write_model  # noqa: E402
-
+TASK = Path(__file__).resolve().parents[1] / "mini_tldr"
 MICRO = 64  # completions per forward and backward pass, as in rloo.py
 TEMPERATURE, RESPONSE_LENGTH = 0.7, 53  # rloo.py's defaults
 
@@ -38,25 +33,14 @@ class Marks(transformers.TrainerCallback):
     def on_train_begin(self, *args, **options):
         self.begin = time.process_time()
 
-    def on_log(self, args, state, control, logs, optimizer, **options):
+    def on_log(self, args, state, control, logs, **options):
         score = logs.get("objective/scores", logs.get("reward"))  # PPO's name, GRPO's name
         if score is None:  # the summary at the end
             return
         now = time.process_time()
         self.updates += 1
-        line = {
-            "update": self.updates,
-            "episode": self.updates * self.size,
-            "objective/scores": score,
-            "cpu_seconds": now - self.begin,
-            "optimizer_steps": max(int(moments["step"]) for moments in optimizer.state.values()),
-            "memory/hwm_gb": peak_memory(),
-        }
-        if "objective/kl" in logs:
-            line["objective/kl"] = logs["objective/kl"]
-        elif "kl" in logs:  # GRPO's is the k3 estimate, per token
-            line["objective/kl"] = logs["kl"] * logs["completions/mean_length"]
-        self.file.write(json.dumps(line) + "\n")
+        line = {"update": self.updates, "episode": self.updates * self.size, "objective/scores": score}
+        self.file.write(json.dumps(line | {"cpu_seconds": now - self.begin}) + "\n")
         self.file.flush()
         self.begin = now
 
@@ -87,17 +71,33 @@ def common_config(args, out: Path) -> dict:
     }
 
 
+def training_prompts():
+    import datasets
+
+    lines = (TASK / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    return datasets.Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines])
+
+
+def write_model(source: Path, target: Path):
+    """A model for any transformers: config and tokenizer by the names of version 4 as well."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file, more in (
+        ("config", {"torch_dtype": "float32", "rotary_pct": 0.25, "rotary_emb_base": 10000}),
+        ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        path = target / f"{file}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more | {"padding_side": "left"}))
+
+
 def ppo(args, models: Path, out: Path, marks: Marks):
     """The policy that PPO has trained. PPO samples one completion for each prompt: as many prompts as episodes."""
-    import datasets
     import trl
 
     def load(auto_class, name: str, **options):
         return auto_class.from_pretrained(models / name, torch_dtype=torch.float32, **options)
 
     tokenizer = AutoTokenizer.from_pretrained(models / "sft", padding_side="left")
-    prompts = datasets.Dataset.from_list([{"prompt": text} for text in training_prompts()])
-    prompts = prompts.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"])
+    prompts = training_prompts().map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"])
     config = trl.PPOConfig(
         **common_config(args, out),
         total_episodes=args.episodes,
@@ -125,10 +125,18 @@ def ppo(args, models: Path, out: Path, marks: Marks):
 
 def grpo(args, models: Path, out: Path, marks: Marks):
     """The policy that GRPO has trained."""
-    import datasets
     import trl
 
     tokenizer = AutoTokenizer.from_pretrained(models / "sft", padding_side="left")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(models / "reward").eval()
+
+    @torch.no_grad()
+    def reward(prompts, completions, completion_ids, **columns) -> list[float]:
+        """Of token ids, which may end in a stop token: TRL's own use of a reward model drops it."""
+        rows = [p + c for p, c in zip(tokenizer(prompts)["input_ids"], completion_ids)]
+        batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
+        return reward_model(**batch).logits[:, 0].tolist()
+
     config = trl.GRPOConfig(
         **common_config(args, out),
         max_steps=-(-args.episodes // args.size),
@@ -137,13 +145,11 @@ def grpo(args, models: Path, out: Path, marks: Marks):
         max_completion_length=RESPONSE_LENGTH,
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
     )
-    job = {"models": str(models)}
     trainer = trl.GRPOTrainer(
         model=str(models / "sft"),
-        # As a function of the tokens, which may end in a stop token: TRL's own use of a reward model drops it.
-        reward_funcs=trl1_reward(job, {"missing_eos_penalty": None}, "ids", tokenizer),
+        reward_funcs=reward,
         args=config,
-        train_dataset=datasets.Dataset.from_list([{"prompt": text} for text in training_prompts()]),
+        train_dataset=training_prompts(),
         processing_class=tokenizer,
         callbacks=[marks],
     )
@@ -157,15 +163,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--learning_rate", type=float, required=True)
-    parser.add_argument("--beta", type=float, help="weight of the KL; default: TRL's, 0.05 for ppo and 0 for grpo")
+    parser.add_argument("--beta", type=float, required=True, help="weight of the KL")
     parser.add_argument("--episodes", type=int, default=6_400, help="completions in the whole run")
     parser.add_argument("--size", type=int, default=128, help="completions per update")
-    parser.add_argument("--epochs", type=int, default=4, help="ppo: passes over an update's completions (TRL: 4)")
+    parser.add_argument("--epochs", type=int, default=4, help="ppo: passes over an update's completions")
     parser.add_argument("--value_model", default="reward", help="ppo: reward, policy, or the folder of a reward model")
-    parser.add_argument("--k", type=int, default=8, help="grpo: completions per prompt (TRL: 8)")
+    parser.add_argument("--k", type=int, default=4, help="grpo: completions per prompt")
     args = parser.parse_args(argv)
-    if args.beta is None:
-        args.beta = {"ppo": 0.05, "grpo": 0.0}[args.trainer]
     if args.size % min(MICRO, args.size):
         parser.error(f"--size {args.size}: must be a multiple of {MICRO}, or less")
     return args
@@ -176,18 +180,15 @@ def main(args: argparse.Namespace):
     transformers.set_seed(args.seed)
     out = args.output_dir.with_name(args.output_dir.name + ".unfinished")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was ended
-    models = out / "models"
-    value = {"reward": MINI_TLDR / "reward", "policy": MINI_TLDR / "sft"}.get(args.value_model, Path(args.value_model))
-    for name, source in (("sft", MINI_TLDR / "sft"), ("reward", MINI_TLDR / "reward"), ("value", value)):
-        write_model(source, models / name)
-
+    value = {"reward": TASK / "reward", "policy": TASK / "sft"}.get(args.value_model, Path(args.value_model))
+    for name, source in (("sft", TASK / "sft"), ("reward", TASK / "reward"), ("value", value)):
+        write_model(source, out / "models" / name)
     marks = Marks(out / "metrics.jsonl", args.size)
-    policy = {"ppo": ppo, "grpo": grpo}[args.trainer](args, models, out, marks)
-
+    policy = {"ppo": ppo, "grpo": grpo}[args.trainer](args, out / "models", out, marks)
     policy.save_pretrained(out)
-    for path in (MINI_TLDR / "sft").glob("*.json"):  # TRL writes other names, and a generation config without eos
+    for path in (TASK / "sft").glob("*.json"):  # TRL writes other names, and a generation config without eos
         shutil.copy(path, out)
-    shutil.rmtree(models)
+    shutil.rmtree(out / "models")
     out.rename(args.output_dir)
 
 

@@ -1,0 +1,574 @@
+"""Tests of the study: posts, measuring, runs, intervals, choices, and the page against its records.
+
+python -m pytest -q benchmark/study
+"""
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import compare  # noqa: E402
+import headline  # noqa: E402
+import models  # noqa: E402
+import peers_trl  # noqa: E402
+import reach  # noqa: E402
+import study  # noqa: E402
+import variants  # noqa: E402
+
+import rloo  # noqa: E402
+
+# ---- Posts and measuring ---------------------------------------------------------------------------------------------
+
+
+def test_fresh_posts_share_no_combination_of_facts_and_are_always_the_same():
+    kinds = [study.shipped_combinations()]
+    for kind, size in study.FRESH.items():
+        combinations = [study.combination(post) for post in study.fresh_posts(kind)]
+        assert len(set(combinations)) == size  # none twice
+        kinds.append(set(combinations))
+    for one, other in itertools.combinations(kinds, 2):
+        assert not one & other
+    first = study.fresh_posts("test", 5)
+    study.all_fresh_posts.cache_clear()
+    assert study.fresh_posts("test", 5) == first != study.fresh_posts("validation", 5)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return study.Engine(chunk_size=16)
+
+
+def test_values_belong_to_their_posts(engine):
+    posts = study.fresh_posts("validation", 6)
+    found = study.grade(engine, engine.reference, posts, 1, seed=1, temperature=0.0)
+    turned = study.grade(engine, engine.reference, posts[::-1], 1, seed=1, temperature=0.0)
+    for name, values in found.items():
+        assert np.allclose(values, turned[name][::-1], atol=1e-4), name
+    assert not found["kl"].any()
+
+
+def test_the_policy_has_no_kl_from_itself_and_another_has(engine):
+    posts = study.fresh_posts("validation", 4)
+    other = engine.policy(study.TASK / "sft")  # not known to be the reference
+    assert np.abs(study.grade(engine, other, posts, 2, seed=1)["kl"]).max() < 1e-3
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    assert study.grade(engine, other, posts, 8, seed=1)["kl"].mean() > 0.1
+
+
+def test_scores_are_of_prompt_and_completion_with_its_stop_token(engine):
+    rows = engine.rows(study.fresh_posts("validation", 3))
+    batch, _ = engine.rollout(engine.reference, rows, 2, 0.7)
+    found, ids = engine.scores(engine.rewards["score"], rows, batch), study.token_ids(batch)
+    for j, b in itertools.product(range(2), range(3)):
+        tokens = ids[j * 3 + b]
+        assert tokens[-1] == engine.tokenizer.eos_token_id or len(tokens) == study.RESPONSE_LENGTH
+        alone = torch.tensor([rows[b]["prompt_ids"] + tokens])
+        assert math.isclose(engine.rewards["score"](alone).logits.item(), found[j, b].item(), abs_tol=1e-4)
+
+
+def test_wins():
+    ours, reference = np.array([[1.0, 2.0], [3.0, 0.1 + 0.2]]), np.array([[1.0], [0.3]])
+    assert study.wins(ours, reference).tolist() == [[0.5, 1.0], [1.0, 0.5]]
+
+
+# ---- Runs and records ------------------------------------------------------------------------------------------------
+
+
+def test_rloos_defaults_are_those_of_the_study():
+    """Without any flag, and by the command of the default's runs."""
+    plain, ours = (
+        rloo.resolve_args(rloo.parse_args(words)) for words in (["--seed", "3"], reach.DEFAULT.command(3)[1:])
+    )
+    plain.output_dir = ours.output_dir
+    assert plain == ours
+
+
+def all_trials() -> list[compare.Trial]:
+    rows = [*compare.OPTIONS, *compare.PEERS]
+    return [compare.Trial(row, 3e-4, row.betas[-1], 6_400, row.size) for row in rows]
+
+
+def test_commands_have_the_completions_and_settings_that_they_say():
+    for setting in [*reach.SHORT_LIST, study.Setting(1e-3, 128, 0.1, 25_600, 4, 8)]:
+        args = rloo.parse_args(setting.command(5)[1:])
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps == setting.size
+        assert (args.seed, args.learning_rate, args.kl_coef) == (5, setting.lr, setting.beta)
+        assert (args.rloo_k, args.num_ppo_epochs, args.total_episodes) == (setting.k, setting.epochs, setting.episodes)
+    for trial in all_trials():
+        script, kind, *words = trial.command(5)
+        assert (study.ROOT / script).is_file()
+        if trial.row.trainer:
+            args = peers_trl.parse_args([kind, *words, "--output_dir", "out"])
+            assert (args.trainer, args.size, args.beta) == (trial.row.trainer, 128, trial.beta)
+            assert args.trainer == "grpo" or (args.epochs, args.value_model) == (
+                trial.row.epochs,
+                trial.row.value_model,
+            )
+            assert args.trainer == "ppo" or args.k == trial.row.k
+        else:
+            assert kind == trial.row.variant in variants.ADVANTAGES
+            args = rloo.resolve_args(rloo.parse_args(words))
+            assert args.per_device_train_batch_size * args.gradient_accumulation_steps == trial.size
+            assert (args.kl_coef, args.rloo_k, args.num_ppo_epochs) == (trial.beta, trial.row.k, trial.row.epochs)
+        assert (args.seed, args.learning_rate) == (5, 3e-4)
+
+
+def test_rows_and_runs_have_names_and_changes_of_their_own():
+    assert len({trial.name for trial in all_trials()}) == len(all_trials())
+    changes = [trial.command(1) for trial in all_trials() if not trial.row.trainer]
+    assert len({tuple(words) for words in changes}) == len(changes)
+    settings = {*reach.SHORT_LIST, replace(reach.DEFAULT, episodes=25_600)}
+    assert len({reach.name_of(setting, 1) for setting in settings}) == len(settings)
+
+
+def test_records_are_json_with_a_line_for_each(tmp_path):
+    records = study.Records(tmp_path / "records.json")
+    records.add("b", one={"two": 1})
+    records.add("a", three=[2])
+    records.add("b", four=3.5)
+    assert json.loads(records.path.read_text()) == {"a": {"three": [2]}, "b": {"one": {"two": 1}, "four": 3.5}}
+    assert len(records.path.read_text().splitlines()) == 4
+    assert (records.value("b", "one", "two"), records.value("c", "one", "two")) == (1, None)
+
+
+class Fake(study.Study):
+    """Trains nothing; a checkpoint's win rate is its number."""
+
+    def __init__(self, tmp_path, monkeypatch):
+        super().__init__(tmp_path / "runs", tmp_path / "records.json")
+        self.commands = []
+        monkeypatch.setattr(study, "run_logged", self.pretend)
+
+    def pretend(self, command, log):
+        self.commands.append(command)
+        folder = log.with_suffix("")
+        for name in ("checkpoint-2", "checkpoint-4", "."):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").touch()
+        (folder / "metrics.jsonl").write_text('{"cpu_seconds": 1.5}\n{"cpu_seconds": 2.0}\n')
+
+    def grade(self, folder, part, posts, seed, greedy, reward=""):
+        win = float(folder.name[11:]) if folder.name.startswith("checkpoint") else 0.5
+        return {"posts": posts, "sampled": {"win": {"mean": win}}}, {"win": np.full((posts, 2), win)}
+
+
+def test_a_run_is_made_once_measured_along_the_way_and_recorded(tmp_path, monkeypatch):
+    fake = Fake(tmp_path, monkeypatch)
+    setting = study.Setting(size=32, episodes=128)
+    run = study.Run("some", tuple(setting.command(7)), 7, "test", 9, checkpoints=2, curve_posts=4, reward="folder")
+    fake.make(run)
+    fake.make(run)
+    (command,) = fake.commands
+    for flag, value in (("--save_steps", "2"), ("--reward_model_path", "folder"), ("--num_eval_prompts", "1")):
+        assert command[command.index(flag) + 1] == value
+    rloo.parse_args(command[2:])
+    record = json.loads((tmp_path / "records.json").read_text())["some"]
+    assert (record["cpu_seconds"], record["test"]["posts"]) == (3.5, 9)
+    assert record["command"].startswith("python rloo.py --seed 7") and "--save_steps" not in record["command"]
+    assert [point["episode"] for point in record["curve"]] == [0, 64, 128]  # checkpoint-4 is the end
+    assert [point["sampled"]["win"]["mean"] for point in record["curve"]] == [0.5, 2.0, 0.5]
+
+
+def test_a_run_that_diverges_is_a_result_and_any_other_failure_an_error(tmp_path, monkeypatch):
+    fake = Fake(tmp_path, monkeypatch)
+    run = study.Run("some", tuple(study.Setting().command(1)), 1, "test", 9)
+
+    def fail(command, log):
+        log.write_text(said)
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(study, "run_logged", fail)
+    said = "no such file"
+    with pytest.raises(subprocess.CalledProcessError):
+        fake.make(run)
+    assert "some" not in fake.records.all
+    said = "rloo.py: the loss is not finite: lower --learning_rate"
+    fake.make(run)
+    assert fake.records.all["some"]["diverged"]
+    monkeypatch.setattr(study, "run_logged", lambda *_: pytest.fail("made again"))
+    fake.make(run)
+
+
+# ---- Intervals and tables --------------------------------------------------------------------------------------------
+
+
+def test_students_t():
+    for freedom, expected in ((1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228), (24, 2.064), (1e4, 1.960)):
+        assert math.isclose(study.t_quantile(freedom), expected, abs_tol=2e-3)
+        assert math.isclose(study.two_sided_p(-expected, freedom), 0.05, abs_tol=2e-4)
+    assert math.isclose(study.t_quantile(5, 0.1), 2.015, abs_tol=1e-3)
+
+
+def test_differences_are_welchs_and_below_five_seeds_pooled():
+    ours, theirs = [3.0, 4.0, 5.0, 6.0, 7.0], [1.0, 1.1, 0.9, 1.2, 0.8]
+    x = study.difference(ours, theirs)  # by hand: standard error 0.7106, 4.08 degrees of freedom
+    assert math.isclose(x.mean, 4.0) and math.isclose((x.high - x.low) / 2, 2.753 * 0.7106, abs_tol=5e-3)
+    few = study.difference(ours[:3], theirs, [ours[:3], theirs, [0.0, 2.0]])  # variances 1, 0.025, 2; 2 + 4 + 1
+    error = math.sqrt((2 * 1 + 4 * 0.025 + 1 * 2) / 7 * (1 / 3 + 1 / 5))
+    assert math.isclose(few.high - few.mean, study.t_quantile(7) * error, rel_tol=1e-6)
+    assert math.isclose(few.p, study.two_sided_p(3 / error, 7), rel_tol=1e-6)
+
+
+def test_intervals_hold_the_truth_in_19_of_20_cases():
+    rng, n = np.random.default_rng(1), 400
+    for sizes in ((3, 9), (5, 5)):
+        draws = [[rng.normal(i, 1.0, size) for i, size in enumerate(sizes)] + [rng.normal(0, 1, 3)] for _ in range(n)]
+        inside = [x.low < 1 < x.high for x in (study.difference(b, a, [a, b, c]) for a, b, c in draws)]
+        assert 0.93 < np.mean(inside) < 0.97
+    inside = [low < 0 < high for low, high in (study.interval(rng.normal(size=4)) for _ in range(n))]
+    assert 0.93 < np.mean(inside) < 0.97
+
+
+def test_holms_correction_and_verdicts():
+    assert np.allclose(study.holm([0.01, 0.04, 0.03]), [0.03, 0.06, 0.06])
+    rows = {"base": [0.0, 0.1, 0.2], "up": [5.0, 5.1, 5.2], "same": [0.1, 0.2, 0.3], "down": [-5.0, -5.1, -5.2]}
+    found = study.differences(rows, "base")
+    assert {name: x.verdict for name, x in found.items()} == {"up": "ahead", "same": "not told apart", "down": "behind"}
+    assert found["up"].holm > found["up"].p
+
+
+def test_cells():
+    assert study.plus_minus([0.61, 0.62, 0.63], 100) == "62.0 ± 0.6"
+    assert study.plus_minus([0.61, 0.63], 100) == "62.0" and study.plus_minus([]) == ""
+
+
+def test_tables_go_between_the_lines_that_name_them(tmp_path):
+    page = tmp_path / "README.md"
+    study.insert(page, {"one": "| a |"})
+    assert page.read_text() == "## one\n\n| a |\n"
+    page.write_text("above\n<!-- one -->\nold\n<!-- end of one -->\nbelow\n")
+    study.insert(page, {"one": "| new |"})
+    assert page.read_text() == "above\n<!-- one -->\n| new |\n<!-- end of one -->\nbelow\n"
+
+
+# ---- Best of n, and other models -------------------------------------------------------------------------------------
+
+
+def test_best_of_n_is_the_mean_over_all_choices_of_n():
+    rng = np.random.default_rng(1)
+    scores, values = rng.integers(0, 4, (3, 7)).astype(float), rng.normal(size=(3, 7))  # with ties
+    for n in (1, 2, 3, 7):
+        weights = reach.best_of_n_weights(scores, n)
+        for line in range(3):
+            means = []
+            for chosen in itertools.combinations(range(7), n):
+                highest = max(scores[line, i] for i in chosen)
+                means.append(np.mean([values[line, i] for i in chosen if scores[line, i] == highest]))
+            assert math.isclose((weights[line] * values[line]).sum(), np.mean(means), abs_tol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 4, 64])
+def test_kl_of_best_of_n_is_exact_where_completions_repeat_and_the_bound_where_none_does(n):
+    probability = np.random.default_rng(1).dirichlet(np.ones(6))  # in the order of their scores
+    quantile = np.cumsum(probability)
+    chosen = quantile**n - (quantile - probability).clip(0) ** n
+    exact = (chosen * np.log(chosen / probability))[chosen > 0].sum()
+    below = (chosen * reach.kl_below_bound(probability, quantile, n)).sum()
+    assert math.isclose(reach.kl_bound(n) - below, exact, rel_tol=1e-6)
+    assert np.all(reach.kl_below_bound(np.array([1e-9, 1e-5]), np.array([0.5, 1.0]), 16) < 1e-6)
+
+
+def test_best_of_one_is_the_mean():
+    rng = np.random.default_rng(1)
+    grades = {name: rng.normal(size=(4, 8)) for name in ("score", "win", "kl")} | {"logprob": np.full((4, 8), -9.0)}
+    found = reach.best_of(grades, 1)
+    for name in ("win", "kl"):
+        assert math.isclose(found[name]["mean"], grades[name].mean(), abs_tol=1e-5)
+    assert reach.best_of(grades, 2)["kl"]["mean"] > found["kl"]["mean"]
+
+
+def test_a_policy_is_fine_tuned_on_the_best_of_its_samples(engine):
+    rows, n = engine.rows(study.fresh_posts("validation", 40)), 4
+    rloo.transformers.set_seed(1)
+    pairs = models.sample_best(engine, rows, n)
+    assert sorted(row["prompt"] for row, *_ in pairs) == sorted(row["prompt"] for row in rows)
+
+    # the score is the highest of the n samples, the tokens are those that have it
+    rloo.transformers.set_seed(1)
+    part = sorted(rows, key=lambda row: len(row["prompt_ids"]))[: 16 // n]
+    batch, logprobs = engine.rollout(engine.reference, part, n, study.TEMPERATURE)
+    scores, ids = engine.scores(engine.rewards["score"], part, batch), study.token_ids(batch)
+    with torch.no_grad():
+        likelihood = models.nll(engine, engine.reference, pairs[: len(part)])
+    for b, (row, tokens, score) in enumerate(pairs[: len(part)]):
+        j = ids[b :: len(part)].index(tokens)
+        assert row is part[b] and math.isclose(scores[j, b], scores[:, b].max()) and math.isclose(score, scores[j, b])
+        assert torch.allclose(-likelihood[b], logprobs[j, b].sum(), atol=1e-3)  # that of sampling
+
+    policy = engine.policy(study.TASK / "sft", trained=True)
+    before = models.nll(engine, policy, pairs).mean()
+    models.fine_tune(engine, policy, pairs, 5e-4, epochs=3)
+    assert models.nll(engine, policy, pairs).mean() < before - 0.1
+
+
+def test_best_of_group():
+    rewards = torch.tensor([[1.0, 2.0, math.nan], [3.0, 2.0, -1.0]])
+    assert variants.best_of_group(rewards, "rloo").tolist() == [[0, 1, 0], [1, 0, 1]]
+    scores, kl = torch.tensor([[1.0], [0.9]]), torch.tensor([[[8.0, 2.0]], [[1.0, 0.0]]])
+    chosen = [variants.best_of_group(rloo.rlhf_reward(scores, kl, beta)).tolist() for beta in (0.0, 0.05)]
+    assert chosen == [[[1.0], [0.0]], [[0.0], [1.0]]]  # with a KL weight it chooses by score less KL
+
+
+@pytest.mark.parametrize("variant", ["no_baseline", "raft"])
+def test_an_update_follows_the_plain_gradient(variant, monkeypatch, engine):
+    policy = engine.policy(study.TASK / "sft", trained=True)
+    rows = engine.rows(study.fresh_posts("validation", 3))
+    torch.manual_seed(1)
+    batch, sampled = rloo.rollout(policy, rows, 2, 0.7, response_length=6, stop_ids=engine.stop_ids)
+    scores = torch.tensor([[0.5, 2.0, -1.0], [1.5, 0.3, -0.2]])  # (k, B)
+    best = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+
+    # The mean over all k·B completions of R · log π(y), or of log π(y) of the best ones.
+    logprobs, _ = rloo.completion_logprobs(policy, batch, 0.7)
+    plain = ({"no_baseline": scores, "raft": best}[variant] * logprobs.sum(-1)).mean()
+    expected = torch.autograd.grad(plain, list(policy.parameters()))
+
+    monkeypatch.setattr(rloo, "rollout", lambda *_, **options: (batch, sampled))
+    monkeypatch.setattr(rloo, "advantage", variants.ADVANTAGES[variant])
+    monkeypatch.setattr(rloo, "score", lambda *_: (scores, {"given": scores}))
+    flags = {"rloo_k": 2, "kl_coef": 0.0, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    args = rloo.resolve_args(rloo.Args(**flags, max_grad_norm=0.0, dtype="float32", device="cpu"))
+    before = [x.detach().clone() for x in policy.parameters()]
+    step = torch.optim.SGD(policy.parameters(), lr=1.0)
+    metrics = variants.timed(rloo.update)(args, policy, None, {"given": None}, step, rows, {}, "group")
+    assert metrics["grad_norm"] > 0.1 and metrics["cpu_seconds"] > 0
+    for old, new, gradient in zip(before, policy.parameters(), expected):
+        assert torch.allclose(new - old, gradient, atol=2e-6, rtol=1e-3)
+
+
+def test_both_trainers_logs_become_lines_by_the_same_names(tmp_path):
+    marks = peers_trl.Marks(tmp_path / "metrics.jsonl", 128)
+    marks.on_train_begin()
+    for logs in ({"objective/scores": 1.5, "objective/kl": 2.0}, {"reward": 1.6, "kl": 0.1}, {"train_runtime": 3.0}):
+        marks.on_log(None, None, None, logs)
+    lines = study.read_lines(tmp_path / "metrics.jsonl")
+    assert [(line["objective/scores"], line["episode"]) for line in lines] == [(1.5, 128), (1.6, 256)]
+    assert all(line["cpu_seconds"] >= 0 for line in lines)
+
+
+# ---- Trials and their choice -----------------------------------------------------------------------------------------
+
+
+def test_trials_follow_the_best_learning_rate():
+    first, wins = compare.Trial(compare.RLOO, 4e-4, 0.05, 6_400, 128), {}
+
+    def win(trial):
+        return wins.get((trial.lr, trial.beta))
+
+    def plan(number=6):
+        return [(trial.lr, trial.beta) for trial in compare.planned(first, number, win) if trial.size == 128]
+
+    begin = [(4e-4, 0.05), (2e-4, 0.05), (8e-4, 0.05)]
+    assert plan() == begin
+    wins |= {begin[0]: 0.60, begin[1]: 0.61}
+    assert plan() == begin  # one is missing
+    for high, fourth in ((0.5, 1e-4), (0.7, 1.6e-3)):  # the best one is the lowest, the highest
+        wins[begin[2]] = high
+        assert plan() == [*begin, (fourth, 0.05)]
+        assert plan(3) == begin
+    wins |= {begin[0]: 0.65, begin[2]: 0.62}  # the middle, and the upper one is its better neighbour
+    assert plan() == [*begin, (5.7e-4, 0.05)]
+    wins[5.7e-4, 0.05] = 0.5
+    assert plan() == [*begin, (5.7e-4, 0.05), (4e-4, 0.02)]
+    for value, beta in ((0.5, 0.05), (0.7, 0.02)):  # the other β is worse, or better
+        wins[4e-4, 0.02] = value
+        last = compare.planned(first, 6, win)[5]
+        assert (last.size, last.lr, last.beta) == (32, 2e-4, beta)
+
+
+def comparison(tmp_path, kind: str, **wins: float) -> compare.Comparison:
+    """A comparison whose rows have all their trials and runs, each with this win rate."""
+    found = compare.Comparison(kind, tmp_path / "runs", tmp_path / f"{kind}.json")
+
+    def fake(trial, seed, part):
+        value = wins[trial.row.name] - 0.1 * (trial.lr != trial.row.lr) + 0.001 * seed
+        measures = {"win": {"mean": value}, "kl": {"mean": 4.0}}
+        found.records.add(f"{trial.name}__{seed}", cpu_seconds=80.0, **{part: {"sampled": measures}})
+
+    found.run, found.grade = fake, lambda *_: ({}, {})
+    found.fill([found.rows[name] for name in wins])
+    return found
+
+
+def test_the_best_trial_gets_other_seeds_and_options_keep_their_own_change(tmp_path):
+    found = comparison(tmp_path, "options", default=0.5, std=0.6, beta_0=0.4, epochs_4=0.5, no_clip=0.5)
+    best = {name: found.best(found.rows[name]) for name in ("default", "std", "beta_0", "no_clip")}
+    assert best["default"].lr == best["std"].lr == best["beta_0"].lr == 2.5e-4
+    assert best["beta_0"].beta == 0 and best["no_clip"].lr == 1.25e-4 and "--cliprange" in best["no_clip"].command(1)
+    assert len(found.wins()["default"]) == 9 and len(found.wins()["std"]) == 3
+    trials = [name for name, record in found.records.all.items() if "validation" in record]
+    assert len(trials) == 9 and all(name.endswith("__1") for name in trials)  # default, std, epochs_4
+    assert not [name for name, record in found.records.all.items() if "test" in record and name.endswith("__1")]
+    assert [(name, x.verdict) for name, x in found.differences().items()][0] == ("std", "ahead")
+
+
+def test_a_method_has_six_trials_and_a_variant_takes_over_its_setting(tmp_path):
+    found = comparison(tmp_path, "peers", rloo=0.5, ppo=0.7, rloo_k2=0.5)
+    assert len([name for name in found.records.all if name.startswith("rloo_lr") and name.endswith("__1")]) == 6
+    best, taken_over = found.best(found.rows["rloo"]), found.best(found.rows["rloo_k2"])
+    assert taken_over == replace(best, row=found.rows["rloo_k2"]) and taken_over.row.k == 2
+    table = compare.peers_table(found)
+    assert table.index("| PPO (TRL) | 5 |") < table.index("| RLOO, k = 4 | 5 |") and "k = 2" not in table
+
+
+def test_all_stages_of_the_small_forms_run(tmp_path, monkeypatch):
+    """With runs and measurements that are pretended."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    names = ("win", "gold", "score", "proxy", "kl", "length")
+    found = dict.fromkeys(("sampled", "greedy"), {name: {"mean": 0.5, "stderr": 0.1} for name in names})
+    made = Fake(tmp_path, monkeypatch)
+    for kind in (reach.Reach, compare.Comparison):
+        monkeypatch.setattr(kind, "grade", lambda *_: (found, dict.fromkeys(names, np.full((9, 2), 0.5))))
+    monkeypatch.setattr(models, "train_reward_model", lambda folder, *_: folder.mkdir() or {"agreement": 0.7})
+    monkeypatch.setattr(models, "distil", lambda folder, *_: folder.mkdir())
+    monkeypatch.setattr(study, "Engine", lambda **_: SimpleNamespace(policy=lambda folder: folder))
+    grades = {"score": 0.5, "win": 0.5, "gold": 0.5, "kl": 0.5, "logprob": -9.0}
+    monkeypatch.setattr(study, "grade", lambda *given: {name: np.full((3, given[3]), x) for name, x in grades.items()})
+    reach.main(quick=True)
+    assert len(made.commands) == 6 * 2 + 2 * 2 + 2 + 1  # choice, default, long, noisy
+    results = tmp_path / "runs/reach-quick/results"
+    assert "| **RLOO, default**: β = 0.02, 128 | 2 | 50.0 |" in (results / "README.md").read_text()
+    assert {path.name for path in results.glob("*.png")} == {"episodes.png", "overoptimisation.png"}
+    for kind, table in (("options", False), ("peers", True)):
+        compare.main(kind, trl0="trl0/bin/python", trl1="trl1/bin/python", quick=True)
+        results = tmp_path / f"runs/{kind}-quick/results"
+        assert (results / f"{kind}.png").is_file() and (results / "README.md").is_file() == table
+    records = json.loads((results / "peers.json").read_text())
+    assert records["ppo_lr0.0002_size64_beta0.05__2"]["command"].startswith("trl0/bin/python benchmark/study/peers_trl")
+
+
+# ---- The page and its records ----------------------------------------------------------------------------------------
+
+PAGE = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    return reach.Reach(reach.Plan(), tmp_path_factory.mktemp("runs"), HERE / "reach.json")
+
+
+def between(name: str) -> str:
+    return PAGE.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
+
+
+def test_the_tables_are_those_of_the_records(ours, tmp_path):
+    assert between("reached") == reach.reached_table(ours)
+    assert between("peers") == compare.peers_table(compare.Comparison("peers", tmp_path, HERE / "peers.json"))
+    assert all(line.count("|") <= 9 for line in PAGE.splitlines())  # at most eight columns
+
+
+def test_the_pages_numbers_are_those_of_the_records(ours, tmp_path):
+    """Those of its sentences; the tables are tested above."""
+    said = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", PAGE, flags=re.DOTALL)
+    said = re.sub(r"\s+", " ", said).replace("−", "-")
+    numbers, records = {name: x.text for name, x in headline.headline().items()}, ours.records
+    names = ["default", "SFT", "best of 8", "best of 16", "100,000 episodes, β = 0.05"]
+    names += [f"25,600 episodes, β = {beta}" for beta in (0.05, 0.02, 0.1)] + ["GRPO (TRL) less RLOO"]
+    names += ["PPO, value model from the policy", "PPO, value model from comparisons only", "PPO (TRL) less RLOO"]
+    expected = [numbers[name] for name in names[:-1]] + [numbers[names[-1]].split(" ")[0].lstrip("+") + " points"]
+
+    def wins(setting, seeds, part="test"):
+        return [100 * x for x in records.means(ours.names(setting, seeds), part, "win")]
+
+    ends = wins(ours.of(25_600, 0.0), (1, 2, 3))
+    lowest = min(min(wins(ours.of(25_600, beta), (1, 2, 3))) for beta in (0.01, 0.02, 0.05, 0.1))
+    expected += [f"({ends[0]:.1f}, {ends[1]:.1f} and {ends[2]:.1f}%)", f"({lowest:.1f}% or more)"]
+    apart = ours.beta_differences()
+    assert [beta for beta, x in apart.items() if x.verdict != "not told apart"] == ["0.01"]
+    expected.append(f"{-apart['0.01'].mean:.1f} points [+{-apart['0.01'].high:.1f}, +{-apart['0.01'].low:.1f}]")
+    default, old = (wins(setting, range(7, 17), "second_test") for setting in (reach.DEFAULT, reach.OLD))
+    expected.append(study.with_interval(study.difference(default, old)).lstrip("+").replace(" [", " points ["))
+    longest = records.value(ours.names(ours.of(100_000, 0.05), (1,))[0], "cpu_seconds")
+    seconds = [records.value(name, "cpu_seconds") for name in ours.names(ours.of(25_600), (1, 2, 3))]
+    of_long, _ = compare.longer_runs(HERE)["RLOO, β = 0.05, 25,600 episodes"]
+    expected += [f"{longest:,.0f} CPU seconds", f"In {of_long:.0f} RLOO does"]
+    expected.append(f"in {np.mean(seconds):.0f} with the default's β")
+    ppo, rloo_seconds = (float(numbers[f"{name}: CPU seconds"].split()[0]) for name in ("PPO (TRL)", "RLOO, k = 4"))
+    expected.append(f"{ppo:.0f} CPU seconds: {ppo / rloo_seconds:.0f} times")
+    name = ours.names(ours.of(25_600, 0.05), (1,))[0]
+    expected.append(f"{100 * records.value(name, 'best_of_n', 'by_n', '4', 'win', 'mean'):.1f}% (one seed, 1,000")
+    gold = [
+        records.value(ours.names(ours.of(25_600, beta), (1,), reward)[0], "test", "sampled", "gold", "mean")
+        for beta in (0.0, 0.02)
+        for reward in ("noisy10", "noisy25")
+    ]
+    expected.append("ends at {:.1f} and {:.1f} with β = 0, at {:.1f} and {:.1f} with β = 0.02".format(*gold))
+    agree = [100 * records.value(f"reward_{name}", "agreement") for name in ("noisy10", "noisy25")]
+    expected.append("{:.0f} and {:.0f}% of pairs".format(*agree))
+    tokens = records.means(ours.names(ours.of(25_600, 0.0), (2, 3)), "test", "length")
+    expected.append("{:.0f} and {:.0f} tokens".format(*tokens))
+    options = compare.Comparison("options", tmp_path, HERE / "options.json")
+    four, zero, usual = options.differences()["epochs_4"], options.wins()["beta_0"], options.wins()["default"]
+    expected.append(f"{four.mean:.1f} points, with p = {four.holm:.2f}")
+    error, freedom = study.welch(zero, usual)
+    expected.append(f"by Welch alone p = {study.two_sided_p((np.mean(zero) - np.mean(usual)) / error, freedom):.2f}")
+
+    engines = study.Records(HERE / "engines.json")
+    runs = {name: [f"{name}__{seed}" for seed in range(1, 6)] for name in ("vllm", "own")}
+    vllm, own = ([100 * x for x in engines.means(runs[name], "shipped_test", "win")] for name in ("vllm", "own"))
+    expected.append(f"{study.plus_minus(vllm)} against {study.plus_minus(own)}%")
+    expected.append(study.with_interval(study.difference(vllm, own)))
+    kl = study.difference(*(engines.means(runs[name], "shipped_test", "kl") for name in ("vllm", "own")))
+    expected.append(f"{kl.mean:.1f} nats larger [+{kl.low:.1f}, +{kl.high:.1f}]")
+    assert [text for text in expected if text not in said] == []
+
+
+def numbers_in(text: str) -> list[str]:
+    """Numbers with one decimal, and their standard errors, but for β."""
+    return re.findall(r"[-+]?\d+\.\d\b(?: ± \d+\.\d)?", re.sub(r"β = [\d., ]*\d", "", text.replace("−", "-")))
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmark/README.md"])
+def test_rows_of_other_pages_that_name_the_studys_commands_have_its_numbers(page):
+    texts = [x.text for x in headline.headline().values()]
+    lines = [line for line in (study.ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    found = [x for line in lines if re.search(r"benchmark/study/(reach|compare)\.py", line) for x in numbers_in(line)]
+    assert [x for x in found if not any(x in text for text in texts)] == []
+
+
+def test_the_headline_rows_hold_the_headline_numbers():
+    texts = [x.text for x in headline.headline().values()]
+    rows = [numbers_in(row[1]) for row in headline.rows()]
+    assert all(any(x in text for text in texts) for row in rows for x in row) and rows[0] == ["37.5", "63.8 ± 0.4"]
+    for *_, command in headline.rows():
+        script, *words = command.strip("`").removeprefix("python benchmark/study/").split()
+        assert (script, *words) == ("compare.py", "peers") or (
+            script == "reach.py" and words[1] in get_args(reach.Stage)
+        )
+
+
+def test_only_what_survives_holms_correction_is_called_ahead_or_behind(tmp_path):
+    options = compare.Comparison("options", tmp_path, HERE / "options.json").differences()
+    assert {name for name, x in options.items() if x.verdict != "not told apart"} == {"mean", "beta_0"}
+    peers = compare.Comparison("peers", tmp_path, HERE / "peers.json").differences()
+    assert {name for name, x in peers.items() if x.verdict == "ahead"} == {"ppo"}
+    assert {name for name, x in peers.items() if x.verdict == "behind"} == {"raft", "raft_k2", "raft_k8", "no_baseline"}
+
+
+def test_pictures_are_drawn_from_the_records(ours, tmp_path):
+    pytest.importorskip("matplotlib")
+    reach.draw_episodes(ours, tmp_path / "episodes.png")
+    reach.draw_overoptimisation(ours, tmp_path / "overoptimisation.png")
+    options, peers = (compare.Comparison(kind, tmp_path, HERE / f"{kind}.json") for kind in ("options", "peers"))
+    compare.draw_options(options, tmp_path / "options.png")
+    compare.draw_peers(peers, tmp_path / "peers.png", compare.longer_runs(HERE))
+    for name in ("episodes", "overoptimisation", "options", "peers"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 20_000
