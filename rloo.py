@@ -442,7 +442,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         "lr": optimizer.param_groups[0]["lr"],
         "tokens_per_second": int(sum_over_ranks(mask.sum())) / (times[-1] - times[0]),
         "memory/peak_gb": peak_memory(device),
-        "time/cpu": time.process_time() - cpu_time,
+        "cpu_time": time.process_time() - cpu_time,
     }
     for name, seconds in zip(("rollout", "reference", "reward", "train"), np.diff(times), strict=True):
         metrics[f"time/{name}"] = float(seconds)
@@ -831,7 +831,7 @@ def warn_about(metrics: dict, args):
             "the KL divergence from the reference is above 1 nat per token: training may be destroying the policy; "
             "lower --learning_rate"
         )
-    if args.device == "cpu" and metrics["time/train"] > metrics["time/cpu"]:
+    if args.device == "cpu" and metrics["time/train"] > metrics["cpu_time"]:
         say_once(
             "updates take much longer than their CPU time, since other processes use the cores: try "
             "OMP_WAIT_POLICY=PASSIVE or OMP_NUM_THREADS=1"
@@ -1041,7 +1041,7 @@ def causal_mask(real):
     return (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
 
 
-def group_attention(module, query, key, value, attention_mask, **kwargs):
+def group_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Attention as `transformers` calls it, in place of its sdpa function: query (B, H, n, D), key and value
     (B, h, n, D); returns (B, n, H, D) and None. It handles two kinds of calls that only this file makes; all others go
     to sdpa unchanged:
@@ -1052,7 +1052,8 @@ def group_attention(module, query, key, value, attention_mask, **kwargs):
         prompt and itself. That costs P² + k·R·(P + R) products; one mask over the row would cost (P + k·R)².
     """
     if isinstance(key, tuple):
-        return step_attention(query, key, value, attention_mask, kwargs["scaling"]), None
+        return step_attention(query, key, value, attention_mask, scaling or query.shape[-1] ** -0.5), None
+    kwargs["scaling"] = scaling
     if not hasattr(attention_mask, "lanes"):
         return sdpa_attention(module, query, key, value, attention_mask, **kwargs)
 
@@ -1127,17 +1128,22 @@ def completion_hidden(model, batch: Batch, layout):
     if layout == "plain":
         ids = torch.cat([batch.prompt_ids.repeat(k, 1), batch.responses.flatten(0, 1)], dim=1)  # (k·B, P + R)
         mask = torch.cat([batch.prompt_mask.repeat(k, 1), batch.response_mask.flatten(0, 1)], dim=1).long()
-        hidden = model.base_model(ids, attention_mask=mask, position_ids=positions.repeat(k, 1), use_cache=False)[0]
+        hidden = body_of(model)(ids, attention_mask=mask, position_ids=positions.repeat(k, 1), use_cache=False)[0]
         return hidden[:, P - 1 :].unflatten(0, (k, B))
 
     ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)  # (B, P + R·k)
     positions = torch.cat([positions[:, :P], positions[:, P:].repeat_interleave(k, dim=1)], dim=1)
     mask = causal_mask(real)
     mask.lanes = P, k  # see group_attention
-    hidden = model.base_model(ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+    hidden = body_of(model)(ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
     last_of_prompt = hidden[:, P - 1 : P].expand(k, -1, -1, -1)  # predicts token 0 of every completion
     lanes = hidden[:, P:].unflatten(1, (R, k)).permute(2, 0, 1, 3)  # (k, B, R, H)
     return torch.cat([last_of_prompt, lanes], dim=2)
+
+
+def body_of(model):
+    """The model without its head. Some models are their own `base_model` by mistake."""
+    return model.model if model.base_model is model and hasattr(model, "model") else model.base_model
 
 
 def final_logits(model, hidden):
@@ -1326,18 +1332,28 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
 
 
 class LaneCache(Cache):
-    """Keys and values of the lanes' own tokens, (b·k, h, R, D) in each layer. `update` returns pairs for
-    step_attention: (prompts' keys, own keys), (prompts' values, own values), of which own ones end at `length`."""
+    """Keys and values of the lanes' own tokens, (b·k, h, R, D) in each layer. `update` writes those of token `t` and
+    returns pairs for step_attention: (prompts' keys, own keys), (prompts' values, own values), of which own ones end at
+    `length`. Sizes and addresses are static."""
 
-    def __init__(self, prompts: Cache, R):
-        super().__init__(layer_class_to_replicate=partial(StaticLayer, max_cache_len=R))
+    def __init__(self, prompts: Cache, R, t: torch.Tensor):
+        super().__init__(layers=[])
         self.prompts = prompts  # (b, h, P, D) in each layer
-        self.length = R
+        self.own = {}  # layer -> keys and values
+        self.R = self.length = R
+        self.t = t  # (1,), on the device
 
     def update(self, key, value, layer_idx, *args, **kwargs):
-        keys, values = super().update(key, value, layer_idx, *args, **kwargs)
+        if layer_idx not in self.own:
+            self.own[layer_idx] = [x.new_zeros(*x.shape[:2], self.R, x.shape[3]) for x in (key, value)]
+        own_keys, own_values = self.own[layer_idx]
+        own_keys.index_copy_(2, self.t, key)
+        own_values.index_copy_(2, self.t, value)
         prompt = self.prompts.layers[layer_idx]
-        return (prompt.keys, keys[:, :, : self.length]), (prompt.values, values[:, :, : self.length])
+        return (prompt.keys, own_keys[:, :, : self.length]), (prompt.values, own_values[:, :, : self.length])
+
+    def reorder_cache(self, index):
+        self.own = {layer: [x[index] for x in pair] for layer, pair in self.own.items()}
 
 
 class Decoder:
@@ -1359,9 +1375,8 @@ class Decoder:
         self.lanes = torch.arange(B * k, device=device).view(B, k)  # the rows of `tokens` that a step continues
         self.t = torch.zeros(1, dtype=torch.long, device=device)  # index of the newest token
         self.prompt_mask = torch.zeros(B, P, dtype=torch.bool, device=device)
-        # Caches of static size that count their slots on the device, so that a replayed graph also advances them.
         self.prompt_cache = Cache(layer_class_to_replicate=partial(StaticLayer, max_cache_len=P))
-        self.lane_cache = LaneCache(self.prompt_cache, R)
+        self.lane_cache = LaneCache(self.prompt_cache, R, self.t)
         self.graph = self.capture() if device.type == "cuda" and R > 2 else None  # capture uses tokens 0 to 2
 
     def generate(self, prompt_ids, prompt_mask):
@@ -1387,8 +1402,7 @@ class Decoder:
         self.prompt_mask.copy_(prompt_mask)
         self.t.zero_()
         self.prompt_cache.reset()
-        self.lane_cache.reset()
-        hidden = self.model.base_model(
+        hidden = body_of(self.model)(
             prompt_ids,
             attention_mask=causal_mask(prompt_mask),
             position_ids=positions_of(prompt_mask),
@@ -1402,7 +1416,7 @@ class Decoder:
         b, k = self.lanes.shape
         own = torch.arange(self.lane_cache.length, device=self.t.device) <= self.t  # the others are still empty
         mask = torch.cat([self.prompt_mask.repeat_interleave(k, dim=0), own.expand(b * k, -1)], dim=1)
-        hidden = self.model.base_model(
+        hidden = body_of(self.model)(
             self.tokens[self.lanes.flatten(), self.t][:, None],
             attention_mask=mask[:, None, None],
             position_ids=mask.sum(1, keepdim=True) - 1,
@@ -1892,7 +1906,7 @@ def check_logits(model):
     name = type(model).__name__
     with explained(f"{name}: cannot be run"):
         tokens = torch.tensor([[0, 1]], device=model.device)
-        ours = final_logits(model, model.base_model(tokens)[0])
+        ours = final_logits(model, body_of(model)(tokens)[0])
         theirs = type(model).forward(model, tokens).logits.float()
     require(ours.isfinite().all(), f"{name}: its logits are not finite; is the file damaged?")
     require((theirs - ours).norm() <= 0.01 * ours.norm(), f"{name}: final_logits does not reproduce its logits")
@@ -2126,11 +2140,8 @@ HARMLESS_ON_RESUME = {
     "num_sample_generations",
     "save_steps",
     "save_total_limit",
-    "output_dir",
     "exp_name",
     "track",
-    "device",
-    "resume",
 }
 FIXED_ON_RESUME = {
     "sft_model_path",
@@ -2204,7 +2215,7 @@ def load_state(folder: Path, flags: dict) -> dict:
         state = json.loads((folder / "state.json").read_text())
         old = state["flags"]
     new = json.loads(json.dumps(flags))  # with lists instead of tuples
-    names = [name for name in new if old.get(name) != new[name]]
+    names = [name for name in new if old.get(name) != new[name] and name not in ("resume", "output_dir", "device")]
     changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in names}
     fixed = [text for name, text in changed.items() if name in FIXED_ON_RESUME]
     require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
