@@ -2846,11 +2846,11 @@ def test_the_closing_table_has_before_on_the_left(capsys):
 
 
 def test_the_bar_shows_the_win_rate_by_the_judge_if_there_is_one():
-    for evaluation, shown in (({"sampled/win_rate": 0.2}, 0.2), ({}, "-")):
-        for judged, win in ((evaluation, shown), (evaluation | {"sampled/judge_win_rate": 0.7}, 0.7)):
+    for evaluation, shown in (({"sampled/win_rate": 0.2}, ["win=0.2"]), ({}, [])):
+        for judged, win in ((evaluation, shown), (evaluation | {"sampled/judge_win_rate": 0.7}, ["win=0.7"])):
             bar = rloo.tqdm(total=2, file=io.StringIO())
             rloo.show_progress(bar, {"objective/rlhf_reward": 1.5, "objective/kl": 0.5}, judged)
-            assert bar.n == 1 and bar.postfix.split(", ") == ["kl=0.5", "reward=1.5", f"win={win}"]
+            assert bar.n == 1 and bar.postfix.split(", ") == ["reward=1.5", "kl=0.5", *win]
 
 
 def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys):

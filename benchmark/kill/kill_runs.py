@@ -67,7 +67,7 @@ def result(output: Path) -> dict[str, object]:
     """What a finished run left, without times, memory and what follows from them."""
 
     def lasting(metrics: dict) -> dict:
-        changing = ("time/", "eps", "tokens_per_second", "memory/")
+        changing = ("time/", "cpu_time", "eps", "tokens_per_second", "memory/")
         return {name: value for name, value in metrics.items() if not name.startswith(changing)}
 
     newest = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
