@@ -2263,7 +2263,7 @@ def explained(message: str, hint=""):
         raise
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise InputError(f"{message} ({type(error).__name__}: {first_line}){hint}") from error
+        raise InputError(f"{message} ({type(error).__name__}: {first_line:.300}){hint}") from error
 
 
 ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; written as they are compared
