@@ -1052,6 +1052,12 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     assert layout(12, 8, "plain") == "plain"
 
 
+def test_in_float32_group_rows_that_are_off_by_a_hundredth_are_not_run(monkeypatch):
+    spy(monkeypatch, "completion_hidden", lambda inputs, hidden: hidden * (1.01 if inputs[2] == "group" else 1.0))
+    args = Args(device="cpu", response_length=4, rloo_k=2)
+    assert rloo.choose_layout(tiny_model(), args, [{"prompt_ids": [5, 6, 7]}]) == "plain"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
     """CUDA's memory-efficient one fills (B, n, H, D) and returns that as (B, H, n, D)."""
