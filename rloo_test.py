@@ -2421,6 +2421,13 @@ def test_prompt_and_completion_may_fill_the_positions_and_no_more():
         rloo.check_sizes(model, args, [{"prompt_ids": [3] * 101}])
 
 
+def test_held_out_prompts_must_fit_into_the_positions_of_the_policy_too(train, tmp_path):
+    for split, n in (("train", 2), ("test", 123)):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": "a " * n}) + "\n")
+    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: has 128 positions; the longest prompt, 123 tokens"):
+        train(dataset_name=str(tmp_path), num_eval_prompts=1)
+
+
 @pytest.mark.parametrize("engine", ["group", "hf"])
 def test_a_tokenizer_needs_no_pad_token(train, tiny, tmp_path, engine):
     """Without one the numbers are the same, and it is saved as it was."""
