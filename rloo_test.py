@@ -1060,6 +1060,12 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     assert layout(12, 8, "plain") == "plain"
 
 
+def test_in_float32_group_rows_that_are_off_by_a_hundredth_are_not_run(monkeypatch):
+    spy(monkeypatch, "completion_hidden", lambda inputs, hidden: hidden * (1.01 if inputs[2] == "group" else 1.0))
+    args = Args(device="cpu", response_length=4, rloo_k=2)
+    assert rloo.choose_layout(tiny_model(), args, [{"prompt_ids": [5, 6, 7]}]) == "plain"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
     """CUDA's memory-efficient one fills (B, n, H, D) and returns that as (B, H, n, D)."""
@@ -2420,6 +2426,13 @@ def test_prompt_and_completion_may_fill_the_positions_and_no_more():
     rloo.check_sizes(model, args, [{"prompt_ids": [3] * 100}])
     with pytest.raises(InputError, match="has 128 positions; the longest prompt, 101 tokens"):
         rloo.check_sizes(model, args, [{"prompt_ids": [3] * 101}])
+
+
+def test_held_out_prompts_must_fit_into_the_positions_of_the_policy_too(train, tmp_path):
+    for split, n in (("train", 2), ("test", 123)):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": "a " * n}) + "\n")
+    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: has 128 positions; the longest prompt, 123 tokens"):
+        train(dataset_name=str(tmp_path), num_eval_prompts=1)
 
 
 @pytest.mark.parametrize("engine", ["group", "hf"])
