@@ -1030,8 +1030,9 @@ OTHERS = {  # by how transformers calls them, with a window of 12 tokens where t
 
 
 OLD = transformers.__version__.startswith("4.")
-if OLD:  # there their attention is their own
-    OTHERS |= {name: (OTHERS[name][0], False) for name in ("gemma3n_text", "stablelm")}
+if OLD:
+    OTHERS["stablelm"] = (OTHERS["stablelm"][0], False)  # there its attention is its own
+    del OTHERS["gemma3n_text"]  # there it is refused: without a cache its logits are other ones
 
 
 def any_model(name: str):
@@ -1951,6 +1952,7 @@ def test_models_that_the_decoder_cannot_run_are_found_by_a_trial(capsys):
         assert "falls back to --layout plain" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(OLD, reason="before transformers 5 Qwen2-MoE's attention is its own")
 def test_a_sliding_window_of_0_is_none():
     """As in the configs of Qwen2-MoE."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -4523,7 +4525,9 @@ def test_rollouts_and_evaluations_sample_from_the_adapted_policy(train, monkeypa
 def test_what_a_run_with_adapters_leaves(train, tiny, tmp_path, monkeypatch, dtype):
     """The merged policy, which loads as it is, and the adapters beside it; weight decay takes nothing off the base."""
     shutil.copytree(tiny / "sft", tmp_path / "sft")
-    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 9], "top_k": 7}))
+    (tmp_path / "sft" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0, 9], "top_k": 7, "do_sample": True})
+    )
     optimizers = spy(monkeypatch, "make_optimizer")
     metrics, output = train(
         **LORA, sft_model_path=str(tmp_path / "sft"), dtype=dtype, total_episodes=64, weight_decay=0.5
