@@ -175,6 +175,7 @@ def settle(args):
         if {"decode", "phases", "updates"} <= set(args.skip):
             fail("--skip: nothing is left to measure")
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
+    os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler counts in silence
 
 
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def load(folder: str, auto_class, args: Workload, dtype: str):
 
 
 def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -> dict:
-    """The lanes of decode: sampling, and of it the first token."""
+    """The lanes of decode."""
     import rloo
 
     args = Args(**args)
@@ -365,11 +366,8 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
         engines["generate, static cache"] = partial(generate, cache="static")
     if vllm_name:
         engines[vllm_name] = by_vllm
-    found = {}
-    for name, length in (("decode", args.response_length), ("first token", 1)):  # in turns the static cache would be
-        lanes = {engine: partial(function, length) for engine, function in engines.items()}  # made anew each time
-        found[name] = timed(lanes, args.repetitions, args.device, memory=False)
-    return found
+    lanes = {name: partial(function, args.response_length) for name, function in engines.items()}
+    return {"decode": timed(lanes, args.repetitions, args.device, memory=False)}
 
 
 def phases_job(folder: str, args: dict, sizes: dict, out: str) -> dict:
@@ -604,7 +602,7 @@ def tokens_per_second(rounds: list[dict]) -> float:
     return median(one["tokens"] / one["seconds"] for one in rounds)
 
 
-PARTS = ("decode", "first token", "reference", "reward model", "training", "whole update")
+PARTS = ("decode", "reference", "reward model", "training", "whole update")
 
 
 def table(result: dict) -> str:
@@ -696,6 +694,7 @@ def command_line(words: list[str]):
     import tyro
 
     sys.path.insert(0, str(HERE.parent / "study"))
+    transformers.logging.disable_progress_bar()
     commands = {"length": (Length, over_lengths), "memory": (Memory, memory_of_runs)}
     if words[:1] == ["report"]:
         from study import insert

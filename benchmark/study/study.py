@@ -8,7 +8,7 @@ record there is not made again, and a run that was stopped goes on. Training out
 
 The rule of intervals, for all pages:
 
-    - The seed of a run is the unit. ± is the standard error of the mean over seeds; there is none for one seed.
+    - The seed of a run is the unit. ± is the standard error of the mean over seeds, given for three or more.
     - An interval in square brackets is of 95%, by Student's t: of a mean over its seeds, of a difference by Welch's.
     - Where one side of a difference has fewer than five seeds, the standard deviation is pooled over all rows of its
       table: two or three seeds do not say how much a setting varies.
@@ -100,17 +100,38 @@ class Run:
     posts: int
     """the first so many of them"""
     greedy: bool = False
-    """greedy completions as well"""
+    """measure greedy completions as well"""
     checkpoints: int = 0
     """so many points along the way are measured as well, the last one being the end"""
     curve_posts: int = 1_000
-    """posts for the points along the way"""
+    """the first so many test posts, for the points along the way"""
     reward: str = ""
     """folder of the reward model that it is trained on; empty: the embedded task's"""
     python: str = ""
     """of another environment"""
     extra: tuple[str, ...] = (*QUIET, "--resume")
-    """flags that do not belong to the record"""
+    """flags that do not belong to the record; with --resume the run saves its checkpoints"""
+
+    @property
+    def episodes(self) -> int:
+        return int(self.value("--total_episodes"))
+
+    @property
+    def size(self) -> int:
+        """Completions per update."""
+        flags = ("--per_device_train_batch_size", "--gradient_accumulation_steps", "--num_mini_batches")
+        return math.prod(int(self.value(flag)) for flag in flags)
+
+    def value(self, flag: str) -> str:
+        return self.command[self.command.index(flag) + 1]
+
+    def full_command(self, folder: Path) -> list[str]:
+        command = [self.python or sys.executable, *self.command, *self.extra, "--output_dir", str(folder)]
+        if "--resume" in self.extra:
+            updates, points = -(-self.episodes // self.size), self.checkpoints
+            command += ["--save_steps", str(-(-updates // points) if points else 0)]
+            command += ["--save_total_limit", str(max(2, points))]
+        return command + (["--reward_model_path", self.reward] if self.reward else [])
 
 
 class Records:
@@ -185,7 +206,7 @@ class Study:
             if not any(words in said for words in DIVERGED):
                 raise
             print(f"{run.name}: diverged", flush=True)
-            self.records.add(run.name, command=shown(run.command), seed=run.seed, diverged=True)
+            self.records.add(run.name, command=shown(run), seed=run.seed, diverged=True)
             return
         found = self.measured(run, folder)
         self.records.add(run.name, **found)
@@ -196,15 +217,8 @@ class Study:
         folder = self.folder / run.name
         if not (folder / "model.safetensors").is_file():
             print(f"{time.strftime('%T')} training {run.name}", flush=True)
-            command = [run.python or sys.executable, *run.command, *run.extra, "--output_dir", str(folder)]
-            if run.reward:
-                command += ["--reward_model_path", run.reward]
-            if "--resume" in run.extra:
-                updates = -(-int(value_of(run.command, "--total_episodes")) // size_of(run.command))
-                every = -(-updates // run.checkpoints) if run.checkpoints else 0
-                command += ["--save_steps", str(every), "--save_total_limit", str(max(2, run.checkpoints))]
             begun, before = folder.exists(), cpu_seconds_of_children()
-            run_logged(command, Path(f"{folder}.log"))
+            run_logged(run.full_command(folder), Path(f"{folder}.log"))
             if not begun:  # of a run that was resumed they are not known
                 self.records.add(run.name, cpu_seconds=round(cpu_seconds_of_children() - before, 1))
         lines = read_lines(folder / "metrics.jsonl")
@@ -215,20 +229,19 @@ class Study:
     def measured(self, run: Run, folder: Path) -> dict:
         """What a complete run's record gets."""
         found, grades = self.grade(folder, run.part, run.posts, run.seed, run.greedy, run.reward)
-        record = {"command": shown(run.command), "seed": run.seed, run.part: found}
+        record = {"command": shown(run), "seed": run.seed, run.part: found}
         if run.checkpoints:
             curve = [{"episode": 0, **self.start(run)}]
             for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name[11:])):
-                episode = int(checkpoint.name[11:]) * size_of(run.command)
-                if episode < int(value_of(run.command, "--total_episodes")):
+                episode = int(checkpoint.name[11:]) * run.size
+                if episode < run.episodes:
                     point, _ = self.grade(checkpoint, "test", run.curve_posts, run.seed, False, run.reward)
                     curve.append({"episode": episode, **point})
             if run.part == "test":  # the end, on the posts of the other points
                 end = {"sampled": summaries({name: x[: run.curve_posts] for name, x in grades.items()})}
             else:
                 end, _ = self.grade(folder, "test", run.curve_posts, run.seed, False, run.reward)
-            curve.append({"episode": int(value_of(run.command, "--total_episodes")), **end})
-            record["curve"] = curve
+            record["curve"] = [*curve, {"episode": run.episodes, **end}]
         return record
 
     def start(self, run: Run) -> dict:
@@ -250,18 +263,10 @@ class Study:
         return found, sampled
 
 
-def shown(command: Sequence[str]) -> str:
-    return " ".join(["python", *command])
-
-
-def value_of(command: Sequence[str], flag: str) -> str:
-    return command[command.index(flag) + 1]
-
-
-def size_of(command: Sequence[str]) -> int:
-    """Completions per update of a command of rloo.py."""
-    flags = ("--per_device_train_batch_size", "--gradient_accumulation_steps", "--num_mini_batches")
-    return math.prod(int(value_of(command, flag)) for flag in flags)
+def shown(run: Run) -> str:
+    """The command in a run's record; `trl0` and `trl1` are environments with TRL 0.19 and 1.x."""
+    python = {"": "python"}.get(run.python, f"{Path(run.python).parents[1].name}/bin/python" if run.python else "")
+    return " ".join([python, *run.command])
 
 
 def cpu_seconds_of_children() -> float:
@@ -431,7 +436,7 @@ def two_sided_p(t: float, freedom: float) -> float:
     if math.isnan(t):
         return math.nan
     edge = math.atan2(abs(t), math.sqrt(freedom))
-    angles = np.linspace(0, 1, 20_001)[:-1] + 0.5 / 20_000  # midpoints
+    angles = (np.arange(2_000) + 0.5) / 2_000  # midpoints
     tail = (np.cos(edge + (math.pi / 2 - edge) * angles) ** (freedom - 1)).mean() * (math.pi / 2 - edge)
     return float(tail / ((np.cos(math.pi / 2 * angles) ** (freedom - 1)).mean() * math.pi / 2))
 
@@ -440,7 +445,7 @@ def two_sided_p(t: float, freedom: float) -> float:
 def t_quantile(freedom: float, outside: float = 0.05) -> float:
     """The t beyond which a share `outside` lies, on both sides together."""
     low, high = 0.0, 1e4
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if two_sided_p(middle, freedom) > outside else (low, middle)
     return high
@@ -480,7 +485,7 @@ def difference(ours, theirs, pool: Sequence[Sequence[float]] = ()) -> Difference
         squares = sum((len(x) - 1) * np.var(x, ddof=1) for x in rows)
         error = math.sqrt(squares / freedom * sum(1 / n for n in sizes)) if freedom else math.nan
     mean = float(np.mean(ours) - np.mean(theirs))
-    half = t_quantile(round(float(freedom), 6)) * error if freedom else math.nan
+    half = t_quantile(round(float(freedom), 2)) * error if freedom else math.nan
     p = two_sided_p(mean / error if error else math.copysign(math.inf, mean), freedom) if freedom else math.nan
     return Difference(mean, mean - half, mean + half, p, p)
 
@@ -516,12 +521,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def plus_minus(values, factor: float = 1, decimals: int = 1, sign: str = "") -> str:
-    """Mean ± standard error over seeds, without an error for one seed; empty without any."""
+    """Mean ± standard error over seeds, without an error for fewer than three; empty without any."""
     if not len(values):
         return ""
     mean, error = mean_and_error(values)
     text = f"{factor * mean:{sign}.{decimals}f}"
-    return text if math.isnan(error) else f"{text} ± {factor * error:.{decimals}f}"
+    return text if len(values) < 3 else f"{text} ± {factor * error:.{decimals}f}"
 
 
 def with_interval(found: Difference, decimals: int = 1) -> str:
@@ -565,13 +570,6 @@ def save(figure, path: Path):
     print(f"picture: {path}")
 
 
-def band(axis, x, values: np.ndarray, colour, label: str, style: str = "o-"):
-    """Values (seeds, points): a line for their mean, a band for their range."""
-    axis.plot(x, values.mean(0), style, ms=3, lw=1.4, color=colour, label=label)
-    if len(values) > 1:
-        axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
-
-
 def forest(axis, found: dict[str, Difference], labels: dict[str, str]):
     """Differences with their intervals, a line each in the order given, the numbers on the right."""
     axis.axvline(0, color="black", lw=1)
@@ -583,39 +581,30 @@ def forest(axis, found: dict[str, Difference], labels: dict[str, str]):
     axis.set_yticks(range(len(found)), [labels[name] for name in found])
     axis.set_ylim(len(found) - 0.4, -0.6)
     for verdict, colour in VERDICTS.items():
-        axis.plot([], [], "o-", color=colour, label=verdict)
+        rule = "" if verdict == "not told apart" else " (p < 0.05 after Holm's correction)"
+        axis.plot([], [], "o-", color=colour, label=verdict + rule)
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Args:
-    """Measures a policy on fresh posts."""
+def main(policy: str, split: str = "validation", posts: int | None = None, greedy: bool = False, seed: int = 1):
+    """Measures a policy on fresh posts.
 
-    policy: str
-    """folder of the policy: a run's output_dir or a checkpoint in it"""
-    split: str = "validation"
-    """validation, to choose by, or test or second_test, to report"""
-    posts: int | None = None
-    """the first so many; if not given, all"""
-    samples: int = SAMPLES
-    """completions sampled for each post"""
-    greedy: bool = False
-    """measure greedy completions as well"""
-    seed: int = 1
-    """of sampling"""
-
-
-def main(args: Args):
+    Args:
+        policy: its folder: a run's output_dir or a checkpoint in it
+        split: validation, to choose by, or test or second_test, to report
+        posts: the first so many; if not given, all
+        greedy: measure greedy completions as well
+        seed: of sampling
+    """
     torch.set_num_threads(1)
-    engine, posts = Engine(), fresh_posts(args.split, args.posts)
-    policy = engine.policy(args.policy)
-    found = {"sampled": summaries(grade(engine, policy, posts, args.samples, args.seed))}
-    if args.greedy:
-        found["greedy"] = summaries(grade(engine, policy, posts, 1, args.seed, temperature=0.0))
-    print(json.dumps({"posts": len(posts), **found}, indent=2))
+    engine, rows = Engine(), fresh_posts(split, posts)
+    found = {"sampled": summaries(grade(engine, engine.policy(policy), rows, SAMPLES, seed))}
+    if greedy:
+        found["greedy"] = summaries(grade(engine, engine.policy(policy), rows, 1, seed, temperature=0.0))
+    print(json.dumps({"posts": len(rows), **found}, indent=2))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    tyro.cli(main)

@@ -47,7 +47,8 @@ from environment import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # rloo.py is imported later: TRL's environments cannot
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1] / "study")]
+# rloo.py and study.py are imported later: TRL's environments cannot
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = HERE / "golden.json"
@@ -517,33 +518,28 @@ LEARNED = {  # figure: its title, scale and decimals
 
 def cells(runs: list[dict], titles: dict[str, tuple]) -> list[str]:
     """Mean ± standard error over seeds of each figure; empty where there is none."""
+    from study import plus_minus
+
     return [
-        plus_minus([scale * run[name] for run in runs], decimals) if name in runs[0] else ""
+        plus_minus([scale * run[name] for run in runs], decimals=decimals) if name in runs[0] else ""
         for name, (_, scale, decimals) in titles.items()
     ]
 
 
 def tables() -> dict[str, str]:
     """All tables of the page, by their names, from the records."""
+    from study import markdown
+
     rows = json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]
-    titles = list(dict.fromkeys(row["trl"].split(",")[0] for row in rows))
-    equal: dict[str, dict[str, str]] = {}
     other = [["TRL", "setting", "max \\|Δw\\|", "of its way", "what TRL does"]]
     for row in rows:
-        title = row["trl"].split(",")[0]
         if row["why"]:
-            share = f"{row['relative']:.1%}"
-            other.append([title, row["setting"], f"{row['difference']:.1e}", share, row["why"]])
-        else:
-            equal.setdefault(row["setting"], {})[title] = f"{row['difference']:.1e}"
-    same = [
-        ["setting", *titles],
-        *([name, *(found.get(title, "") for title in titles)] for name, found in equal.items()),
-    ]
+            cells_of_row = [row["trl"].split(",")[0], row["setting"], f"{row['difference']:.1e}"]
+            other.append([*cells_of_row, f"{row['relative']:.1%}", row["why"]])
     train = json.loads((HERE / "train.json").read_text())["found"]
     learned = [["", *(title for title, *_ in LEARNED.values())]]
     learned += [[trainer, *cells(runs, LEARNED)] for trainer, runs in train.items()]
-    return {"same": markdown(same), "other": markdown(other), "train": markdown(learned)}
+    return {"other": markdown(other), "train": markdown(learned)}
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
@@ -575,7 +571,9 @@ def command() -> str:
 
 def main(args: Args):
     if args.part == "report":
-        insert_tables(HERE / "README.md", tables())
+        from study import insert
+
+        insert(HERE / "README.md", tables())
         return
     if not args.trl:
         fail("--trl is needed: python of an environment with TRL, see benchmark/requirements.txt")
