@@ -430,7 +430,7 @@ def tables(result: dict) -> dict[str, str]:
     kl = [["place of the KL (score 0)", *(f"bias at KL {distance:g}" for distance in ends)]]
     for name in PLACES:
         kl.append([name, *(span(values(result["kl"], name, "bias", distance=x)) for x in ends)])
-    shown = [name for name in CORRECTIONS if name != "mask, token"]
+    shown = ("off", "truncate, sequence", "mask, sequence", "truncate, token")
     samplers = [["sampler", "gap", *shown]]
     for name in SAMPLERS:
         gap = median(row["gap"] for row in result["samplers"] if row["sampler"] == name)

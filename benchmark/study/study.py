@@ -471,22 +471,29 @@ class Difference(NamedTuple):
         return "not told apart" if not self.holm < 0.05 else "ahead" if self.mean > 0 else "behind"
 
 
+def welch(ours, theirs) -> tuple[float, float]:
+    """Standard error of a difference of means, and its degrees of freedom."""
+    parts = [np.var(x, ddof=1) / len(x) for x in (ours, theirs)]
+    spread = sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs)))
+    return math.sqrt(sum(parts)), sum(parts) ** 2 / spread if spread else 1.0
+
+
+def pooled(ours, theirs, pool) -> tuple[float, float]:
+    """The same with the standard deviation of all rows of `pool`."""
+    rows = [x for x in pool if len(x) > 1]
+    freedom = sum(len(x) - 1 for x in rows)
+    variance = sum((len(x) - 1) * np.var(x, ddof=1) for x in rows) / freedom if freedom else math.nan
+    return math.sqrt(variance * (1 / len(ours) + 1 / len(theirs))), max(freedom, 1)
+
+
 def difference(ours, theirs, pool: Sequence[Sequence[float]] = ()) -> Difference:
     """Of two means over seeds: by Welch, or with the standard deviation pooled over `pool` where either side has fewer
     than five seeds."""
-    sizes = len(ours), len(theirs)
-    if min(sizes) >= 5:
-        parts = [np.var(x, ddof=1) / len(x) for x in (ours, theirs)]
-        freedom = sum(parts) ** 2 / sum(part**2 / (n - 1) for part, n in zip(parts, sizes)) if sum(parts) else 1.0
-        error = math.sqrt(sum(parts))
-    else:
-        rows = [x for x in (pool or (ours, theirs)) if len(x) > 1]
-        freedom = sum(len(x) - 1 for x in rows)
-        squares = sum((len(x) - 1) * np.var(x, ddof=1) for x in rows)
-        error = math.sqrt(squares / freedom * sum(1 / n for n in sizes)) if freedom else math.nan
+    enough = min(len(ours), len(theirs)) >= 5
+    error, freedom = welch(ours, theirs) if enough else pooled(ours, theirs, pool or (ours, theirs))
     mean = float(np.mean(ours) - np.mean(theirs))
-    half = t_quantile(round(float(freedom), 2)) * error if freedom else math.nan
-    p = two_sided_p(mean / error if error else math.copysign(math.inf, mean), freedom) if freedom else math.nan
+    half = t_quantile(round(float(freedom), 2)) * error
+    p = two_sided_p(mean / error if error else math.copysign(math.inf, mean), freedom)
     return Difference(mean, mean - half, mean + half, p, p)
 
 
