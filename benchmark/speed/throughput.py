@@ -4,7 +4,6 @@
     python benchmark/speed/throughput.py --vllm ../vllm-env/bin/python              # and vLLM: see README.md
     python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python    # and TRL: see requirements.txt
     python benchmark/speed/throughput.py length                # forward + backward over the completions' length
-    python benchmark/speed/throughput.py memory                # memory on one and on two processes, by --sharding
     python benchmark/speed/throughput.py report                # the tables and the picture of README.md again
 
 A command's flags follow it (`length --help`). Models have random weights: nothing is downloaded. All completions have
@@ -21,10 +20,9 @@ updates  rloo.py in group layout and engine, in plain layout and hf engine, in g
          which the new weights are sent in each update), and TRL's RLOOTrainer, each in a process of its own, without
          loading and first update
 
-Peak memory is that of phases, the tensors that the first call, the warm-up, adds, counted by torch, and that of updates
-and of `memory`, all that the process holds (on CUDA: all tensors). vLLM's is not counted. The shares of the machine's
-rates compare the work that no implementation can avoid (limits.py) with what the machine can do, measured before and
-after each part.
+Peak memory of phases is that of the tensors that the first call, the warm-up, adds, counted by torch; of updates all
+that the process holds (on CUDA: all tensors). vLLM's is not counted. The shares of the machine's rates compare the work
+that no implementation can avoid (limits.py) with what the machine can do, measured before and after each part.
 
 TRL has the same models, prompts, k, R, temperature, β, one epoch, one mini-batch, micro-batch, threads; sdpa; float32,
 or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default); no logging,
@@ -142,15 +140,6 @@ class Length(Workload):
     response_lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
     """R: tokens per completion"""
     output: str = str(HERE / "length.json")
-
-
-@dataclass
-class Memory(Workload):
-    """Memory of training by rloo.py on one and on two processes; prompts are those of each process."""
-
-    grouped_query_shape: Shape = "llama-70m"
-    """shape of the last two lines"""
-    output: str = str(HERE / "memory.json")
 
 
 def settle(args):
@@ -524,7 +513,7 @@ def compare(args: Args) -> dict:
     return {"args": dataclasses.asdict(args), "machine": describe(args), "rates": machine, "found": found}
 
 
-# ---- length and memory -----------------------------------------------------------------------------------------------
+# ---- length -------------------------------------------------------------------------------------------------------
 
 GROUPS = ((256, 8), (64, 2))  # of `length`: tokens of the prompt, completions
 
@@ -552,27 +541,6 @@ def over_lengths(args: Length) -> dict:
         with tempfile.TemporaryDirectory() as out:
             given = {"args": workload, "response_lengths": args.response_lengths}
             found[part] = run_job(sys.executable, __file__, Path(out), "length", **given)
-    return {"args": dataclasses.asdict(args), "machine": describe(args), "found": found}
-
-
-RUNS = [(1, {}), (1, {"layout": "plain"}), (2, {"sharding": "ddp"}), (2, {"sharding": "fsdp"})]
-
-
-def memory_of_runs(args: Memory) -> dict:
-    """Memory of training, by sharding, layout and checkpointing."""
-    checkpointed = [(n, options | more) for n, options in RUNS for more in ({}, {"gradient_checkpointing": True})]
-    found = []
-    for shape, runs in ((args.shape, checkpointed), (args.grouped_query_shape, RUNS[:2])):
-        with tempfile.TemporaryDirectory(prefix="memory-") as temporary:
-            write_inputs(dataclasses.replace(args, shape=shape), Path(temporary))
-            for number, (processes, options) in enumerate(runs):
-                print(f"{shape}, {processes} process{'es' * (processes > 1)}: {options}", flush=True)
-                flags = rloo_flags(Path(temporary), args, 2 * processes, **options)
-                torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
-                out = Path(temporary, str(number))
-                one = run_job([sys.executable, *torchrun], __file__, out, "rloo", flags=flags, stops=[NEVER])
-                said = {"shape": shape, "processes": processes, "options": options}
-                found.append(said | {"peak_gb": one["peak_gb"]})
     return {"args": dataclasses.asdict(args), "machine": describe(args), "found": found}
 
 
@@ -649,11 +617,7 @@ def tables() -> dict[str, str]:
         group, *others = (tokens_per_second(rounds) for rounds in lanes.values())
         for name, rate in zip([*lanes][1:], others):
             decoded.append([title, name, f"{group:,.0f}", f"{rate:,.0f}", f"{median(ratios(lanes)[name]):.2f}"])
-    memory = [["model", "processes", "options", "peak per process, GiB"]]
-    for one in json.loads((HERE / "memory.json").read_text())["found"]:
-        options = " ".join(f"--{name}" + f" {value}" * (value is not True) for name, value in one["options"].items())
-        memory.append([one["shape"], str(one["processes"]), options, f"{one['peak_gb']:.2f}"])
-    return {"tldr": table(first), "decode": markdown(decoded), "memory": markdown(memory)}
+    return {"tldr": table(first), "decode": markdown(decoded)}
 
 
 def draw_length(result: dict, path: Path):
@@ -695,20 +659,18 @@ def command_line(words: list[str]):
 
     sys.path.insert(0, str(HERE.parent / "study"))
     transformers.logging.disable_progress_bar()
-    commands = {"length": (Length, over_lengths), "memory": (Memory, memory_of_runs)}
     if words[:1] == ["report"]:
         from study import insert
 
         insert(HERE / "README.md", tables())
         return draw_length(json.loads((HERE / "length.json").read_text()), HERE / "length.png")
-    kind, run = commands.get(words[0], (Args, compare)) if words else (Args, compare)
-    flags = words[1:] if kind is not Args else words
-    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction) if kind is Args else ()
-    args = tyro.cli(kind, args=flags, config=config, use_underscores=True)
+    lengths = words[:1] == ["length"]
+    config = () if lengths else (tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction)
+    args = tyro.cli(Length if lengths else Args, args=words[lengths:], config=config, use_underscores=True)
     settle(args)
-    result = run(args)
+    result = over_lengths(args) if lengths else compare(args)
     path = Path(args.output)
-    if kind is Args:
+    if not lengths:
         print(f"\n{result['machine']}\n\n{table(result)}")
         command = " ".join(["python", "benchmark/speed/throughput.py", *words])
         result = (json.loads(path.read_text()) if path.is_file() else {}) | {command: result}

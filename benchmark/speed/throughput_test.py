@@ -73,25 +73,6 @@ def test_length_of_a_tiny_model(tmp_path, in_this_process):
         assert output.with_suffix(".png").is_file()
 
 
-def test_memory_of_a_tiny_model(tmp_path, in_this_process, monkeypatch):
-    """The first of its runs, on two processes; of the others only the commands."""
-    started, start = [], throughput.run_job
-
-    def run_job(python, *given, flags, **arguments):
-        started.append((python[-1], flags))
-        return start(python, *given, flags=flags, **arguments) if len(started) == 1 else {"peak_gb": 0.5}
-
-    monkeypatch.setattr(throughput, "run_job", run_job)
-    monkeypatch.setattr(throughput, "RUNS", [(2, {"sharding": "fsdp"})])
-    output = tmp_path / "memory.json"
-    run("memory", *SIZES, "--shape", "tiny", "--grouped_query_shape", "tiny-llama", "--output", output)
-    found = json.loads(output.read_text())["found"]
-    assert [(one["shape"], len(one["options"])) for one in found] == [("tiny", 1), ("tiny", 2), ("tiny-llama", 1)]
-    assert found[0]["peak_gb"] > 0.1 and found[0]["processes"] == 2
-    assert [(processes, flags["sharding"]) for processes, flags in started] == [(2, "fsdp")] * 3
-    assert [flags.get("gradient_checkpointing") for _, flags in started] == [None, True, None]
-
-
 def test_the_page_has_the_tables_of_the_records():
     sys.path.insert(0, str(HERE.parent / "study"))
     page = (HERE / "README.md").read_text(encoding="utf-8")
