@@ -67,14 +67,14 @@ def test_gradients_are_those_of_the_log_probs_and_the_estimate_that_of_rloo():
 
 
 def test_a_small_run_has_the_figures_of_the_record(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(noise, "UPDATE", 32)
-    monkeypatch.setattr(noise, "BLOCK", 16)
-    noise.main(noise.Args(num_prompts=48, output=tmp_path / "small.json"))
+    monkeypatch.setattr(noise, "UPDATE", 16)
+    monkeypatch.setattr(noise, "BLOCK", 8)
+    noise.main(noise.Args(num_prompts=24, output=tmp_path / "small.json"))
     small, record = (json.loads(path.read_text()) for path in (tmp_path / "small.json", noise.HERE / "noise.json"))
     assert small.keys() == record.keys() and capsys.readouterr().out.startswith("| noise | k = 2 |")
     for name in noise.REWARDS:
         assert [row.keys() for row in small["tables"][name]] == [row.keys() for row in record["tables"][name]]
-    with pytest.raises(SystemExit, match="at least 48, 3 blocks"):
-        noise.main(noise.Args(num_prompts=32, output=tmp_path / "none.json"))
+    with pytest.raises(SystemExit, match="at least 24, 3 blocks"):
+        noise.main(noise.Args(num_prompts=16, output=tmp_path / "none.json"))
     page = (noise.HERE / "README.md").read_text(encoding="utf-8")
     assert f"<!-- noise -->\n{noise.table(record)}\n<!-- end of noise -->" in page

@@ -79,6 +79,22 @@ def test_the_page_has_the_tables_of_the_records():
     for name, table in throughput.tables().items():
         assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
         assert table.splitlines()[0].count("|") <= 9
+    said = " ".join(page.split())
+    first, *_ = json.loads((HERE / "throughput.json").read_text()).values()
+    whole = first["found"]["whole update"]
+    names = ["rloo.py, plain rows", *(name for name in whole if "TRL" in name)]
+    peaks = {name: max(one["peak_gb"] or 0 for one in rounds) for name, rounds in whole.items()}
+    times = [1 / throughput.median(throughput.ratios(whole)[name]) for name in names]
+    memory = [peaks["rloo.py, group rows"] / peaks[name] for name in names]
+    assert f"takes {times[0]:.2f} of the time of plain rows" in said
+    assert "{:.2f} of TRL 0.19.1's and {:.2f} of TRL 1.16.0's".format(*times[1:]) in said
+    assert "needs {:.2f}, {:.2f} and {:.2f} of their memory".format(*memory) in said
+    worst = [
+        1 / throughput.median(throughput.ratios(lengths["512"])["plain"])
+        for part, lengths in json.loads((HERE / "length.json").read_text())["found"].items()
+        if "2 completions" in part
+    ]
+    assert f"take {min(worst):.2f} to {max(worst):.2f} times as long" in said
 
 
 @pytest.mark.parametrize(
