@@ -178,20 +178,3 @@ def test_vllm_samples_from_the_newest_weights(folder, monkeypatch):
         for weight in model.parameters():
             weight.data *= 1.01
     vllm_engine.pipe.close()
-
-
-@pytest.mark.skipif(getattr(importlib.util.find_spec("vllm"), "origin", None) is None, reason="needs vLLM")
-def test_vllm_samples_from_the_exact_distribution(monkeypatch, policy):
-    """χ² of 4,000 first tokens; tokens that are expected less than five times are put together."""
-    monkeypatch.setattr(vllm_engine, "pipe", None)
-    monkeypatch.setattr(vllm_engine, "newest", None)
-    options = OPTIONS | {"k": 4_000, "response_length": 1}
-    ((group,), _) = vllm_engine.generate(policy, PROMPTS[:1], seed=1, version=0, **options)
-    with torch.no_grad():
-        expected = 4_000 * (policy(torch.tensor(PROMPTS[:1])).logits[0, -1].double() / 0.7).softmax(-1)
-    found = torch.bincount(torch.tensor([ids[0] for ids in group]), minlength=len(expected)).double()
-    rare = expected < 5
-    expected, found = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (expected, found))
-    freedom = len(expected) - 1
-    assert freedom > 20 and ((found - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
-    vllm_engine.pipe.close()
