@@ -3527,8 +3527,8 @@ def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
-    """SIGKILL, also during a save; benchmark/kill/kill_runs.py does the same more often."""
-    monkeypatch.syspath_prepend(HERE / "benchmark" / "kill")
+    """SIGKILL, also during a save; benchmark/mini_tldr/kill_runs.py does the same more often."""
+    monkeypatch.syspath_prepend(HERE / "benchmark" / "mini_tldr")
     import kill_runs
 
     counts = kill_runs.run(tmp_path / "kill", kills=5, seed=1, models=tiny, data=tiny / "data")

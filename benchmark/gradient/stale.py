@@ -1,21 +1,32 @@
-"""Rollouts of a policy some updates old, as an asynchronous sampler would make them:
+"""Rollouts of a policy some updates old, as an asynchronous sampler would make them, and what training by them gives.
 
     python rloo.py --rollout_engine benchmark/gradient/stale.py:updates_4 --rollout_correction truncate
+    python benchmark/gradient/stale.py             # all runs that have no record yet: 2 to 18 minutes each
+    python benchmark/gradient/stale.py --quick     # each of them in small, in runs/stale-quick
+    python benchmark/gradient/stale.py --report    # the table of README.md again, from stale.json
 
 Completions are sampled by rloo.py's own decoder from the weights before the last 1, 4 or 16 updates, or from the first
 ones until there are so many, with the log-probs that these weights give them. Evaluations (k = 1) use the weights of
-now. Old weights are held in memory only: a resumed run begins with those of its checkpoint.
+now. Old weights are held in memory only, so a run that was stopped begins anew.
 """
 
+import itertools
+import shutil
+import sys
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
-import rloo
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1]))
+
+import rloo  # noqa: E402
 
 versions: dict[int, dict] = {}  # number of updates -> the weights after so many
-copies = []  # the model that holds old weights, once there is one
+copies: list = []  # the model that holds old weights, once there is one
 
 
 def generate(age, model, prompt_ids, *, k, temperature, response_length, stop_ids, seed, version, max_length):
@@ -48,3 +59,119 @@ def grouped(values, mask) -> list[list[list]]:
 
 
 updates_0, updates_1, updates_4, updates_16 = (partial(generate, age) for age in (0, 1, 4, 16))
+
+
+# ---- Training runs ---------------------------------------------------------------------------------------------------
+
+CORRECTIONS = ("off", "truncate")
+SAMPLERS = {  # name of the runs -> in words, flags
+    "bfloat16": ("in bfloat16", ("--dtype", "bfloat16")),
+    **{
+        f"stale{age}": (
+            f"{age} update{'s' * (age > 1)} old",
+            ("--rollout_engine", f"benchmark/gradient/stale.py:updates_{age}", "--dtype", "float32"),
+        )
+        for age in (1, 4, 16)
+    },
+}
+COLLAPSED = ("stale16", "off")  # its seeds do not say how much a setting that trains varies
+
+
+def runs(study, seeds, quick: bool) -> list:
+    """All runs: first the policy's own sampler, six seeds, then every sampler and correction, seed by seed."""
+    size = {"episodes": 320} if quick else {}
+    found = []
+
+    def add(name: str, seed: int, *flags: str):
+        setting = study.Setting(lr=5e-4, size=32, beta=0.05, flags=flags, **size)
+        extra = (*study.QUIET, "--save_steps", "0")
+        command, posts = tuple(setting.command(seed)), 100 if quick else 2_000
+        found.append(study.Run(f"{name}__{seed}", command, seed, "validation", posts, greedy=True, extra=extra))
+
+    for seed in range(1, 2 if quick else 7):
+        add("policy", seed)
+    for seed, (name, (_, flags)), correction in itertools.product(seeds, SAMPLERS.items(), CORRECTIONS):
+        add(f"{name}_{correction}", seed, *flags, "--rollout_correction", correction)
+    return found
+
+
+def summary(lines: list[dict]) -> dict[str, float]:
+    """Means of a run's metrics over its updates but the first 16, in which no sampler is that old yet."""
+    late = lines[min(16, len(lines) // 2) :]
+    names = [
+        f"val/rollout_{name}" for name in ("logprob_gap", "weight", "weight_share") if f"val/rollout_{name}" in late[0]
+    ]
+    found = {name: sum(line[name] for line in late) / len(late) for name in names}
+    if "val/rollout_weight_max" in lines[0]:
+        found["largest val/rollout_weight_max"] = max(line["val/rollout_weight_max"] for line in lines)
+    return {name: round(value, 8) for name, value in found.items()}
+
+
+def table(study, records) -> str:
+    """A line for each sampler and correction that has a run; differences from the policy's own sampler."""
+
+    def of(name: str) -> list[dict]:
+        return [record for key, record in sorted(records.all.items()) if key.rpartition("__")[0] == name]
+
+    def measure(found: list[dict], name: str) -> list[float]:
+        return [record["validation"]["sampled"][name]["mean"] for record in found]
+
+    labels = {"policy": ("the policy itself", "")}
+    pairs = list(itertools.product(SAMPLERS.items(), CORRECTIONS))
+    labels |= {f"{name}_{correction}": (words, f"`{correction}`") for (name, (words, _)), correction in pairs}
+    labels = {name: label for name, label in labels.items() if of(name)}
+    wins = {name: [100 * x for x in measure(of(name), "win")] for name in labels if name != "_".join(COLLAPSED)}
+    apart = study.differences(wins, "policy")
+    head = ["sampler", "correction", "seeds", "gold win rate, %", "KL, nats", "difference, points", "gap", "largest w"]
+    rows = [head]
+    for name, label in labels.items():
+        found = of(name)
+        training = [record.get("training", {}) for record in found]
+        gaps = [x["val/rollout_logprob_gap"] for x in training if x]
+        largest = [x["largest val/rollout_weight_max"] for x in training if "largest val/rollout_weight_max" in x]
+        rows.append(
+            [
+                *label,
+                str(len(found)),
+                study.plus_minus([100 * x for x in measure(found, "win")]),
+                study.plus_minus(measure(found, "kl"), decimals=2),
+                study.with_interval(apart[name]) if name in apart else "",
+                f"{sum(gaps) / len(gaps):.1g}" if gaps else "",
+                f"{max(largest):.3g}" if largest else "",
+            ]
+        )
+    return study.markdown(rows)
+
+
+@dataclass
+class Args:
+    """Training with samplers that are not the policy."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """all settings with the first, then with the next"""
+    quick: bool = False
+    """train each setting in small, with one seed, in runs/stale-quick"""
+    report: bool = False
+    """only write the table, from the numbers that are there"""
+
+
+def main(args: Args):
+    sys.path.insert(0, str(HERE.parent / "study"))
+    import study
+
+    folder = HERE.parents[1] / "runs" / ("stale-quick" if args.quick else "stale")
+    results = (folder if args.quick else HERE) / "stale.json"
+    made = study.Study(folder, results)
+    for run in () if args.report else runs(study, args.seeds[:1] if args.quick else args.seeds, args.quick):
+        if run.name not in made.records.all:
+            shutil.rmtree(folder / run.name, ignore_errors=True)
+            made.make(run)
+            lines = study.read_lines(folder / run.name / "metrics.jsonl")
+            made.records.add(run.name, training=summary(lines))
+    study.insert(results.parent / ("tables.md" if args.quick else "README.md"), {"stale": table(study, made.records)})
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Args, use_underscores=True))

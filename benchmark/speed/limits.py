@@ -13,28 +13,25 @@ def clock(device: str) -> float:
     return time.perf_counter()
 
 
-def machine_probe(device: str, dtype: str) -> Callable[[], dict[str, float]]:
-    """A function that measures the machine: FLOPs per second of a square matrix product in `dtype`, and bytes per
-    second of reading 1 GiB, which is more than caches hold; each the best of three."""
+def machine_rates(device: str, dtype: str) -> dict[str, float]:
+    """FLOPs per second of a square matrix product in `dtype`, and bytes per second of reading 1 GiB, which is more than
+    caches hold; each the best of three."""
     size = 8192 if device.startswith("cuda") else 2048
     square = torch.randn(size, size, device=device).to(getattr(torch, dtype))
     memory = torch.ones(2**28, device=device)
 
     def least_seconds(function: Callable) -> float:
         found = []
-        for _ in range(3):
+        for _ in range(4):  # the first one warms up
             begin = clock(device)
             function()
             found.append(clock(device) - begin)
         return min(found)
 
-    def probe() -> dict[str, float]:
-        return {
-            "flop_per_s": 2 * size**3 / least_seconds(lambda: square @ square),
-            "bytes_per_s": memory.nbytes / least_seconds(lambda: memory.dot(memory)),
-        }
-
-    return probe
+    return {
+        "flop_per_s": 2 * size**3 / least_seconds(lambda: square @ square),
+        "bytes_per_s": memory.nbytes / least_seconds(lambda: memory.dot(memory)),
+    }
 
 
 def model_sizes(model) -> dict[str, int]:

@@ -5,31 +5,23 @@ their weights moved. On the same completions rloo.py must move as far, and have 
 """
 
 import json
-import math
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import pytest
 import torch
 import transformers
+import trl_parity
+from environment import MINI_TLDR, run_job, write_model
 from safetensors.torch import load_file
-from trl_parity import (
-    GOLDEN,
-    HERE,
-    MINI_TLDR,
-    ROWS,
-    Args,
-    Ratios,
-    clip_figures,
-    comparable,
-    hash_of,
-    main,
-    movement,
-    same_rloo,
-)
+from transformers import AutoModelForCausalLM
 
-golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+sys.path.insert(0, str(trl_parity.HERE.parent / "study"))
+import study  # noqa: E402
+
+golden = json.loads(trl_parity.GOLDEN.read_text(encoding="utf-8"))
 RUNS: dict[str, dict] = {}  # flags -> what rloo.py did; rows of both versions share it
 
 
@@ -46,66 +38,79 @@ def quiet():
 def run(flags: dict, folder) -> dict:
     key = json.dumps(flags, sort_keys=True)
     if key not in RUNS:
-        RUNS[key] = same_rloo(flags, golden["prompts"], golden["completions"], folder / "out")
+        RUNS[key] = trl_parity.same_rloo(flags, golden["prompts"], golden["completions"], folder / "out")
     return RUNS[key]
 
 
 def test_golden_numbers_are_of_these_models_and_settings():
     for name, value in golden["models"].items():
-        assert hash_of(name) == value, f"mini_tldr/{name} is another one: run `{golden['command']}` again"
+        assert trl_parity.hash_of(name) == value, f"mini_tldr/{name} is another one: run `{golden['command']}` again"
     known = [(line["trl"].split()[1][0], line["setting"]) for line in golden["golden"]]
-    assert known == [(row.trl, row.name) for row in ROWS if row.golden and not row.why]
-    assert all(line["agree"] or line["why"] for line in golden["table"])
+    assert known == [(row.trl, row.name) for row in trl_parity.ROWS if row.golden and not row.why]
+    assert all(line["agree"] == (not line["why"]) for line in golden["table"])
     ended = (torch.tensor(golden["completions"]) == 0).any(-1)
     assert ended.any() and not ended.all()
 
 
 @pytest.mark.parametrize("line", golden["golden"], ids=lambda line: f"{line['trl'].split(',')[0]}, {line['setting']}")
 def test_rloo_moves_as_trl_does(line, tmp_path):
-    functions = {"reward_fns": f"{HERE / 'trl_parity.py'}:length_score"} if line["reward"] == "length" else {}
+    functions = {"reward_fns": f"{trl_parity.HERE}/trl_parity.py:length_score"} if line["reward"] == "length" else {}
     ours = run(line["flags"] | functions, tmp_path)
     start = load_file(MINI_TLDR / "sft" / "model.safetensors")
     tensors = len(start)
     for weights, theirs in zip(ours["weights"][1:], line["movement"], strict=True):
-        found, total = movement(start, weights), sum(norm**2 for norm in theirs[:tensors]) ** 0.5
+        found, total = trl_parity.movement(start, weights), sum(norm**2 for norm in theirs[:tensors]) ** 0.5
         # What rounding costs on any CPU: 5e-6 of a tensor's norm, 3e-5 of a projection.
         assert sum(norm**2 for norm in found[:tensors]) ** 0.5 == pytest.approx(total, rel=1e-5)
         assert found[:tensors] == pytest.approx(theirs[:tensors], rel=5e-5)
         assert found[tensors:] == pytest.approx(theirs[tensors:], abs=1e-4 * total)
-    metrics = comparable(line["trl"].split()[1][0], ours["metrics"], ours=True)
-    for our_line, their_line in zip(metrics, line["metrics"], strict=True):
+    for our_line, their_line in zip(ours["metrics"], line["metrics"], strict=True):
+        our_line = trl_parity.comparable(line["trl"].split()[1][0], our_line, ours=True)
         assert our_line == pytest.approx(their_line, rel=1e-5, abs=1e-5)
 
 
-def test_what_the_clip_removes_is_seen_in_either_trainer_s_loss(monkeypatch):
-    for name in ("clamp", "max", "min"):
-        monkeypatch.setattr(torch, name, getattr(torch, name))  # put back at the end
-    ratios, seen = torch.tensor([0.7, 0.7, 1.0, 1.3, 1.3]), Ratios()
-    advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
-    clipped = torch.clamp(ratios, 1.0 - 0.2, 1.0 + 0.2)
-    torch.max(-advantages * ratios, -advantages * clipped)  # as in 0.19
-    clipped = torch.clamp(ratios, 1 - 0.2, 1 + 0.2)
-    torch.min(advantages * ratios, advantages * clipped)  # as in 1.x
-    torch.clamp(torch.ones(2), 0.0, 0.5), torch.max(torch.ones(2)), torch.min(torch.ones(2), torch.ones(2))
-    assert len(seen.calls) == 2
-    for call in seen.calls:
-        assert call[0] == pytest.approx(ratios.tolist()) and call[1] == [False, True, False, True, False]
-
-
-def test_shares_of_the_first_step_and_of_all():
-    first, second = ([1.0, math.exp(0.5)], [False, True]), ([math.exp(-1.0), 1.0], [False, False])
-    found = clip_figures([first, second] * 3, steps=2, accumulation=1)  # three updates of two steps
-    assert found == pytest.approx(
-        {
-            "first step, |log ρ|": 0.25,
-            "largest |log ρ|": 0.5,
-            "first step, ρ outside": 0.5,
-            "first step, removed": 0.5,
-            "all steps, removed": 0.25,
-            "completions": 6,
-        }
+def test_a_job_runs_in_another_process_and_its_models_are_read_there(tmp_path):
+    """By this python; what the job is called with, and its result, are JSON."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(trl_parity.HERE)!r})\nfrom environment import answer_job\n"
+        "def double(out, number):\n    return {'number': 2 * number, 'out': out}\n"
+        "answer_job({'double': double})\n"
     )
-    assert clip_figures([first, second], steps=1, accumulation=2)["first step, |log ρ|"] == pytest.approx(0.375)
+    found = run_job(sys.executable, str(script), tmp_path / "out", "double", number=21)
+    assert found == {"number": 42, "out": str(tmp_path / "out")}
+    script.write_text("raise SystemExit('it went wrong')")
+    with pytest.raises(SystemExit, match="it went wrong"):
+        run_job(sys.executable, str(script), tmp_path / "out", "double")
+    write_model(MINI_TLDR / "sft", tmp_path / "policy")
+    config = json.loads((tmp_path / "policy" / "config.json").read_text())
+    assert (config["torch_dtype"], config["rotary_pct"], config["rotary_emb_base"]) == ("float32", 0.25, 10_000)
+    ids = torch.arange(9)[None]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(x) for x in (MINI_TLDR / "sft", tmp_path / "policy"))
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+def test_the_page_says_what_the_records_say():
+    page = (trl_parity.HERE / "README.md").read_text(encoding="utf-8")
+    for name, table in trl_parity.tables().items():
+        assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
+    equal = [line["difference"] for line in golden["table"] if line["agree"]]
+    found = json.loads((trl_parity.HERE / "train.json").read_text())["found"]
+    seconds = {name: sum(run["cpu_seconds"] for run in runs) for name, runs in found.items() if name != "before"}
+    ratios = [x / seconds["rloo.py"] for name, x in seconds.items() if name != "rloo.py"]
+    greedy = {name: [100 * run["greedy/judge_win_rate"] for run in runs] for name, runs in found.items()}
+    greedy.pop("before")
+    apart = study.differences(greedy, "rloo.py")
+    others = len(golden["table"]) - len(equal)
+    said = " ".join(page.split())
+    assert all(line["setting"] in said for line in golden["table"])
+    largest = f"{max(equal):.1e}".replace("e-0", "e-")
+    assert f"within {largest}, in {len(equal)} settings" in said and f"In {others} settings TRL" in said
+    assert f"TRL needs {min(ratios):.1f} to {max(ratios):.1f} times as much CPU time" in said
+    for name in ("TRL 1.16.0", "TRL 1.16.0, scored by ids"):
+        assert study.with_interval(apart[name]).replace(" [", " points [") in said
+    assert f"p = {apart['TRL 1.16.0'].holm:.2f} after Holm's" in said
+    assert {x.verdict for x in apart.values()} == {"not told apart"}
 
 
 @pytest.mark.parametrize(
@@ -113,12 +118,11 @@ def test_shares_of_the_first_step_and_of_all():
     [
         ({}, "--trl is needed"),
         ({"trl": ("python",), "seeds": 0}, "at least 1"),
-        ({"trl": ("python",), "episodes": 100}, "at least 128"),
         ({"trl": ("python",), "output": "x.txt"}, ".json"),
         ({"trl": ("/no/such/python",)}, "cannot be run"),
     ],
 )
 def test_a_mistake_is_one_line(wrong, message):
     with pytest.raises(SystemExit) as end:
-        main(Args(part="same", **wrong))
+        trl_parity.main(trl_parity.Args(part="same", **wrong))
     assert message in end.value.code and "\n" not in end.value.code

@@ -154,7 +154,7 @@ def test_the_weights_file_has_every_weight_a_tied_head_as_well(folder, tmp_path)
 def test_without_vllm_a_line_says_where_to_read(monkeypatch, policy):
     monkeypatch.setattr(vllm_engine, "pipe", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="vLLM is not installed; benchmark/vllm/README.md says how to install it$"):
+    with pytest.raises(SystemExit, match="vLLM is not installed; benchmark/speed/README.md says how to install it$"):
         vllm_engine.generate(policy, PROMPTS, seed=1, version=0, **OPTIONS)
 
 

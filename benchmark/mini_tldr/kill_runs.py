@@ -1,7 +1,7 @@
 """Kills training runs at random moments, resumes them, and compares their end with that of a run that nobody killed.
 
-    python benchmark/kill/kill_runs.py                        # 100 kills, a few minutes on 2 cores
-    python benchmark/kill/kill_runs.py --kills 10 --seed 2
+    python benchmark/mini_tldr/kill_runs.py                        # 100 kills, a few minutes on 2 cores
+    python benchmark/mini_tldr/kill_runs.py --kills 10 --seed 2
 
 A run is `python rloo.py --save_steps 1 --resume ...` on a small part of mini TL;DR: 10 updates with a checkpoint after
 each, and evaluations at the beginning, in the middle and at the end. It gets SIGKILL at a random time, or while a
