@@ -2991,6 +2991,8 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path):
     for part, auto_class in (("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
         model, tokenizer = (auto.from_pretrained(tmp_path / "mini" / part) for auto in (auto_class, AutoTokenizer))
         assert model.config.vocab_size == len(tokenizer) and tokenizer.pad_token == "[PAD]" != tokenizer.eos_token
+        config = json.loads((tmp_path / "mini" / part / "tokenizer_config.json").read_text())
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no other name
 
 
 def readme_blocks(language: str) -> list[str]:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gsm8k"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mini_tldr"))
 
 from gsm8k_reward import chat, correctness, format
-from mini_tldr import generate, mean, move_into, optimise, pad, save_jsonl
+from mini_tldr import generate, mean, move_into, optimise, pad, save_jsonl, save_tokenizer
 
 # ---- Problems --------------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ def build(config: Config):
     pupil = [solve(row["problem"], rng) for row in test]
     policy = train_policy(tokenizer, sizes.sft, lambda: sample_row(rng, held_out, LESSONS), rng)
     policy.save_pretrained(folder / "sft")
-    tokenizer.save_pretrained(folder / "sft")
+    save_tokenizer(tokenizer, folder / "sft")
 
     figures = {
         "seed": config.seed,

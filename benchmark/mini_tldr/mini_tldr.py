@@ -645,6 +645,17 @@ def evaluate(policy, reward_model, tokenizer, rows):
 # ------------------------------------------------------------------------------------ main
 
 
+def save_tokenizer(tokenizer, folder: Path):
+    """Writes a tokenizer with names that transformers 4 knows as well."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.pop("backend", None)
+    if "extra_special_tokens" in config:
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def save_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -677,7 +688,7 @@ def main(config: Config):
 
     def save(model, name):
         model.save_pretrained(build / name)
-        tokenizer.save_pretrained(build / name)
+        save_tokenizer(tokenizer, build / name)
 
     # No combination of facts is in two splits, nor in what the models are trained on beyond the splits.
     splits = {s: [sample_row(rng, taken) for _ in range(getattr(sizes, s))] for s in ("test", "validation", "train")}
