@@ -3983,7 +3983,7 @@ def test_improve_is_a_library_call_with_advantages_from_anywhere(tiny, mini_batc
         num_mini_batches=mini_batches,
         num_ppo_epochs=epochs,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     batch, sampled = rloo.rollout(policy, rows, 2, 0.7, response_length=4, stop_ids=[0])
     advantages = torch.tensor([-1.0, 1.0]).view(2, 1, 1).expand(2, 8, 1)
     in_loss = torch.ones(2, 8, dtype=torch.bool)
