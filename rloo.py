@@ -2448,6 +2448,7 @@ def command_line(argv: list[str] | None = None):
             raise
         sys.exit(f"rloo.py: {line}")
     if dist.is_initialized():
+        dist.barrier()  # none leaves while another still needs it
         dist.destroy_process_group()
 
 
