@@ -208,11 +208,12 @@ def summary(samples: list[dict]) -> dict:
     }
 
 
-def token_logprobs(model, tokenizer, samples: list[dict], temperature: float):
-    """A list with a tensor of each completion's log-probs."""
+def completion_logprobs(model, tokenizer, samples: list[dict]) -> tuple:
+    """Log-probs of all tokens of all completions, as of the model itself, and each completion's sum of log-probs at the
+    sampling temperature. The stop token is not among them."""
     import torch
 
-    found = []
+    plain, sums = [], []
     for sample in samples:
         prompt = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"]
         ids = tokenizer(sample["completion"], add_special_tokens=False)["input_ids"]
@@ -220,9 +221,10 @@ def token_logprobs(model, tokenizer, samples: list[dict], temperature: float):
             continue
         with torch.no_grad():
             logits = model(torch.tensor([prompt + ids]), logits_to_keep=len(ids) + 1).logits[0, :-1]
-        logprobs = (logits / temperature).log_softmax(-1)
-        found.append(logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0])
-    return found
+        tokens = torch.tensor(ids)[:, None]
+        plain.append(logits.log_softmax(-1).gather(1, tokens))
+        sums.append((logits / TEMPERATURE).log_softmax(-1).gather(1, tokens).sum())
+    return torch.cat(plain), torch.stack(sums)
 
 
 def against_reference(samples: list[dict], policy: Path, reference: Path) -> dict:
@@ -233,13 +235,13 @@ def against_reference(samples: list[dict], policy: Path, reference: Path) -> dic
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(reference)
     model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
-    plain = torch.cat(token_logprobs(model, tokenizer, samples, 1.0))
-    found = {"reference_perplexity": round(float((-plain.mean()).exp()), 2)}
-    theirs = torch.stack([x.sum() for x in token_logprobs(model, tokenizer, samples, TEMPERATURE)])
+    plain, theirs = completion_logprobs(model, tokenizer, samples)
+    ours = theirs
     if policy != reference:
         model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    ours = torch.stack([x.sum() for x in token_logprobs(model, tokenizer, samples, TEMPERATURE)])
-    return found | {"kl": round(float((ours - theirs).mean()), 2)}
+        _, ours = completion_logprobs(model, tokenizer, samples)
+    kl = float((ours - theirs).mean())
+    return {"reference_perplexity": round(float((-plain.mean()).exp()), 2), "kl": round(kl, 2)}
 
 
 def last_question(prompt: str) -> str:
@@ -259,11 +261,10 @@ def measure(name: str, task: str, policy: Path, runs: Path, prepared: Path, quic
         if task == "sentiment":
             few = modes["sampled"][: 16 if quick else COMPARED]
             found[split]["sampled"] |= against_reference(few, policy, prepared / "smollm2")
-        wanted = TASKS[task].examples
-        kept = [x for x in modes["greedy"] if not wanted or last_question(x["prompt"]) in wanted]
+        wanted = [x for x in modes["greedy"] if last_question(x["prompt"]) in TASKS[task].examples]
         found["examples"] = [
             {"prompt": last_question(x["prompt"]), "completion": x["completion"], "score": round(x["score"], 2)}
-            for x in sorted(kept[: len(wanted) or 6], key=lambda x: x["prompt"])
+            for x in sorted(wanted or modes["greedy"][:4], key=lambda x: x["prompt"])
         ]
     return found
 
