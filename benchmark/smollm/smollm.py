@@ -21,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 K, SIZE, TEMPERATURE = 4, 32, 0.7  # completions per prompt and per update
+GLADNESS = ("glad", "happy", "love")
 COMPARED = 100  # sampled completions that are read by the policy and by the reference
 
 
@@ -44,7 +45,7 @@ TASKS = {
             "Tell me about rust.",
         ),
     ),
-    "reversal": Task(16, 1e-5, (("test", 500), ("harder", 200)), ()),
+    "reversal": Task(16, 1e-5, (("test", 500), ("harder", 100)), ()),
 }
 
 
@@ -208,6 +209,16 @@ def summary(samples: list[dict]) -> dict:
     }
 
 
+def habits(samples: list[dict]) -> dict:
+    """Shares of the completions that name the last word of their topic, and that speak of gladness or love."""
+    topics = [last_question(sample["prompt"]).strip(".?").split()[-1].lower().removesuffix("s") for sample in samples]
+    texts = [sample["completion"].lower() for sample in samples]
+    return {
+        "names_topic": round(sum(topic in text for topic, text in zip(topics, texts)) / len(texts), 4),
+        "gladness": round(sum(any(word in text for word in GLADNESS) for text in texts) / len(texts), 4),
+    }
+
+
 def completion_logprobs(model, tokenizer, samples: list[dict]) -> tuple:
     """Log-probs of all tokens of all completions, as of the model itself, and each completion's sum of log-probs at the
     sampling temperature. The stop token is not among them."""
@@ -249,17 +260,19 @@ def last_question(prompt: str) -> str:
     return prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
 
 
-def measure(name: str, task: str, policy: Path, runs: Path, prepared: Path, quick: bool) -> dict:
+def measure(name: str, task: str, policy: Path, runs: Path, prepared: Path, limit: int) -> dict:
+    """limit: the largest number of prompts of a split"""
     found = {}
     for split, prompts in TASKS[task].splits:
         out = runs / "measured" / name / f"{task}-{split}"
-        samples = complete(task, split, 32 if quick else prompts, policy, prepared, out)
+        samples = complete(task, split, min(prompts, limit), policy, prepared, out)
         modes = {mode: [x for x in samples if x["mode"] == mode] for mode in ("sampled", "greedy")}
         found[split] = {mode: summary(of_mode) for mode, of_mode in modes.items()}
         if split != "test":
             continue
         if task == "sentiment":
-            few = modes["sampled"][: 16 if quick else COMPARED]
+            few = modes["sampled"][: min(COMPARED, limit // 2)]
+            found[split]["sampled"] |= habits(modes["sampled"])
             found[split]["sampled"] |= against_reference(few, policy, prepared / "smollm2")
         wanted = [x for x in modes["greedy"] if last_question(x["prompt"]) in TASKS[task].examples]
         found["examples"] = [
@@ -276,13 +289,13 @@ def write_record(path: Path, record: dict):
     unfinished.replace(path)
 
 
-def make(runs: list[Run], folder: Path, prepared: Path, records: Path, trl: str | None, quick: bool):
+def make(runs: list[Run], folder: Path, prepared: Path, records: Path, trl: str | None, limit: int):
     """Trains and measures what has no record."""
     for task in dict.fromkeys(run.task for run in runs):
         path = records / f"{task}-base.json"
         if not path.is_file():
             print(f"measuring {task}-base", flush=True)
-            write_record(path, measure("base", task, prepared / "smollm2", folder, prepared, quick))
+            write_record(path, measure("base", task, prepared / "smollm2", folder, prepared, limit))
     for run in runs:
         path = records / f"{run.name}.json"
         if path.is_file():
@@ -294,7 +307,7 @@ def make(runs: list[Run], folder: Path, prepared: Path, records: Path, trl: str 
         policy = train(run, folder, prepared, trl)
         command = " ".join(["rloo.py" if run.method != "trl" else "smollm_trl.py", *run.flags(Path("prepared"))])
         found = {"command": command.replace(f"{HERE}/", ""), "seed": run.seed, **course(policy)}
-        write_record(path, found | measure(run.name, run.task, policy, folder, prepared, quick))
+        write_record(path, found | measure(run.name, run.task, policy, folder, prepared, limit))
 
 
 def main():
@@ -304,6 +317,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="10 updates of each task, in records of their own")
     parser.add_argument("--report_only", action="store_true", help="only tables and picture")
     parser.add_argument("--trl", help="python of an environment with TRL 1.16")
+    parser.add_argument("--prompts", type=int, default=500, help="largest number of prompts to measure on")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "smollm", help="folder for policies")
     args = parser.parse_args()
     records = args.runs / "quick" / "records" if args.quick else HERE / "records"
@@ -319,10 +333,10 @@ def main():
         runs = [run for run in runs if run.name in args.only]
     if not args.report_only:
         folder = args.runs.resolve() / ("quick" if args.quick else "")
-        make(runs, folder, HERE / "prepared", records, args.trl, args.quick)
-    import report
+        make(runs, folder, HERE / "prepared", records, args.trl, 32 if args.quick else args.prompts)
+    import smollm_report
 
-    report.write(records, None if args.quick else HERE / "README.md")
+    smollm_report.write(records, None if args.quick else HERE / "README.md")
 
 
 if __name__ == "__main__":

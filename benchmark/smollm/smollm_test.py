@@ -1,4 +1,4 @@
-"""Tests of smollm.py, prepare.py and report.py on a tiny random Llama with a byte-level tokenizer like SmolLM2's. The
+"""Tests of this folder on a tiny random Llama with a byte-level tokenizer like that of SmolLM2. The
 packages of the tasks are not needed: stand-ins take their place."""
 
 import json
@@ -13,8 +13,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import prepare
-import report
 import smollm
+import smollm_report
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -119,6 +119,13 @@ def test_summary_counts_words_of_equal_amounts_of_text():
     assert few["stderr"] == round(math.sqrt(2 / 3 / 2 / 3), 4)
 
 
+def test_habits_of_completions():
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nDescribe bus stops.<|im_end|>\n"
+    completions = ["A bus stop is cold.", "I'm so Glad!", "Lovely stops.", "Stone."]
+    found = smollm.habits([{"prompt": prompt, "completion": text} for text in completions])
+    assert found == {"names_topic": 0.5, "gladness": 0.5}
+
+
 def test_kl_and_perplexity_are_those_of_whole_sequences(prepared):
     samples = [
         {"prompt": "<|im_start|>user\nHi<|im_end|>\n", "completion": "abc"},
@@ -153,7 +160,7 @@ def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages,
     monkeypatch.setenv("PYTHONPATH", str(packages))
     records, runs = tmp_path / "records", tmp_path / "runs"
     run = smollm.Run("sentiment", "full", 0.02, 1, updates=2)
-    smollm.make([run], runs, prepared, records, None, quick=True)
+    smollm.make([run], runs, prepared, records, None, limit=32)
     record = json.loads((records / f"{run.name}.json").read_text())
     assert len(record["reward"]) == len(record["kl"]) == 2
     assert record["seed"] == 1 and "--total_episodes 64" in record["command"]
@@ -170,11 +177,11 @@ def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages,
         raise AssertionError("nothing was left to run")
 
     monkeypatch.setattr(smollm, "call", no_calls)
-    smollm.make([run], runs, prepared, records, None, quick=True)
+    smollm.make([run], runs, prepared, records, None, limit=32)
     (records / f"{run.name}.json").unlink()
-    smollm.make([run], runs, prepared, records, None, quick=True)
+    smollm.make([run], runs, prepared, records, None, limit=32)
     assert json.loads((records / f"{run.name}.json").read_text()) == record
-    smollm.make([smollm.Run("sentiment", "trl", 0.02, 1)], runs, prepared, records, None, quick=True)
+    smollm.make([smollm.Run("sentiment", "trl", 0.02, 1)], runs, prepared, records, None, limit=32)
     assert "left out" in capsys.readouterr().out
 
 
@@ -205,19 +212,19 @@ def test_tables_give_no_error_of_few_seeds(tmp_path):
         smollm.write_record(tmp_path / f"sentiment-full-beta0-seed{seed}.json", record(seed, score))
     for seed, score in ((1, 0.2), (2, 0.3), (3, 0.4)):
         smollm.write_record(tmp_path / f"sentiment-full-beta0.02-seed{seed}.json", record(seed, score))
-    found = report.load(tmp_path)
-    lines = report.sentiment_table(found["sentiment"]).splitlines()
-    assert lines[2].startswith("| before training |  | 0.10 |")
-    assert lines[3].startswith("| all weights, β = 0 | 1, 2 | 0.30 |")
-    assert lines[4].startswith("| all weights, β = 0.02 | 1, 2, 3 | 0.30 ± 0.06 |")
+    found = smollm_report.load(tmp_path)
+    lines = smollm_report.sentiment_table(found["sentiment"]).splitlines()
+    assert lines[2].startswith("| before training |  | 0.10; 0.10 |")
+    assert lines[3].startswith("| all weights, β = 0 | 1, 2 | 0.30; 0.30 |")
+    assert lines[4].startswith("| all weights, β = 0.02 | 1, 2, 3 | 0.30 ± 0.06; 0.30 ± 0.06 |")
     page = tmp_path / "README.md"
     marks = "\n".join(f"<!-- {x} -->\nold\n<!-- end of {x} -->" for x in ("sentiment", "samples", "cost"))
     page.write_text(f"above\n{marks}\nbelow\n")
-    report.write(tmp_path, page)
+    smollm_report.write(tmp_path, page)
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("\nbelow\n")
     assert "old" not in text and "| all weights, β = 0 | 20.0 |" in text
-    assert report.smooth([1, 2, 3, 4, 5, 6]) == [1, 1.5, 2, 2.5, 3, 4]
+    assert smollm_report.smooth([1, 2, 3, 4, 5, 6]) == [1, 1.5, 2, 2.5, 3, 4]
 
 
 def test_trl_gets_the_text_of_messages(tmp_path):

@@ -57,17 +57,24 @@ def seeds(records: list[dict]) -> str:
 
 
 def sentiment_table(found: dict) -> str:
-    head = ["policy", "seeds", "score, sampled", "score, greedy", "KL, nats", "reference's perplexity"]
-    rows = [[*head, "distinct words of 3,000", "tokens"]]
+    head = [
+        "policy",
+        "seeds",
+        "score, sampled; greedy",
+        "KL, nats",
+        "reference's perplexity",
+        "distinct words of 3,000",
+    ]
+    rows = [[*head, "name their topic, %", "say glad, happy or love, %"]]
     for setting, records in found.items():
         sampled = ("test", "sampled")
         cells = [
-            cell(records, *sampled, "score"),
-            cell(records, "test", "greedy", "score"),
+            f"{cell(records, *sampled, 'score')}; {cell(records, 'test', 'greedy', 'score')}",
             cell(records, *sampled, "kl", decimals=1),
             cell(records, *sampled, "reference_perplexity", decimals=1),
             cell(records, *sampled, "distinct_words", decimals=0),
-            cell(records, *sampled, "length", decimals=1),
+            cell(records, *sampled, "names_topic", factor=100, decimals=0),
+            cell(records, *sampled, "gladness", factor=100, decimals=0),
         ]
         rows.append([LABELS[setting], seeds(records), *cells])
     return markdown(rows)
@@ -131,6 +138,7 @@ def draw(found: dict, path: Path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
     titles = {"sentiment": "Sentiment: score in training", "reversal": "Reversing lists: verifier's score in training"}
     for axis, task in zip((axes[0], axes[2]), titles):
         for setting, records in found.get(task, {}).items():
@@ -142,14 +150,15 @@ def draw(found: dict, path: Path):
         if base is not None:
             axis.axhline(base, color="tab:grey", ls=":", label="before training, held-out prompts")
         axis.set(title=titles[task], xlabel="update (32 completions)", ylabel="mean score of 5 updates")
-        axis.legend(fontsize=7)
+        if axis.lines:
+            axis.legend(fontsize=7)
     for setting, records in found.get("sentiment", {}).items():
         points = [(value(x, "test", "sampled", "kl"), value(x, "test", "sampled", "score")) for x in records]
         points = [point for point in points if None not in point]
         if points:
             axes[1].plot(*zip(*points), "o", color=COLOURS[setting], label=LABELS[setting])
     axes[1].set(
-        title="Sentiment: held-out score over distance, a point a run",
+        title="Sentiment: held-out score over KL, by run",
         xlabel="KL divergence from the model before training, nats",
         ylabel="score, sampled, 200 prompts",
     )
