@@ -81,7 +81,7 @@ def sentiment_table(found: dict) -> str:
 
 
 def reversal_table(found: dict) -> str:
-    head = ["policy", "seeds", "2 or 3 words, sampled", "greedy", "4 words, sampled", "greedy"]
+    head = ["policy", "seeds", "exact of 2 or 3 words, sampled, %", "greedy, %", "of 4 words, sampled, %", "greedy, %"]
     rows = [head]
     for setting, records in found.items():
         modes = [(split, mode) for split in ("test", "harder") for mode in ("sampled", "greedy")]
