@@ -1,0 +1,186 @@
+"""Tables and picture from the records. smollm.py calls it.
+
+A cell is the mean over the seeds that have a record, with ± the standard error over seeds if there are
+three or more.
+"""
+
+import json
+import math
+from pathlib import Path
+
+LABELS = {
+    "base": "before training",
+    "full-beta0": "all weights, β = 0",
+    "full-beta0.02": "all weights, β = 0.02",
+    "full-beta0.1": "all weights, β = 0.1",
+    "lora8-beta0.02": "LoRA of rank 8, β = 0.02",
+    "trl-beta0.02": "TRL 1.16, all weights, β = 0.02",
+}
+COLOURS = dict(zip(LABELS, ("tab:grey", "tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple")))
+
+
+def load(records: Path) -> dict[str, dict[str, list[dict]]]:
+    """Task -> setting -> the records of its seeds."""
+    found = {}
+    for path in sorted(records.glob("*.json")):
+        task, setting = path.stem.split("-", 1)
+        setting = setting.split("-seed")[0]
+        found.setdefault(task, {}).setdefault(setting, []).append(json.loads(path.read_text(encoding="utf-8")))
+    return {task: {x: of_task[x] for x in LABELS if x in of_task} for task, of_task in found.items()}
+
+
+def value(record: dict, *keys):
+    for key in keys:
+        record = record.get(key, {}) if isinstance(record, dict) else {}
+    return None if record == {} else record
+
+
+def cell(records: list[dict], *keys, factor: float = 1, decimals: int = 2) -> str:
+    values = [value(record, *keys) for record in records]
+    values = [factor * x for x in values if x is not None]
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    if len(values) < 3:
+        return f"{mean:.{decimals}f}"
+    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
+    return f"{mean:.{decimals}f} ± {error:.{decimals}f}"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
+
+
+def seeds(records: list[dict]) -> str:
+    return ", ".join(str(record["seed"]) for record in records if "seed" in record)
+
+
+def sentiment_table(found: dict) -> str:
+    head = [
+        "policy",
+        "seeds",
+        "score, sampled; greedy",
+        "KL, nats",
+        "reference's perplexity",
+        "distinct words of 3,000",
+    ]
+    rows = [[*head, "name their topic, %", "say glad, happy or love, %"]]
+    for setting, records in found.items():
+        sampled = ("test", "sampled")
+        cells = [
+            f"{cell(records, *sampled, 'score')}; {cell(records, 'test', 'greedy', 'score')}",
+            cell(records, *sampled, "kl", decimals=1),
+            cell(records, *sampled, "reference_perplexity", decimals=1),
+            cell(records, *sampled, "distinct_words", decimals=0),
+            cell(records, *sampled, "names_topic", factor=100, decimals=0),
+            cell(records, *sampled, "gladness", factor=100, decimals=0),
+        ]
+        rows.append([LABELS[setting], seeds(records), *cells])
+    return markdown(rows)
+
+
+def reversal_table(found: dict) -> str:
+    head = ["policy", "seeds", "exact of 2 or 3 words, sampled, %", "greedy, %", "of 4 words, sampled, %", "greedy, %"]
+    rows = [head]
+    for setting, records in found.items():
+        modes = [(split, mode) for split in ("test", "harder") for mode in ("sampled", "greedy")]
+        cells = [cell(records, split, mode, "exact", factor=100, decimals=1) for split, mode in modes]
+        rows.append([LABELS[setting], seeds(records), *cells])
+    return markdown(rows)
+
+
+def cost_table(found: dict) -> str:
+    rows = [["task", "policy", "seconds of an update", "peak memory, GB"]]
+    for task, of_task in found.items():
+        for setting, records in of_task.items():
+            if setting != "base":
+                costs = [cell(records, key, decimals=1) for key in ("seconds_per_update", "peak_gb")]
+                rows.append([task, LABELS[setting], *costs])
+    return markdown(rows)
+
+
+def samples_table(found: dict) -> str:
+    """Greedy completions of the same prompts, of the first seed, with their scores."""
+    settings = [x for x in found if found[x][0].get("examples")]
+    rows = [["prompt", *(LABELS[x] for x in settings)]]
+    for i, example in enumerate(found["base"][0]["examples"]):
+        line = [example["prompt"]]
+        for setting in settings:
+            there = found[setting][0]["examples"][i]
+            text = " ".join(there["completion"].split()).replace("|", "\\|")
+            line.append(f"{text} **{there['score']:.2f}**")
+        rows.append(line)
+    return markdown(rows)
+
+
+def tables(found: dict) -> dict[str, str]:
+    made = {}
+    if "sentiment" in found:
+        made |= {"sentiment": sentiment_table(found["sentiment"]), "samples": samples_table(found["sentiment"])}
+    if "reversal" in found:
+        made |= {"reversal": reversal_table(found["reversal"]), "reversal samples": samples_table(found["reversal"])}
+    return made | {"cost": cost_table(found)}
+
+
+def smooth(values: list[float], width: int = 5) -> list[float]:
+    """The mean of each value and up to four before it."""
+    return [sum(values[max(0, i - width + 1) : i + 1]) / min(width, i + 1) for i in range(len(values))]
+
+
+def draw(found: dict, path: Path):
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture without matplotlib: pip install -r benchmark/requirements.txt")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
+    titles = {"sentiment": "Sentiment: score in training", "reversal": "Reversing lists: verifier's score in training"}
+    for axis, task in zip((axes[0], axes[2]), titles):
+        for setting, records in found.get(task, {}).items():
+            for i, record in enumerate(records):
+                line = smooth(record.get("reward", []))
+                label = LABELS[setting] if i == 0 and line else None
+                axis.plot(range(1, len(line) + 1), line, color=COLOURS[setting], label=label)
+        base = value(found.get(task, {}).get("base", [{}])[0], "test", "sampled", "score")
+        if base is not None:
+            axis.axhline(base, color="tab:grey", ls=":", label="before training, held-out prompts")
+        axis.set(title=titles[task], xlabel="update (32 completions)", ylabel="mean score of 5 updates")
+        if axis.lines:
+            axis.legend(fontsize=7)
+    for setting, records in found.get("sentiment", {}).items():
+        points = [(value(x, "test", "sampled", "kl"), value(x, "test", "sampled", "score")) for x in records]
+        points = [point for point in points if None not in point]
+        if points:
+            axes[1].plot(*zip(*points), "o", color=COLOURS[setting], label=LABELS[setting])
+    axes[1].set(
+        title="Sentiment: held-out score over KL, by run",
+        xlabel="KL divergence from the model before training, nats",
+        ylabel="score, sampled, 200 prompts",
+    )
+    axes[1].legend(fontsize=7)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    print(f"picture: {path}")
+
+
+def write(records: Path, page: Path | None):
+    """The tables into the page, between <!-- name --> and <!-- end of name -->, and the picture beside it; without a
+    page, the tables are printed."""
+    found = load(records)
+    made = tables(found)
+    if page is None:
+        print("\n\n".join(made.values()))
+        return
+    text = page.read_text(encoding="utf-8")
+    for name, table in made.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    page.write_text(text, encoding="utf-8")
+    draw(found, page.with_name("smollm.png"))
