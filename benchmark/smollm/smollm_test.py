@@ -177,7 +177,9 @@ def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages,
         raise AssertionError("nothing was left to run")
 
     monkeypatch.setattr(smollm, "call", no_calls)
-    smollm.make([run], runs, prepared, records, None, limit=32)
+    with monkeypatch.context() as patch:
+        patch.setattr(smollm, "train", no_calls)
+        smollm.make([run], runs, prepared, records, None, limit=32)
     (records / f"{run.name}.json").unlink()
     smollm.make([run], runs, prepared, records, None, limit=32)
     assert json.loads((records / f"{run.name}.json").read_text()) == record
