@@ -512,6 +512,8 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
             require_finite("the loss or its gradient", whole(norm) + mini_batch_loss)
             optimizer.step()
             optimizer.zero_grad()
+            weights_norm = torch.nn.utils.get_total_norm(trained_weights(policy).values())
+            require_finite("a weight", whole(weights_norm))
     return {name: torch.cat([values.flatten() for values in parts]) for name, parts in logged.items()}
 
 
@@ -639,7 +641,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     print(f"{sizes}, by {world} x {device.type}, into {output}\n{settings(args, layout)}", flush=True)
     start = clock(device)
     bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=not has_terminal())
-    with open_output(args, output, state), bar, saved_on_error(output, state, save):
+    with open_output(args, output, state, resumed), bar, saved_on_error(output, state, save):
         evaluation = evaluate_after(first) if first in evaluated else {}
         if first == 0:
             state["before"] = evaluation
@@ -740,7 +742,7 @@ def shuffled(n, seed, epoch) -> np.ndarray:
 
 
 @contextmanager
-def open_output(args, output: Path, state):
+def open_output(args, output: Path, state, resumed: list[Path]):
     """Keeps the output folder locked for this run. Cuts its files to the lengths they had at the checkpoint (0 for a
     new run), so that a resumed run continues them. The first rank does this for all."""
     if not is_first_rank():
@@ -751,6 +753,10 @@ def open_output(args, output: Path, state):
         (output / "metrics.jsonl").touch()  # first: it marks the folder as a run's
         lock = (output / "args.json").open("a+")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    require(
+        checkpoints(output)[:1] == resumed,
+        f"--output_dir {output}: another run has saved a checkpoint since this one began to load; start it again",
+    )
     with lock:
         lock.truncate(0)
         made_by = {
@@ -837,6 +843,8 @@ def warn_about(metrics: dict, args):
             "updates take much longer than their CPU time, since other processes use the cores: try "
             "OMP_WAIT_POLICY=PASSIVE or OMP_NUM_THREADS=1"
         )
+    if metrics.get("val/rollout_logprob_gap", 0) > 0.1:
+        say_once("sampling and training disagree about log-probs, see val/rollout_logprob_gap: try --dtype float32")
     if metrics["completions/clipped_ratio"] > 0.5:
         say_once(
             f"most completions are cut at --response_length {args.response_length}: raise it, or set "
@@ -853,7 +861,8 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: li
     samples = []
     for mode in modes:
         transformers.set_seed(args.seed % 2**32)
-        batch, _ = rollout(model, rows, 1, args.temperature if mode == "sampled" else 0.0, **sampling)
+        batch, logprobs = rollout(model, rows, 1, args.temperature if mode == "sampled" else 0.0, **sampling)
+        require_finite("a log-prob of the policy", logprobs)
         graded = with_references(batch, sampling["stop_ids"])
         grades = {}
         grades["score"], by_reward = score(rewards, args.reward_weights, graded)
@@ -1625,7 +1634,9 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
         values = function(**given)
         if isinstance(values, Iterator):  # of a generator, which runs here
             values = list(values)
-    must = f"{label} must return {len(rows)} finite numbers or Nones in a list, not {values!r:.60}"
+    must = (
+        f"{label} must return {len(rows)} finite numbers or Nones in a list, not {' '.join(repr(values).split()):.60}"
+    )
     with explained(must):  # as for a set or dict, which has no [:]
         scores = torch.tensor([math.nan if value is None else value for value in values[:]], dtype=torch.float32)
     require(len(values) == len(rows), f"{label} must return {len(rows)} values, not {len(values)}")
@@ -1971,7 +1982,7 @@ def add_adapters(model, rank, alpha, seed):
     require(linears, f"--lora_rank {rank}: {type(model).__name__} has no torch.nn.Linear in its layers")
     model.requires_grad_(False)
     model.lora_alpha = alpha
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**32)
     for linear in linears:
         new = partial(torch.nn.Linear, bias=False, device=linear.weight.device, dtype=torch.float32)
         linear.lora_A = new(linear.in_features, rank)
@@ -2288,7 +2299,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line (default: sys.argv) as Args. At --help, and at a flag that is unknown or does not parse, tyro
     exits."""
     argv = [by_own_name(word) for word in (sys.argv[1:] if argv is None else argv)]
-    require(argv.count("--reward_fns") < 2, "--reward_fns: name all functions after one: --reward_fns a.py:f b.py:g")
+    lists = [word for word in argv if word.partition("=")[0].replace("-", "_") == "__reward_fns"]
+    require(len(lists) < 2, "--reward_fns: name all functions after one: --reward_fns a.py:f b.py:g")
     groups = {kind.__name__: kind() for kind in Args.__bases__}  # with their titles in --help
     groups = tyro.cli(
         dict,

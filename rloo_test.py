@@ -5034,11 +5034,46 @@ def test_functions_are_named_after_one_flag_and_with_their_names(tiny, tmp_path,
     line = command(tiny, tmp_path / "out")
     for more, message in (
         (["--reward_fns", "b2.py:f", "--reward_fns", "b2.py:f"], "name all functions after one"),
+        (["--reward_fns=b2.py:f", "--reward-fns", "b2.py:f"], "name all functions after one"),
         (["--reward_fns", "b2.py"], "add :function"),
     ):
         with pytest.raises(SystemExit) as end:
             rloo.command_line(line + more)
         assert end.value.code.startswith("rloo.py: --reward_fns") and message in end.value.code
+
+
+def test_weights_that_the_last_step_made_infinite_are_not_saved(train, tmp_path):
+    with pytest.raises(InputError, match="^a weight is not finite: lower --learning_rate"):
+        train(learning_rate=1e39, output_dir=str(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("**/*.safetensors"))
+
+
+def test_a_run_that_goes_on_while_another_one_loads_is_not_overwritten(train, tmp_path, monkeypatch):
+    flags = {"output_dir": str(tmp_path / "out"), "resume": True, "save_steps": 1, "save_total_limit": 9}
+    train(**flags, total_episodes=32)
+    load_policy = rloo.load_policy
+
+    def while_another_trains(*args):
+        monkeypatch.setattr(rloo, "load_policy", load_policy)
+        train(**flags, total_episodes=64)
+        return load_policy(*args)
+
+    monkeypatch.setattr(rloo, "load_policy", while_another_trains)
+    with pytest.raises(InputError, match="another run has saved a checkpoint since this one began to load; start it"):
+        train(**flags, total_episodes=80)
+    assert len(read_metrics(tmp_path / "out")) == 4
+
+
+def test_samplers_that_disagree_with_training_are_said(train, monkeypatch, capfd):
+    rollout = rloo.rollout
+
+    def other_sampler(*args, **options):
+        batch, logprobs = rollout(*args, **options)
+        return batch, (logprobs - 0.2) * batch.response_mask
+
+    monkeypatch.setattr(rloo, "rollout", other_sampler)
+    train()
+    assert "sampling and training disagree about log-probs" in "".join(capfd.readouterr())
 
 
 def test_a_screen_that_is_no_terminal_gets_a_line_per_update(train, tmp_path, capfd, monkeypatch):

@@ -1,7 +1,7 @@
 """LoRA against all weights on mini TL;DR, with ten times the learning rate, which is the default.
 
-    python benchmark/study/lora.py                  # trains what has no record in lora.json: 3 minutes a run
-    python benchmark/study/lora.py --report_only    # only writes the table of README.md
+python benchmark/study/lora.py                  # trains what has no record in lora.json: 3 minutes a run
+python benchmark/study/lora.py --report_only    # only writes the table of README.md
 """
 
 import json
@@ -51,7 +51,9 @@ def table(records: dict[str, dict]) -> str:
     rows = {rank: [records[name] for name in records if name.startswith(f"rank {rank}, ")] for rank in RANKS}
     rows = {rank: found for rank, found in rows.items() if found}
     found = study.differences({str(rank): [x["sampled"] for x in row] for rank, row in rows.items()}, base="0")
-    cells = [["policy", "seeds", "gold win rate, %", "less all weights, points", "greedy, %", "KL, nats", "checkpoint, MB"]]
+    cells = [
+        ["policy", "seeds", "gold win rate, %", "less all weights, points", "greedy, %", "KL, nats", "checkpoint, MB"]
+    ]
     for rank, row in rows.items():
         sampled, greedy, kl = (study.plus_minus([x[name] for x in row]) for name in ("sampled", "greedy", "kl"))
         less = study.with_interval(found[str(rank)]) if rank else ""
