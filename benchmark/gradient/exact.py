@@ -210,9 +210,10 @@ def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float)
     if not option.baseline:
         return rewards[..., None], weights
     advantages = rloo.advantage(rewards, option.advantage_estimator).view(*scores.shape, -1)
+    counts = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
     if option.normalize_advantage:
-        advantages = rloo.standardize(advantages.masked_fill(~mask[..., : advantages.shape[-1]], math.nan))
-    return advantages.nan_to_num(0.0), weights
+        advantages = rloo.standardize(advantages, counts)
+    return advantages.masked_fill(~counts, 0.0), weights
 
 
 def estimates(case: Case, index: torch.Tensor, option: Option, sampler: torch.Tensor | None = None) -> torch.Tensor:
