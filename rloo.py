@@ -2328,7 +2328,8 @@ def resolve_args(args: Args) -> Args:
     if args.device == "cuda":
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if args.dtype is None:
-        half = args.device.startswith("cuda") and torch.cuda.is_bf16_supported() and not bundled
+        on_gpu = args.device.startswith("cuda") and not bundled
+        half = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 only emulates it
         args.dtype = "bfloat16" if half else "float32"
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 and args.sharding == "fsdp":
         print("--sharding fsdp: there is one process, which holds all weights")

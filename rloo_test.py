@@ -3616,8 +3616,12 @@ def test_bfloat16_is_the_default_of_ones_own_task_on_a_gpu_that_has_it(tiny, mon
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cuda"
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device=None: zeros(*size))  # there is no such device here
-    for supported in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported: supported)
+    for supported in (True, False):  # a T4 or V100 emulates it, slowly
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True, found=supported: including_emulation or found,
+        )
         assert parse(own).dtype == ("bfloat16" if supported else "float32")
         assert parse("--device cuda").dtype == "float32"
     monkeypatch.setenv("LOCAL_RANK", "1")
