@@ -34,6 +34,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -1457,6 +1458,7 @@ class Decoder:
         with torch.random.fork_rng([device], device_type="cuda"):  # leaves the run's random state unchanged
             self.read_prompts(prompt_ids, prompt_ids == 0)
             self.step()  # initializes libraries and allocates the caches
+            warnings.filterwarnings("ignore", "Synchronization debug mode")  # says that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
             try:
                 self.step()

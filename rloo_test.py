@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 import weakref
 from collections import defaultdict
 from pathlib import Path
@@ -4099,6 +4100,18 @@ def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset
     with torch.no_grad(), contextlib.nullcontext() if goes_on else pytest.raises(torch.OutOfMemoryError):
         assert decoder.capture() is None
     assert modes == ["error", "default"] and steps == [0, 1]
+
+
+def test_the_trial_of_a_step_warns_of_nothing(monkeypatch, recwarn):
+    """PyTorch warns when the mode is set."""
+    text = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(text, stacklevel=1))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    with torch.no_grad():
+        assert rloo.Decoder(tiny_model(), 4, 5, 3, 4, 1.0, stop_ids=[0]).capture()
+    assert not [str(warning.message) for warning in recwarn if text in str(warning.message)]
 
 
 def test_a_capture_that_fails_ends_the_run(monkeypatch):
