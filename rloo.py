@@ -1501,7 +1501,7 @@ def sampling_model(policy, dtype):
     with explained("the policy has other weights than a model made from its config: change that too"):
         copied = [*zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)]
     for mine, theirs in copied:
-        mine.data = whole(theirs.detach()).to(mine)
+        mine.data = whole(theirs.detach().to(mine.dtype))  # gathered as small as it will be
     merge_adapters(policy, model)
     return model
 

@@ -2767,6 +2767,15 @@ def test_the_copy_that_samples_has_the_policys_buffers():
     assert rloo.sampling_model(policy, torch.float32) is policy
 
 
+def test_weights_are_cast_before_they_are_gathered(monkeypatch):
+    """Half the memory and half of what processes send each other."""
+    gathered = spy(monkeypatch, "whole")
+    policy = tiny_model("llama")
+    rloo.sampling_model(policy, torch.bfloat16)
+    weights = [args[0].dtype for args, _ in gathered[: len([*policy.parameters()])]]
+    assert weights == [torch.bfloat16] * len([*policy.parameters()])
+
+
 @pytest.mark.parametrize("flags, stop", [({}, 0), ({"stop_token_id": 2}, 2)])
 def test_references_end_in_the_stop_token(train, tiny, monkeypatch, flags, stop):
     made = spy(monkeypatch, "make_batch")
