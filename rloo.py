@@ -2373,6 +2373,11 @@ def check_args(args: Args):
     require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     require(args.output_dir, "--resume needs --output_dir: which run should continue?")
+    number = os.environ.get("LOCAL_RANK")
+    require(
+        number is None or args.device in ("cpu", f"cuda:{number}"),
+        f"--device {args.device}: torchrun gives each process a GPU of its own, this one {number}; write --device cuda",
+    )
     check_output(Path(args.output_dir), args.resume)
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
