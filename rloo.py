@@ -518,7 +518,8 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
 
 def training_dtype(args, device):
     """Context in which the trained policy's forward passes run in --dtype. Without autocast's cache, since with it all
-    blocks of log-probs would share one bfloat16 copy of the head, and its gradient would be summed in bfloat16."""
+    blocks of log-probs would share one bfloat16 copy of the head, and its gradient would be summed in bfloat16. With
+    --sharding fsdp it is, since FSDP gathers the head in --dtype."""
     dtype = forward_dtype(args)
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
