@@ -1102,12 +1102,12 @@ def step_attention(query, key, value, mask, scaling):
     q = (query * scaling).reshape(*b_k, h, -1, D)  # (b, k, h, g, D): g query heads share a key head
     of_prompt = torch.einsum("bkhgd,bhpd->bkhgp", q, prompt_key)
     of_own = torch.einsum("bkhgd,bkhnd->bkhgn", q, own_key.unflatten(0, b_k))
-    scores = torch.cat([of_prompt, of_own], dim=-1).float()
+    scores = torch.cat([of_prompt, of_own], dim=-1)
     scores = torch.where(mask.view(*b_k, 1, 1, -1), scores, -math.inf)
 
-    weights = scores.softmax(-1).to(prompt_value.dtype)
-    out = torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)
-    out = out + torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, b_k))
+    weights = scores.softmax(-1)  # computed in float32 and rounded once, also in bfloat16
+    out = torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, b_k))
+    out = out + torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)  # in this order without a copy
     return out.reshape(len(query), 1, -1, out.shape[-1])
 
 

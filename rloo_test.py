@@ -1186,6 +1186,35 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
         assert not torch.allclose(found[..., 3:], old[..., 3:], atol=1e-3)
 
 
+class Kernels(TorchDispatchMode):
+    """Counts the operations that compute or copy something, each of which is a kernel at least on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "_unsafe_view" not in str(function):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_of_a_step_has_few_kernels(heads):
+    """At most twelve, of which four are products of matrices: a step takes as long as launching them, if the model is
+    small."""
+    query, key = torch.randn(6, 4, 1, 8).bfloat16(), torch.randn(2, heads, 5, 8).bfloat16()
+    own, mask = torch.randn(6, heads, 3, 8).bfloat16(), torch.ones(6, 1, 1, 8).bool()
+    with Kernels() as kernels:
+        rloo.step_attention(query, (key, own), (key, own), mask, 0.3)
+    assert len(kernels.seen) <= 12, kernels.seen
+
+
+def test_softmax_in_bfloat16_rounds_once():
+    scores = torch.randn(100, 300, generator=torch.Generator().manual_seed(0)).mul(4).bfloat16()
+    assert torch.equal(scores.softmax(-1), scores.float().softmax(-1).bfloat16())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_reads_the_caches_where_they_are(family, monkeypatch):
     """With as many key heads as the model has, and no copy of a prompt's keys for its lanes."""
