@@ -1,23 +1,18 @@
-"""The table of README.md that says how much memory of a GPU a run needs, computed from the sizes of its models.
+"""How much memory of a GPU a run needs, computed from the sizes of its models, and which GPUs have it.
 
-    python benchmark/speed/gpu_memory.py                # prints the table
-    python benchmark/speed/gpu_memory.py --lora_rank 8  # the same with adapters of rank 8 in place of all weights
-    python benchmark/speed/gpu_memory.py --count        # counts, on the CPU, what its formulas for activations say
+    python benchmark/speed/gpu_memory.py                                # prints the table of README.md
+    python benchmark/speed/gpu_memory.py --config MODEL --k 8 --R 400   # a run of yours; MODEL: a folder or Hub id
+    python benchmark/speed/gpu_memory.py --layers 24 --width 896 --feed_forward 4864 --key_width 128 --vocabulary 151936
 
-The bytes that a layer keeps for backward are counted for small models of both kinds: those of all tensors that autograd
-saves in a forward pass under bfloat16 autocast, weights left out, with three layers less those with two.
+gpu_memory_test.py counts what the formula for activations says, for small models on the CPU.
 """
 
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import transformers
 import tyro
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import rloo  # noqa: E402
 
 GIB = 2**30
 LOGIT_BYTES = 22  # for each logit of a block: float32 logits, log-probs, probabilities and their gradients
@@ -26,8 +21,10 @@ FAMILIES = {"Qwen2.5": (34, 8), "GPT-NeoX": (26, 4)}  # bytes that a layer keeps
 # The same with LoRA, whose weights and residual stream are in bfloat16; and how many linear layers have an adapter.
 LORA = {"Qwen2.5": (18, 8, 7), "GPT-NeoX": (19, 4, 4)}
 
-SMALL = [("Qwen2.5", 896, 4864), ("Qwen2.5", 448, 4864), ("Qwen2.5", 896, 2432)]  # that are counted: family, d, f
-SMALL += [("GPT-NeoX", 512, 2048), ("GPT-NeoX", 512, 1024), ("GPT-NeoX", 256, 2048)]
+CARDS = (16, 24, 40, 48, 80, 141)  # GiB of memory of common GPUs
+CONTEXT = 0.5 * GIB  # CUDA's own memory, and kernels
+NCCL = 1 * GIB  # buffers of several processes
+GATED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2")  # model types whose layers are like Qwen2.5's
 
 
 @dataclass
@@ -70,6 +67,7 @@ RUNS = [
         P=256,
         R=400,
         learning_rate="1e-6",
+        chunk=256,
     ),
     Run(
         "pythia-410m, 24 GB",
@@ -173,100 +171,101 @@ def needed(run: Run) -> dict[str, float]:
         "logits": LOGIT_BYTES * min(run.micro_batch * run.R * model.vocabulary, BLOCK)
         + (0 if run.lora_rank else 8 * head),
     }
+    rest = CONTEXT
+    if run.gpus > 1:  # fsdp holds two layers at once: gathered, their gradients, and these in float32 to be summed
+        rest += NCCL + 2 * 8 * model.parameters / model.layers
+    found["rest"] = rest
     found["training"] = sum(found.values())
     weights = (12 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * model.parameters
-    found["rollout"] = weights + cache + LOGIT_BYTES * run.chunk * model.vocabulary
+    found["rollout"] = weights + cache + LOGIT_BYTES * run.chunk * model.vocabulary + CONTEXT
+    found["rollout"] += NCCL if run.gpus > 1 else 0
     return found | {"cache": cache}
 
 
 def table(runs: list[Run]) -> str:
     """The table of README.md."""
-    head = ["model, GPU", "k", "m", "P, R", "states", "copies", "activations", "logits", "training"]
+    head = ["model, GPU", "k", "m", "P, R", "states", "copies", "activations", "logits", "rest", "training"]
     head += ["rollout (cache)", "learning rate"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for run in runs:
         found = {name: f"{value / GIB:.1f}" for name, value in needed(run).items()}
         cells = [run.name, run.k, run.micro_batch, f"{run.P}, {run.R}"]
-        cells += [found[name] for name in ("states", "copies", "activations", "logits", "training")]
+        cells += [found[name] for name in ("states", "copies", "activations", "logits", "rest", "training")]
         cells += [f"{found['rollout']} ({found['cache']})", run.learning_rate]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
-# ---- The count -------------------------------------------------------------------------------------------------------
+def linear_parameters(args: "Args") -> float:
+    """Parameters of a model of these sizes: embedding (tied, as in small models) and layers, with gated MLPs."""
+    layer = 2 * args.width**2 + 2 * args.width * args.key_width + 3 * args.width * args.feed_forward
+    return args.vocabulary * args.width + args.layers * layer
 
 
-def small_model(family: str, width: int, feed_forward: int, layers: int, lora_rank: int = 0):
-    """A model of a family with heads of 64; with LoRA it is in bfloat16 and its adapters are in float32."""
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": width,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-    }
-    if family == "Qwen2.5":
-        config = transformers.Qwen2Config(**sizes, num_key_value_heads=1)
-    else:
-        config = transformers.GPTNeoXConfig(**sizes, attention_dropout=0, hidden_dropout=0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    if lora_rank:
-        rloo.add_adapters(model.bfloat16(), lora_rank, alpha=32, seed=0)
-    return model
+def model_of(args: "Args") -> Model:
+    """Sizes from the command line, or from the configuration of a model, whose weights are not loaded."""
+    if args.config is None:
+        count = args.parameters or linear_parameters(args)
+        sizes = (args.layers, args.width, args.feed_forward, args.key_width, args.vocabulary)
+        return Model("Qwen2.5", count, *sizes, args.reward_parameters)
+    config = transformers.AutoConfig.from_pretrained(args.config).get_text_config()
+    if config.model_type not in (*GATED, "gpt_neox"):
+        sys.exit(
+            f"{args.config}: no formula for layers of type {config.model_type}; give sizes to compute as for Qwen2.5"
+        )
+    with torch.device("meta"):
+        count = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    heads = config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Model(
+        "GPT-NeoX" if config.model_type == "gpt_neox" else "Qwen2.5",
+        count,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        (getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        config.vocab_size,
+        args.reward_parameters,
+    )
 
 
-def saved_bytes(model, P: int, k: int, R: int) -> int:
-    """Bytes that autograd saves for log-probs of k completions of R tokens, weights left out."""
-    rows = [{"prompt_ids": [5] * P}]
-    batch = rloo.make_batch(rows, torch.full((k, 1, R), 7), [1])
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    sizes, alive = {}, []
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        alive.append(tensor)  # so that no address is used twice
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        rloo.completion_logprobs(model, batch, 0.7, "group")
-    return sum(sizes.values())
-
-
-def counted(family: str, width: int, feed_forward: int, lora_rank: int = 0) -> float:
-    """Bytes that a layer keeps of a token: what a third layer and a twice as long row add."""
-
-    def of_third_layer(P, R):
-        three, two = (saved_bytes(small_model(family, width, feed_forward, n, lora_rank), P, 4, R) for n in (3, 2))
-        return three - two
-
-    return (of_third_layer(128, 64) - of_third_layer(64, 32)) / (64 + 4 * 32)
+def fitting(run: Run) -> list[int]:
+    """The cards that have the memory, with a tenth left free for fragmentation."""
+    found = needed(run)
+    return [size for size in CARDS if max(found["training"], found["rollout"]) <= 0.9 * size * GIB]
 
 
 @dataclass
 class Args:
-    """Memory that a run needs on a GPU."""
+    """Memory that a run needs on each GPU."""
 
-    count: bool = False
-    """count the bytes of activations instead"""
-    lora_rank: int | None = None
-    """rank of the adapters in all rows, 0: none; default: as the table in README.md"""
+    config: str | None = None  # folder or Hub id of the policy; only its configuration is read
+    layers: int | None = None  # sizes instead, of a model whose layers are like Qwen2.5's
+    width: int = 896
+    feed_forward: int = 4864
+    key_width: int = 128  # of all key heads of a layer together
+    vocabulary: int = 151_936
+    parameters: float | None = None  # None: counted from the sizes
+    reward_parameters: float = 0.0  # of a reward model
+    k: int = 4  # --rloo_k
+    m: int = 32  # --per_device_train_batch_size
+    P: int = 512  # --max_prompt_length
+    R: int = 53  # --response_length
+    chunk: int = 64  # --local_rollout_forward_batch_size
+    gpus: int = 1  # more than one: with --sharding fsdp
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0
 
 
 def main(args: Args):
-    if not args.count:
-        runs = RUNS if args.lora_rank is None else [replace(run, lora_rank=args.lora_rank) for run in RUNS]
-        print(table(runs))
+    if args.config is None and args.layers is None:
+        print(table(RUNS))
         return
-    torch.set_num_threads(1)
-    print("bytes that a layer keeps of a token     counted   formula")
-    rank = args.lora_rank or 0
-    for family, width, feed_forward in SMALL:
-        formula = kept_by_layer(family, width, feed_forward, rank)
-        name = f"{family}, d = {width}, f = {feed_forward}"
-        print(f"{name:36}{counted(family, width, feed_forward, rank):11,.0f}{formula:10,}")
+    sizes = (args.k, args.m, args.P, args.R, "", args.chunk, args.gpus, args.gradient_checkpointing, args.lora_rank)
+    run = Run(args.config or "these sizes", model_of(args), *sizes)
+    print(table([run]))
+    cards = ", ".join(f"{size} GB" for size in fitting(run))
+    print(f"\nGiB for each of {run.gpus} GPUs. With a tenth left free it fits: {cards or 'none of ' + str(CARDS)}")
 
 
 if __name__ == "__main__":
