@@ -117,7 +117,8 @@ def quietly(args: rloo.Args) -> dict:
 
 
 def relative(x, expected) -> float:
-    return float((x.double().cpu() - expected.double().cpu()).norm() / expected.double().norm())
+    x, expected = x.detach().double().cpu(), expected.detach().double().cpu()
+    return float((x - expected).norm() / expected.norm())
 
 
 # ---- Right -----------------------------------------------------------------------------------------------------------
@@ -221,6 +222,7 @@ def one_update(device) -> Iterator[Line]:
     args = flags(device, learning_rate=0.02, rloo_k=8, per_device_train_batch_size=64, kl_coef=0.0, temperature=1.0)
     policy = random_model(TINY["multi-head"], device)
     optimizer, _ = rloo.make_optimizer(args, policy, 1)
+    optimizer.param_groups[0]["lr"] = args.learning_rate  # else 0: `main` sets it before each update
     reward = {"low": lambda batch: (batch.responses < 32).float().mean(-1)}
     options = {"response_length": 8, "stop_ids": [-1], "engine": "group", "chunk_size": 64}
     seen = []
