@@ -34,6 +34,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -519,7 +520,8 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
 
 def training_dtype(args, device):
     """Context in which the trained policy's forward passes run in --dtype. Without autocast's cache, since with it all
-    blocks of log-probs would share one bfloat16 copy of the head, and its gradient would be summed in bfloat16."""
+    blocks of log-probs would share one bfloat16 copy of the head, and its gradient would be summed in bfloat16. With
+    --sharding fsdp it is, since FSDP gathers the head in --dtype."""
     dtype = forward_dtype(args)
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
@@ -1109,12 +1111,12 @@ def step_attention(query, key, value, mask, scaling):
     q = (query * scaling).reshape(*b_k, h, -1, D)  # (b, k, h, g, D): g query heads share a key head
     of_prompt = torch.einsum("bkhgd,bhpd->bkhgp", q, prompt_key)
     of_own = torch.einsum("bkhgd,bkhnd->bkhgn", q, own_key.unflatten(0, b_k))
-    scores = torch.cat([of_prompt, of_own], dim=-1).float()
+    scores = torch.cat([of_prompt, of_own], dim=-1)
     scores = torch.where(mask.view(*b_k, 1, 1, -1), scores, -math.inf)
 
-    weights = scores.softmax(-1).to(prompt_value.dtype)
-    out = torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)
-    out = out + torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, b_k))
+    weights = scores.softmax(-1).to(prompt_value.dtype)  # computed in float32 and rounded once, also in bfloat16
+    out = torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, b_k))
+    out = out + torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)  # in this order without a copy
     return out.reshape(len(query), 1, -1, out.shape[-1])
 
 
@@ -1466,6 +1468,7 @@ class Decoder:
         with torch.random.fork_rng([device], device_type="cuda"):  # leaves the run's random state unchanged
             self.read_prompts(prompt_ids, prompt_ids == 0)
             self.step()  # initializes libraries and allocates the caches
+            warnings.filterwarnings("ignore", "Synchronization debug mode")  # says that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
             try:
                 self.step()
@@ -1508,7 +1511,7 @@ def sampling_model(policy, dtype):
     with explained("the policy has other weights than a model made from its config: change that too"):
         copied = [*zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)]
     for mine, theirs in copied:
-        mine.data = whole(theirs.detach()).to(mine)
+        mine.data = whole(theirs.detach().to(mine.dtype))  # gathered as small as it will be
     merge_adapters(policy, model)
     return model
 
@@ -2340,7 +2343,8 @@ def resolve_args(args: Args) -> Args:
     if args.device == "cuda":
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if args.dtype is None:
-        half = args.device.startswith("cuda") and torch.cuda.is_bf16_supported() and not bundled
+        on_gpu = args.device.startswith("cuda") and not bundled
+        half = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 or V100 only emulates it
         args.dtype = "bfloat16" if half else "float32"
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 and args.sharding == "fsdp":
         print("--sharding fsdp: there is one process, which holds all weights")
@@ -2382,6 +2386,15 @@ def check_args(args: Args):
     require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     require(args.output_dir, "--resume needs --output_dir: which run should continue?")
+    number = os.environ.get("LOCAL_RANK")
+    require(
+        number is None or args.device in ("cpu", f"cuda:{number}"),
+        f"--device {args.device}: torchrun gives each process a GPU of its own, this one {number}; write --device cuda",
+    )
+    require(
+        args.sharding == "ddp" or hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
+        f"--sharding fsdp: the FSDP of torch {torch.__version__} is too old, 2.13 is tested",
+    )
     check_output(Path(args.output_dir), args.resume)
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 import weakref
 from collections import defaultdict
 from pathlib import Path
@@ -1030,6 +1031,7 @@ OTHERS = {  # by how transformers calls them, with a window of 12 tokens where t
 
 
 OLD = transformers.__version__.startswith("4.")
+OLD_FSDP = not hasattr(rloo.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
 if OLD:
     OTHERS["stablelm"] = (OTHERS["stablelm"][0], False)  # there its attention is its own
     del OTHERS["gemma3n_text"]  # there it is refused: without a cache its logits are other ones
@@ -1196,6 +1198,35 @@ def test_a_step_of_decoding_has_static_shapes_and_addresses():
         old, _ = rloo.completion_logprobs(tiny_model("llama"), full, 1.0, "plain")
         assert torch.allclose(found[..., :3], old[..., :3], atol=1e-5)  # tokens 0 to 2: the weights as they were
         assert not torch.allclose(found[..., 3:], old[..., 3:], atol=1e-3)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that compute or copy something, each of which is a kernel at least on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "_unsafe_view" not in str(function):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_of_a_step_has_few_kernels(heads):
+    """At most twelve, of which four are products of matrices: a step takes as long as launching them, if the model is
+    small."""
+    query, key = torch.randn(6, 4, 1, 8).bfloat16(), torch.randn(2, heads, 5, 8).bfloat16()
+    own, mask = torch.randn(6, heads, 3, 8).bfloat16(), torch.ones(6, 1, 1, 8).bool()
+    with Kernels() as kernels:
+        rloo.step_attention(query, (key, own), (key, own), mask, 0.3)
+    assert len(kernels.seen) <= 12, kernels.seen
+
+
+def test_softmax_in_bfloat16_rounds_once():
+    scores = torch.randn(100, 300, generator=torch.Generator().manual_seed(0)).mul(4).bfloat16()
+    assert torch.equal(scores.softmax(-1), scores.float().softmax(-1).bfloat16())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -1944,7 +1975,7 @@ def test_models_that_the_decoder_cannot_run_are_found_by_a_trial(capsys):
     """DiffLlama attends to its values in another arrangement than they are cached in; MiniCPM3 unpacks its cache."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    for name, more in (("diffllama", {}), ("deepseek_v3" if OLD else "minicpm3", latent)):
+    for name, more in (("diffllama", {}), ("minicpm3", latent))[: 1 if OLD else 2]:
         config = AutoConfig.for_model(name, vocab_size=16, eos_token_id=0, **sizes, **more)
         model = AutoModelForCausalLM.from_config(config).eval()
         args = Args(device="cpu", response_length=4, rloo_k=2)
@@ -2785,6 +2816,15 @@ def test_the_copy_that_samples_has_the_policys_buffers():
     assert rloo.sampling_model(policy, torch.float32) is policy
 
 
+def test_weights_are_cast_before_they_are_gathered(monkeypatch):
+    """Half the memory and half of what processes send each other."""
+    gathered = spy(monkeypatch, "whole")
+    policy = tiny_model("llama")
+    rloo.sampling_model(policy, torch.bfloat16)
+    weights = [args[0].dtype for args, _ in gathered[: len([*policy.parameters()])]]
+    assert weights == [torch.bfloat16] * len([*policy.parameters()])
+
+
 @pytest.mark.parametrize("flags, stop", [({}, 0), ({"stop_token_id": 2}, 2)])
 def test_references_end_in_the_stop_token(train, tiny, monkeypatch, flags, stop):
     made = spy(monkeypatch, "make_batch")
@@ -3600,6 +3640,7 @@ def test_what_an_engine_may_not_return(tokens, logprobs, message):
     rloo.check_completions([[[5, 0], [5, 5, 5]]], [[[0.0, 0.0], [0.0] * 3]], 1, 2, 3, [0], 16)
 
 
+@pytest.mark.skipif(OLD_FSDP, reason="--sharding fsdp refuses this torch")
 def test_two_processes_share_the_completions_of_one_engine(tiny, tmp_path):
     """The first rank calls it with the prompts of both, and with the whole policy, whose weights are sharded."""
     line = command(tiny, tmp_path / "out", per_device_train_batch_size=8, total_episodes=32, sharding="fsdp")
@@ -3640,12 +3681,18 @@ def test_bfloat16_is_the_default_of_ones_own_task_on_a_gpu_that_has_it(tiny, mon
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cuda"
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device=None: zeros(*size))  # there is no such device here
-    for supported in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported: supported)
+    for supported in (True, False):  # a T4 or V100 emulates it, slowly
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True, found=supported: including_emulation or found,
+        )
         assert parse(own).dtype == ("bfloat16" if supported else "float32")
         assert parse("--device cuda").dtype == "float32"
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert parse("--device cuda").device == "cuda:1"  # each process its own
+    with pytest.raises(InputError, match="--device cuda:0: torchrun gives each process a GPU of its own, this one 1"):
+        rloo.check_args(parse("--device cuda:0"))
 
 
 def test_on_a_gpu_attention_is_never_cudnns(monkeypatch):
@@ -4121,6 +4168,18 @@ def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset
     assert modes == ["error", "default"] and steps == [0, 1]
 
 
+def test_the_trial_of_a_step_warns_of_nothing(monkeypatch, recwarn):
+    """PyTorch warns when the mode is set."""
+    text = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(text, stacklevel=1))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    with torch.no_grad():
+        assert rloo.Decoder(tiny_model(), 4, 5, 3, 4, 1.0, stop_ids=[0]).capture()
+    assert not [str(warning.message) for warning in recwarn if text in str(warning.message)]
+
+
 def test_a_capture_that_fails_ends_the_run(monkeypatch):
     """It would leave the process on the stream of the capture."""
 
@@ -4234,6 +4293,7 @@ def test_fsdp_gathers_in_dtype_and_adds_gradients_up_in_float32(monkeypatch):
     assert {(x.param_dtype, x.reduce_dtype) for x in policies} == {(torch.bfloat16, torch.float32)}
 
 
+@pytest.mark.skipif(OLD_FSDP, reason="--sharding fsdp refuses this torch")
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
     """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of
     processes and shardings, a model whose head is its embedding, and one that does not run in group rows (it samples by
@@ -4645,6 +4705,7 @@ def test_the_learning_rate_of_adapters_is_ten_times_that_of_all_weights_unless_g
     assert "learning rate 1e-05, " in capsys.readouterr().out
 
 
+@pytest.mark.skipif(OLD_FSDP, reason="--sharding fsdp refuses this torch")
 def test_adapters_on_two_processes_equal_those_on_one(tiny, tmp_path, monkeypatch):
     """ddp and fsdp on gloo, resumed across both, with a tied head, and in bfloat16."""
     base = {

@@ -651,8 +651,9 @@ def save_tokenizer(tokenizer, folder: Path):
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.pop("backend", None)
-    if "extra_special_tokens" in config:
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    extra = config.pop("extra_special_tokens", None)
+    if extra:
+        config["additional_special_tokens"] = extra
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -1,11 +1,18 @@
-"""The table of README.md that says how much memory of a GPU a run needs, computed from the sizes of its models.
+"""How much memory of a GPU a run needs, computed from the sizes of its models, and which GPUs have it.
 
-    python benchmark/speed/gpu_memory.py            # prints the table
+    python benchmark/speed/gpu_memory.py                                # prints the table of README.md
+    python benchmark/speed/gpu_memory.py --config MODEL --k 8 --R 400   # a run of yours; MODEL: a folder or Hub id
+    python benchmark/speed/gpu_memory.py --layers 24 --width 896 --feed_forward 4864 --key_width 128 --vocabulary 151936
 
-gpu_memory_test.py counts what the formulas for activations say, for small models on the CPU.
+gpu_memory_test.py counts what the formula for activations says, for small models on the CPU.
 """
 
+import sys
 from dataclasses import dataclass
+
+import torch
+import transformers
+import tyro
 
 GIB = 2**30
 LOGIT_BYTES = 22  # for each logit of a block: float32 logits, log-probs, probabilities and their gradients
@@ -13,6 +20,11 @@ BLOCK = 2**27  # logits of a block, see completion_logprobs
 FAMILIES = {"Qwen2.5": (34, 8), "GPT-NeoX": (26, 4)}  # bytes that a layer keeps of a token: · d + · f
 # The same with LoRA, whose weights and residual stream are in bfloat16; and how many linear layers have an adapter.
 LORA = {"Qwen2.5": (18, 8, 7), "GPT-NeoX": (19, 4, 4)}
+
+CARDS = (16, 24, 40, 48, 80, 141)  # GiB of memory of common GPUs
+CONTEXT = 0.5 * GIB  # CUDA's own memory, and kernels
+NCCL = 1 * GIB  # buffers of several processes
+GATED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2")  # model types whose layers are like Qwen2.5's
 
 
 @dataclass
@@ -46,29 +58,70 @@ class Run:
     lora_rank: int = 0  # 0: all weights are trained, and the reference is another model
 
 
-QWEN_0_5B = Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936)
-QWEN_3B = Model("Qwen2.5", 3086e6, 36, 2048, 11_008, 256, 151_936)
-QWEN_7B = Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064)
-PYTHIA_410M = Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304, 354e6)
-PYTHIA_1B = Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304, 909e6)
 RUNS = [
-    Run("Qwen2.5-0.5B, 24 GB", QWEN_0_5B, 8, 8, 256, 400, "1e-6"),
-    Run("pythia-410m, 24 GB", PYTHIA_410M, 4, 32, 512, 53, "3e-6"),
-    Run("pythia-1b, 80 GB", PYTHIA_1B, 4, 64, 512, 53, "3e-6", chunk=256),
-    Run("Qwen2.5-7B, 4 × 80 GB", QWEN_7B, 8, 16, 256, 512, "1e-6", gpus=4, checkpointing=True),
+    Run(
+        "Qwen2.5-0.5B, 24 GB",
+        Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936),
+        k=8,
+        micro_batch=8,
+        P=256,
+        R=400,
+        learning_rate="1e-6",
+        chunk=256,
+    ),
+    Run(
+        "pythia-410m, 24 GB",
+        Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304, 354e6),
+        k=4,
+        micro_batch=32,
+        P=512,
+        R=53,
+        learning_rate="3e-6",
+    ),
+    Run(
+        "pythia-1b, 80 GB",
+        Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304, 909e6),
+        k=4,
+        micro_batch=64,
+        P=512,
+        R=53,
+        learning_rate="3e-6",
+        chunk=256,
+    ),
+    Run(
+        "Qwen2.5-7B, 4 × 80 GB",
+        Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064),
+        k=8,
+        micro_batch=16,
+        P=256,
+        R=512,
+        learning_rate="1e-6",
+        gpus=4,
+        checkpointing=True,
+    ),
     Run(
         "Qwen2.5-3B, 24 GB, LoRA of rank 32",
-        QWEN_3B,
-        8,
-        8,
-        256,
-        512,
-        "1e-5",
+        Model("Qwen2.5", 3086e6, 36, 2048, 11_008, 256, 151_936),
+        k=8,
+        micro_batch=8,
+        P=256,
+        R=512,
+        learning_rate="1e-5",
         chunk=32,
         checkpointing=True,
         lora_rank=32,
     ),
-    Run("Qwen2.5-7B, 80 GB, LoRA of rank 32", QWEN_7B, 8, 16, 256, 512, "1e-5", checkpointing=True, lora_rank=32),
+    Run(
+        "Qwen2.5-7B, 80 GB, LoRA of rank 32",
+        Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064),
+        k=8,
+        micro_batch=16,
+        P=256,
+        R=512,
+        learning_rate="1e-5",
+        checkpointing=True,
+        lora_rank=32,
+    ),
 ]
 
 
@@ -118,25 +171,102 @@ def needed(run: Run) -> dict[str, float]:
         "logits": LOGIT_BYTES * min(run.micro_batch * run.R * model.vocabulary, BLOCK)
         + (0 if run.lora_rank else 8 * head),
     }
+    rest = CONTEXT
+    if run.gpus > 1:  # fsdp holds two layers at once: gathered, their gradients, and these in float32 to be summed
+        rest += NCCL + 2 * 8 * model.parameters / model.layers
+    found["rest"] = rest
     found["training"] = sum(found.values())
     weights = (12 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * model.parameters
-    found["rollout"] = weights + cache + LOGIT_BYTES * run.chunk * model.vocabulary
+    found["rollout"] = weights + cache + LOGIT_BYTES * run.chunk * model.vocabulary + CONTEXT
+    found["rollout"] += NCCL if run.gpus > 1 else 0
     return found | {"cache": cache}
 
 
 def table(runs: list[Run]) -> str:
     """The table of README.md."""
-    head = ["model, GPU", "k", "m", "P, R", "states", "copies", "activations", "logits", "training"]
+    head = ["model, GPU", "k", "m", "P, R", "states", "copies", "activations", "logits", "rest", "training"]
     head += ["rollout (cache)", "learning rate"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for run in runs:
         found = {name: f"{value / GIB:.1f}" for name, value in needed(run).items()}
         cells = [run.name, run.k, run.micro_batch, f"{run.P}, {run.R}"]
-        cells += [found[name] for name in ("states", "copies", "activations", "logits", "training")]
+        cells += [found[name] for name in ("states", "copies", "activations", "logits", "rest", "training")]
         cells += [f"{found['rollout']} ({found['cache']})", run.learning_rate]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
+def linear_parameters(args: "Args") -> float:
+    """Parameters of a model of these sizes: embedding (tied, as in small models) and layers, with gated MLPs."""
+    layer = 2 * args.width**2 + 2 * args.width * args.key_width + 3 * args.width * args.feed_forward
+    return args.vocabulary * args.width + args.layers * layer
+
+
+def model_of(args: "Args") -> Model:
+    """Sizes from the command line, or from the configuration of a model, whose weights are not loaded."""
+    if args.config is None:
+        count = args.parameters or linear_parameters(args)
+        sizes = (args.layers, args.width, args.feed_forward, args.key_width, args.vocabulary)
+        return Model("Qwen2.5", count, *sizes, args.reward_parameters)
+    config = transformers.AutoConfig.from_pretrained(args.config).get_text_config()
+    if config.model_type not in (*GATED, "gpt_neox"):
+        sys.exit(
+            f"{args.config}: no formula for layers of type {config.model_type}; give sizes to compute as for Qwen2.5"
+        )
+    with torch.device("meta"):
+        count = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    heads = config.num_attention_heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Model(
+        "GPT-NeoX" if config.model_type == "gpt_neox" else "Qwen2.5",
+        count,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        (getattr(config, "num_key_value_heads", None) or heads) * head_width,
+        config.vocab_size,
+        args.reward_parameters,
+    )
+
+
+def fitting(run: Run) -> list[int]:
+    """The cards that have the memory, with a tenth left free for fragmentation."""
+    found = needed(run)
+    return [size for size in CARDS if max(found["training"], found["rollout"]) <= 0.9 * size * GIB]
+
+
+@dataclass
+class Args:
+    """Memory that a run needs on each GPU."""
+
+    config: str | None = None  # folder or Hub id of the policy; only its configuration is read
+    layers: int | None = None  # sizes instead, of a model whose layers are like Qwen2.5's
+    width: int = 896
+    feed_forward: int = 4864
+    key_width: int = 128  # of all key heads of a layer together
+    vocabulary: int = 151_936
+    parameters: float | None = None  # None: counted from the sizes
+    reward_parameters: float = 0.0  # of a reward model
+    k: int = 4  # --rloo_k
+    m: int = 32  # --per_device_train_batch_size
+    P: int = 512  # --max_prompt_length
+    R: int = 53  # --response_length
+    chunk: int = 64  # --local_rollout_forward_batch_size
+    gpus: int = 1  # more than one: with --sharding fsdp
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0
+
+
+def main(args: Args):
+    if args.config is None and args.layers is None:
+        print(table(RUNS))
+        return
+    sizes = (args.k, args.m, args.P, args.R, "", args.chunk, args.gpus, args.gradient_checkpointing, args.lora_rank)
+    run = Run(args.config or "these sizes", model_of(args), *sizes)
+    print(table([run]))
+    cards = ", ".join(f"{size} GB" for size in fitting(run))
+    print(f"\nGiB for each of {run.gpus} GPUs. With a tenth left free it fits: {cards or 'none of ' + str(CARDS)}")
+
+
 if __name__ == "__main__":
-    print(table(RUNS))
+    main(tyro.cli(Args, use_underscores=True))

@@ -52,7 +52,7 @@ def saved_bytes(model, P: int, k: int, R: int) -> int:
     return sum(sizes.values())
 
 
-def counted(family: str, width: int, feed_forward: int, lora_rank: int) -> float:
+def counted(family: str, width: int, feed_forward: int, lora_rank: int = 0) -> float:
     """Bytes that a layer keeps of a token: what a third layer and a twice as long row add."""
 
     def of_third_layer(P, R):
@@ -95,3 +95,37 @@ def test_adapters_need_less_than_all_weights_and_more_at_a_higher_rank():
     for what in ("states", "training", "rollout"):
         assert low[what] < high[what]
     assert high["training"] < 0.6 * full["training"] and high["states"] < 0.2 * full["states"]
+
+
+def test_a_configuration_gives_the_sizes_of_the_table(tmp_path, capsys):
+    """Qwen2.5-0.5B's, as a folder and as numbers."""
+    config = transformers.Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(tmp_path)
+    given = {"k": 8, "m": 8, "P": 256, "R": 400, "chunk": 256}
+    gpu_memory.main(gpu_memory.Args(config=str(tmp_path), **given))
+    shown = capsys.readouterr().out
+    row = gpu_memory.table(gpu_memory.RUNS[:1]).splitlines()[-1]
+    assert row.partition("24 GB")[2].rpartition("|")[0].rpartition("|")[0] in shown
+    assert "it fits: 24 GB, 40 GB, 48 GB, 80 GB, 141 GB" in shown
+    gpu_memory.main(gpu_memory.Args(layers=24, **given))
+    assert "it fits: 24 GB, 40 GB" in capsys.readouterr().out
+
+
+def test_a_model_without_a_formula_is_refused(tmp_path):
+    transformers.GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="no formula for layers of type gpt2"):
+        gpu_memory.main(gpu_memory.Args(config=str(tmp_path)))
+
+
+def test_more_gpus_and_smaller_batches_fit_smaller_cards():
+    run = next(run for run in gpu_memory.RUNS if run.gpus > 1)
+    assert gpu_memory.fitting(run) == [80, 141] and gpu_memory.fitting(replace(run, gpus=1)) == []
+    assert min(gpu_memory.fitting(replace(run, gpus=16, micro_batch=8))) < 80
