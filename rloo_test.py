@@ -982,10 +982,12 @@ def test_updates_in_group_and_plain_layout_end_in_the_same_weights(train, monkey
 
 
 HEADS = SIZE | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+OLD = VERSION < (5, 0)
 GPT_J = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8, "initializer_range": 0.3}
 OTHERS = {  # by how transformers calls them, with a window of 12 tokens where there is one; and whether lanes work
     "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}, False),  # ALiBi
-    "codegen": (GPT_J, False),  # no sdpa
+    "codegen": (GPT_J, VERSION >= (5, 24)),  # no sdpa before
     "cohere": (HEADS | {"logit_scale": 0.4}, True),
     "falcon": (SIZE, False),  # attention of its own
     "gemma2": (HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 12}, False),  # no sdpa
@@ -1009,7 +1011,7 @@ OTHERS = {  # by how transformers calls them, with a window of 12 tokens where t
         False,
     ),
     "gpt_oss": (HEADS | {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}, False),
-    "gptj": (GPT_J, False),
+    "gptj": (GPT_J, VERSION >= (5, 24)),
     "granite": (HEADS | {"logits_scaling": 3.0}, True),
     "mistral": (HEADS | {"sliding_window": 12}, False),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "initializer_range": 0.3}, False),  # ALiBi
@@ -1030,7 +1032,6 @@ OTHERS = {  # by how transformers calls them, with a window of 12 tokens where t
 }
 
 
-OLD = transformers.__version__.startswith("4.")
 OLD_FSDP = not hasattr(rloo.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
 if OLD:
     OTHERS["stablelm"] = (OTHERS["stablelm"][0], False)  # there its attention is its own
@@ -3367,6 +3368,7 @@ def test_a_process_that_evaluates_nothing_has_no_evaluation(train, monkeypatch):
     assert whole["before"] and whole["after"] and resumed == {"before": {}, "after": {}}
 
 
+@pytest.mark.skipif(OLD, reason="before transformers 5 Gemma 3 saves its vision tower under other names")
 def test_parameters_that_no_text_uses_have_no_moments_and_their_run_resumes(train, tiny, tmp_path):
     """The vision tower of a Gemma 3, which transformers' auto class for text loads as well."""
     tokens = {"vocab_size": 3 + len(WORDS), "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
@@ -4476,7 +4478,7 @@ def test_adapters_change_nothing_at_first_and_nothing_while_they_are_off(name):
         assert torch.equal(base(tokens).logits, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "llama", "qwen3", "mixtral", "falcon", "gemma3n_text"])
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "qwen3", "mixtral", "falcon", "cohere"])
 def test_every_linear_layer_of_the_layers_has_an_adapter_and_nothing_else_has(name, capsys):
     base, policy = any_model(name), with_adapters(any_model(name))
     linears = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -4602,7 +4604,7 @@ def test_what_a_run_with_adapters_leaves(train, tiny, tmp_path, monkeypatch, dty
     assert len(adapters) == 2 * 8 and {weight.dtype for weight in adapters} == {torch.float32}
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "sft", dtype=policy.dtype)
     expected = weights_with_adapters(base, output / "adapter", policy.dtype)
-    found = AutoModelForCausalLM.from_pretrained(output)
+    found = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
     assert found.state_dict().keys() == expected.keys() and found.dtype == policy.dtype
     assert all(torch.equal(weight, expected[name]) for name, weight in found.state_dict().items())
     assert "lanes" not in (output / "config.json").read_text()
