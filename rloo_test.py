@@ -4199,7 +4199,7 @@ def test_a_capture_that_fails_ends_the_run(monkeypatch):
 
 
 def test_a_graph_is_replayed_in_place_of_steps():
-    """A graph that runs the step of a decoder, as CUDA's would, over all of a lane's slots: the same completions."""
+    """A graph that runs the step of a decoder, as CUDA's would: the same completions."""
     model, batch, results = tiny_model("llama"), random_batch(), []
     for replayed in (True, False):
         torch.manual_seed(0)
