@@ -11,7 +11,7 @@ divergence from the reference model; its baseline is the mean reward of the othe
     ρ_j = π(y_j) / π_old(y_j), so ρ_j = 1 in the first step; clip(ρ_j) limits it to [1 - ε, 1 + ε]
 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
-in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer.
+in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTrainer, up to its version 0.19.
 
 Order of the file: flags, the maths, one update, the run. If you only want RLOO, stop after these. The functions they
 call follow: rows and attention, log-probs, rollout, rewards, data, models, LoRA, processes, checkpoints, command line.
@@ -73,7 +73,7 @@ class Models:
     model_name_or_path: str | None = None  # where the tokenizer comes from; None: sft_model_path
     reward_model_path: str | None = None  # sequence classifier with one label that scores prompt + completion
     # dtype of forward passes; weights being trained, log-probs and losses stay in float32; None: bfloat16 on a GPU
-    # that supports it, float32 elsewhere and if neither a data set nor a model is given
+    # that supports it, float32 on other devices and for the bundled task
     dtype: Literal["float32", "bfloat16"] | None = None
     attn_implementation: str | None = None  # attention kernel; --layout group needs sdpa
     trust_remote_code: bool = False  # run code that comes with a Hub model or tokenizer
@@ -122,7 +122,7 @@ class RLOO:
     # loss of a batch: mean over completions of the sum over their tokens (sequence), mean over all tokens (token), or
     # mean over completions of the mean over their tokens (sequence-mean)
     loss_aggregation: Literal["sequence", "token", "sequence-mean"] = "sequence"
-    # one ratio ρ per completion or per token; None: sequence if kl_level and loss_aggregation are, token otherwise
+    # one ratio ρ per completion or per token; None: sequence if both kl_level and loss_aggregation are, else token
     ratio_level: Literal["sequence", "token"] | None = None
     missing_eos_penalty: float | None = None  # subtracted from the score of a completion without a stop token
     normalize_reward: bool = False  # after the penalty, scale scores to mean 0 and standard deviation 1 per update
@@ -180,7 +180,7 @@ class Run:
     save_steps: int = 100  # updates between checkpoints; 0: only at the end and when the run is interrupted
     save_total_limit: int = 2  # number of newest checkpoints to keep
     resume: bool = False  # continue from the newest checkpoint in output_dir, or start a new run if there is none
-    num_sample_generations: int = 4  # evaluations between the first and the last: at most this many
+    num_sample_generations: int = 4  # maximum number of evaluations between the first and the last
     num_eval_prompts: int = 500  # maximum number of held-out prompts to evaluate on
     track: bool = False  # log to Weights & Biases
     wandb_project_name: str = "rloo"  # Weights & Biases project
@@ -274,7 +274,7 @@ def policy_loss(
     log_ratio = (new - old) * mask  # (k, B, R)
     if ratio_level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True)  # (k, B, 1)
-        mask = mask[..., :1]  # all true: every completion has a token
+        mask = mask.any(-1, keepdim=True)
     elif ratio_level != "token":
         raise ValueError(f"ratio level {ratio_level!r}: must be sequence or token; resolve_args fills in the default")
     ratio = log_ratio.clamp(max=80.0).exp()  # an infinite ratio would have a NaN gradient even where it is clipped
@@ -338,10 +338,10 @@ def mean_and_std(values):
     return mean, variance.sqrt()
 
 
-def standardize(x, counts):
-    """(x - mean) / (std + 1e-8), with mean and std of the entries of all ranks where `counts` is true. If there is only
+def standardize(x, usable):
+    """(x - mean) / (std + 1e-8), with mean and std of the entries of all ranks where `usable` is true. If there is only
     one of them, x stays as it is."""
-    mean, std = mean_and_std(x[counts])
+    mean, std = mean_and_std(x[usable])
     return torch.where(std.isfinite(), (x - mean) / (std + 1e-8), x)
 
 
@@ -349,10 +349,10 @@ def standardize(x, counts):
 
 
 def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], sampling: dict, layout: str):
-    """Updates the policy (float32) on k completions for each of B prompts (`rows`, see prepare_row); returns metrics.
-    The reference may be None; with LoRA it is the policy. `rewards` maps names to functions of a Batch that return
-    scores (k, B), NaN for a completion without a score. `sampling` holds the remaining arguments of `rollout`. `args`
-    as from resolve_args."""
+    """Updates the policy on k completions for each of B prompts (`rows`, see prepare_row); returns metrics. The weights
+    being trained are in float32. The reference may be None; with LoRA it is the policy. `rewards` maps names to
+    functions of a Batch that return scores (k, B), NaN for a completion without a score. `sampling` holds the remaining
+    arguments of `rollout`. `args` as from resolve_args."""
     device = policy.device
     temperature = args.temperature
     chunk_size = args.local_rollout_forward_batch_size
@@ -366,9 +366,9 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     mask = batch.response_mask
     times.append(clock(device))
 
-    # 2. Log-probs `old` of the policy before this update. Those of the rollout will do, unless rounding matters: with a
-    # correction or several mini-batches, a forward pass as in training computes them anew. Then the KL of each token
-    # from the reference (the k1 estimator), (k, B, R) in nats; 0 without a reference.
+    # 2. Log-probs `old` of the policy before this update. The rollout's are used, except where differences in rounding
+    # would matter: with a correction or several mini-batches, a forward pass as in training computes them. Then the KL
+    # of each token from the reference (the k1 estimator), (k, B, R) in nats; 0 without a reference.
     old = sampled
     if args.rollout_correction != "off" or args.num_mini_batches > 1:
         with training_dtype(args, device):
@@ -398,18 +398,18 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     kl_coef = args.kl_coef if args.kl_in_reward else 0.0
     reward = rlhf_reward(scores, kl, kl_coef, args.kl_level)
     advantages = advantage(reward, args.advantage_estimator)
-    require(advantages.shape == reward.shape, "advantage: must return a number for each of its rewards, in their shape")
+    require(advantages.shape == reward.shape, "advantage: must return a tensor of the same shape as its rewards")
     advantages = advantages.reshape(*scores.shape, -1)
     require(advantages[comparable].isfinite().all(), "advantage: is not finite, though the completion has a score")
-    counts = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
+    usable = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
     if args.normalize_advantage:
-        advantages = standardize(advantages, counts)
-    advantages = advantages.masked_fill(~counts, 0.0)
+        advantages = standardize(advantages, usable)
+    advantages = advantages.masked_fill(~usable, 0.0)
 
     # 5. The optimizer steps, on the completions in the loss. To filter groups with equal scores, as DAPO's dynamic
     # sampling does (which also samples others in their place), add in_loss = in_loss & ~equal_groups(scores) below. To
-    # exclude them from the denominator of means too, add weights /= mean_and_std(in_loss[:, mini])[0].clamp(min=1e-9)
-    # after loss_weight in `improve`.
+    # exclude them from the denominator of means over completions too, add, after loss_weight in `improve`,
+    # weights /= mean_and_std(in_loss[:, mini])[0].clamp(min=1e-9); means over tokens exclude them already.
     in_loss = scored & batch.ended if args.mask_truncated_completions else scored
     logged = improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantages, in_loss, correction)
     times.append(clock(device))
@@ -447,7 +447,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     }
     for name, seconds in zip(("rollout", "reference", "reward", "train"), np.diff(times), strict=True):
         metrics[f"time/{name}"] = float(seconds)
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}  # others: the mean of nothing
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}  # NaN: no values
 
 
 def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantages, in_loss, correction):
@@ -495,7 +495,7 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
                 # An entropy bonus would be, here: losses = losses - coefficient * entropy.sum(-1)
                 logged["policy/entropy_avg"].append(entropy.detach()[real])
                 losses = losses * weight
-                del entropy  # so that backward, unless the loss has it, keeps no (block, vocabulary) tensors for it
+                del entropy  # frees its (block, vocabulary) tensors, unless the loss has it
                 loss = losses.sum() / (k * len(mini))  # summed over micro-batches: the mini-batch's mean
                 loss.backward()
                 mini_batch_loss += loss.detach()
@@ -520,8 +520,8 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
 
 def training_dtype(args, device):
     """Context in which the trained policy's forward passes run in --dtype. Without autocast's cache, since with it all
-    blocks of log-probs would share one bfloat16 copy of the head, and its gradient would be summed in bfloat16. With
-    --sharding fsdp it is, since FSDP gathers the head in --dtype."""
+    blocks of log-probs would share one bfloat16 copy of the head, and its gradient would be summed in bfloat16. FSDP
+    does sum it so, since it gathers the head in --dtype."""
     dtype = forward_dtype(args)
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
@@ -599,15 +599,14 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if args.total_episodes is None:
         args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
     flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
-    resumed = on_first_rank(lambda: checkpoints(output)[:1]) if args.resume else []
-    state = load_state(resumed[0], flags) if resumed else new_state(output, flags)
+    resumed = on_first_rank(lambda: newest_checkpoint(output)) if args.resume else None
+    state = load_state(resumed, flags) if resumed else new_state(output, flags)
     first = state["update"]
     num_updates = max(first, math.ceil(args.total_episodes / batch_size))
-    ends = {0, num_updates, first if state["finished"] else 0}  # where evaluations are also greedy
-    evaluated = evaluated_updates(num_updates, args.num_sample_generations) | ends if test_rows else set()
+    modes = evaluation_modes(num_updates, args.num_sample_generations, first, state["modes"]) if test_rows else {}
 
     # 3. Models, rewards and the optimizer.
-    policy = load_policy(args, *resumed)
+    policy = load_policy(args, resumed)
     layout = choose_layout(policy, args, all_rows)
     if layout == "plain" and engine == "group":
         engine = args.rollout_engine = "hf"
@@ -616,38 +615,30 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     rewards = load_reward_model(args, tokenizer, all_rows, policy.config.get_text_config().vocab_size) | functions
     optimizer, learning_rate = make_optimizer(args, policy, num_updates)
     if resumed:
-        load_moments(resumed[0], policy, optimizer)
+        load_moments(resumed, policy, optimizer)
 
     save = partial(save_checkpoint, output, state, policy, optimizer, tokenizer, args.save_total_limit)
+    stop = partial(stop_if_told, signals, save, num_updates, output)
+    optimizer.register_step_pre_hook(partial(before_step, state, stop))  # after load_moments, which may make a step
 
-    def before_step(*_):
-        # In an update's first step its rewards may be wrong, if a signal has ended processes that computed them. Then,
-        # until the update is complete, an error must not save the weights.
-        if state["update"] is not None:
-            stop_if_told(signals, save, state["update"], num_updates, output)
-        state["update"] = None
-
-    optimizer.register_step_pre_hook(before_step)
-
-    # 4. The evaluation before training. A resumed run repeats that of its checkpoint, in which files end before it.
+    # 4. The evaluation before training. A resumed run repeats the one after its checkpoint's update, before which the
+    # files are cut.
     def evaluate_after(done) -> dict[str, float]:
-        modes = ["sampled", "greedy"] if done in ends else ["sampled"]
         now = sampling | {"version": done}
-        samples, means = evaluate(args, policy, rewards, judges, test_rows[rank::world], now, tokenizer, modes, signals)
-        if samples:  # none if the run was told to stop
-            write_evaluation(args, output, done, done * batch_size, samples, means)
-        return means
+        samples = []
+        for mode in modes[done]:
+            samples += evaluate(args, policy, rewards, judges, test_rows[rank::world], now, tokenizer, mode)
+            stop(done)  # without writing it: a signal may have ended processes that computed its rewards
+        return write_evaluation(args, output, done, done * batch_size, samples)
 
-    sizes = f"updates {first} to {num_updates} of {B * world} prompts x {args.rloo_k} completions"
-    sizes += f" ({num_updates * batch_size:,} episodes), of {len(train_rows):,} prompts, evaluated on {len(test_rows)}"
-    print(f"{sizes}, by {world} x {device.type}, into {output}\n{settings(args, layout)}", flush=True)
+    print(f"updates {first} to {num_updates} of {B * world} prompts, {num_updates * batch_size:,} episodes", flush=True)
+    print(settings(args, layout, world, output, len(train_rows), len(test_rows)), flush=True)
     start = clock(device)
     bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=not has_terminal())
     with open_output(args, output, state, resumed), bar, saved_on_error(output, state, save):
-        evaluation = evaluate_after(first) if first in evaluated else {}
+        evaluation = evaluate_after(first) if first in modes else {}
         if first == 0:
             state["before"] = evaluation
-        stop_if_told(signals, save, first, num_updates, output)
 
         # 5. The updates. All random numbers of an update depend on the seed, its number and the rank alone. Since it
         # writes, then saves, then evaluates, a run can be killed anywhere and resumed.
@@ -660,18 +651,18 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             metrics = update(args, policy, reference, rewards, optimizer, rows, now, layout)
             eps = (done - first) * batch_size / (clock(device) - start)
             metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
-            # Write.
+            # Write, show.
             append(output, "metrics.jsonl", [metrics])
-            state |= {"update": done, "files": file_lengths(output)}
+            state |= {"update": done, "files": file_lengths(output), "modes": modes.get(done, [])}
             track(args, metrics, done)
             warn_about(metrics, args)
             show_progress(bar, metrics, evaluation)
             # Save, evaluate, stop.
             if done == num_updates or args.save_steps and done % args.save_steps == 0:
                 save()
-            if done in evaluated:
+            if done in modes:
                 evaluation = evaluate_after(done)
-            stop_if_told(signals, save, done, num_updates, output)
+            stop(done)
 
     # 6. The trained policy, and what training has changed.
     if num_updates:
@@ -689,11 +680,13 @@ def has_terminal() -> bool:
     return is_first_rank() and sys.stderr.isatty()
 
 
-def settings(args, layout) -> str:
+def settings(args, layout, world, output, train_prompts, test_prompts) -> str:
     """What was chosen by default, or is worth seeing."""
     return (
-        f"learning rate {args.learning_rate:g}, completions of up to {args.response_length} tokens, one ratio per "
-        f"{args.ratio_level}, forward passes in {args.dtype}, layout {layout}, rollout engine {args.rollout_engine}"
+        f"{train_prompts:,} prompts to train on, {test_prompts} to evaluate on, {args.rloo_k} completions each, of up "
+        f"to {args.response_length} tokens, by {world} x {args.device}, into {output}\nlearning rate "
+        f"{args.learning_rate:g}, one ratio per {args.ratio_level}, forward passes in {args.dtype}, layout {layout}, "
+        f"rollout engine {args.rollout_engine}"
     )
 
 
@@ -714,16 +707,25 @@ def make_optimizer(args, policy, num_updates):
     optimizer = torch.optim.AdamW(
         weights, args.learning_rate, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
-    decay = "constant_with_warmup" if args.lr_scheduler_type == "constant" else args.lr_scheduler_type
     warmup = math.ceil(args.warmup_ratio * num_updates)
-    (factor,) = transformers.get_scheduler(decay, optimizer, warmup + 1, num_updates + 1).lr_lambdas
-    return optimizer, lambda done: args.learning_rate * factor(done + 1)  # at 0 updates not 0
+
+    def learning_rate(done):
+        left = (num_updates - done) / (num_updates - warmup)  # of the decay, 1 to 0
+        decay = {"linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left), "constant": 1.0}
+        return args.learning_rate * min((done + 1) / (warmup + 1), decay[args.lr_scheduler_type])
+
+    return optimizer, learning_rate
 
 
-def evaluated_updates(num_updates, between) -> set[int]:
-    """The updates after which the policy is evaluated: 0, the last, and up to `between` others, 5 or more apart."""
+def evaluation_modes(num_updates, between, first=0, of_first=()) -> dict[int, list[str]]:
+    """The updates after which the policy is evaluated, and how: 0 and the last, also greedily, and up to `between`
+    others, 5 or more apart. A resumed run repeats the evaluation after its `first` update, in the modes `of_first`."""
     apart = max(5, math.ceil(num_updates / (between + 1)))
-    return {0, num_updates, *range(apart, num_updates - 4, apart)}
+    modes = dict.fromkeys(range(apart, num_updates - 4, apart), ["sampled"])
+    modes |= dict.fromkeys([0, num_updates], ["sampled", "greedy"])
+    if len(of_first) > len(modes.get(first, [])):
+        modes[first] = of_first
+    return modes
 
 
 def set_seed(*numbers: int):
@@ -733,8 +735,11 @@ def set_seed(*numbers: int):
 
 def rows_of_update(rows, seed, begin, count) -> list[dict]:
     """`count` rows from number `begin` on of an endless sequence: all rows in one order, then in another, and so on."""
-    numbers = range(begin, begin + count)
-    return [rows[shuffled(len(rows), seed, number // len(rows))[number % len(rows)]] for number in numbers]
+    chosen = []
+    for number in range(begin, begin + count):
+        epoch, place = divmod(number, len(rows))
+        chosen.append(rows[shuffled(len(rows), seed, epoch)[place]])
+    return chosen
 
 
 @lru_cache(maxsize=2)
@@ -744,7 +749,7 @@ def shuffled(n, seed, epoch) -> np.ndarray:
 
 
 @contextmanager
-def open_output(args, output: Path, state, resumed: list[Path]):
+def open_output(args, output: Path, state, resumed: Path | None):
     """Keeps the output folder locked for this run. Cuts its files to the lengths they had at the checkpoint (0 for a
     new run), so that a resumed run continues them. The first rank does this for all."""
     if not is_first_rank():
@@ -752,15 +757,13 @@ def open_output(args, output: Path, state, resumed: list[Path]):
         return
     with explained(f"--output_dir {output}: cannot be written to, or another run is using it"):
         output.mkdir(parents=True, exist_ok=True)
-        (output / "metrics.jsonl").touch()  # first: it marks the folder as a run's
-        lock = (output / "args.json").open("a+")
+        lock = (output / "metrics.jsonl").open("a")  # the first file, since it marks the folder as a run's
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     require(
-        checkpoints(output)[:1] == resumed,
+        newest_checkpoint(output) == resumed,
         f"--output_dir {output}: another run has saved a checkpoint since this one began to load; start it again",
     )
     with lock:
-        lock.truncate(0)
         made_by = {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -768,8 +771,7 @@ def open_output(args, output: Path, state, resumed: list[Path]):
             "git": os.popen("git rev-parse HEAD 2>/dev/null").read().strip(),  # "" outside of a repository
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        lock.write(json.dumps(vars(args) | {"made_by": made_by}, indent=2) + "\n")
-        lock.flush()
+        (output / "args.json").write_text(json.dumps(vars(args) | {"made_by": made_by}, indent=2) + "\n")
         for name in RUN_FILES:
             with (output / name).open("ab") as file:
                 file.truncate(min(file.tell(), state["files"].get(name, 0)))
@@ -790,15 +792,23 @@ def saved_on_error(output: Path, state, save: Callable):
     try:
         yield
     except Exception as error:
+        tqdm.write(f"{type(error).__name__}: {error}")  # an error of saving would hide it
         everywhere = not dist.is_initialized() or getattr(error, "on_all_ranks", False)
         if everywhere and state["update"]:
             save()
-        newest = ", ".join(path.name for path in checkpoints(output)[:1])
-        tqdm.write(f"an error ends the run; newest checkpoint: {newest or 'none'}")
+        tqdm.write(f"an error ends the run; newest checkpoint: {newest_checkpoint(output)}")
         raise
 
 
-def stop_if_told(signals, save: Callable, done, num_updates, output: Path):
+def before_step(state, stop, *_):
+    """Before an update's first optimizer step, stops if told: a signal may have ended processes that computed rewards,
+    which are then wrong. From this step until the update is complete, an error must not save the weights."""
+    if state["update"] is not None:
+        stop(state["update"])
+    state["update"] = None
+
+
+def stop_if_told(signals, save: Callable, num_updates, output: Path, done):
     """Saves and exits if a process has got a signal."""
     if on_any_rank(len(signals) > 0):
         if done:
@@ -832,8 +842,8 @@ def warn_about(metrics: dict, args):
     in_groups = args.advantage_estimator != "reinforce" and args.missing_eos_penalty is None
     if metrics["grad_norm"] == 0 or in_groups and metrics.get("frac_reward_zero_std") == 1:
         say_once(
-            "an update gave no learning signal: within each group all scores are equal, or none counts (all are None, "
-            "of weight 0, or of completions outside the loss)"
+            "the scores of an update gave no learning signal: within each group all are equal, or none is used (None, "
+            "reward weight 0, or completion outside the loss)"
         )
     if metrics.get("objective/kl", 0) > metrics["completions/mean_length"]:
         say_once(
@@ -854,49 +864,42 @@ def warn_about(metrics: dict, args):
         )
 
 
-def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, modes: list[str], signals):
-    """Samples a completion of each row in each mode ("sampled", "greedy") and grades it: weighted score, judge, and
-    whether it beats the row's reference. Returns the samples of all ranks, of which three are shown, and means and
-    standard errors by name; both empty if the run was told to stop. All calls begin with the same random numbers."""
-    tqdm.write(f"\nHeld-out completions after {sampling['version']} updates, sampled:")
-    model = sampling_model(policy, forward_dtype(args))
+def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, mode: str) -> list[dict]:
+    """Samples a completion of each row ("greedy": at temperature 0) and grades it: weighted score, judge, and whether
+    it beats the row's reference. Returns the samples of all ranks. All calls begin with the same random numbers."""
+    transformers.set_seed(args.seed % 2**32)
+    temperature = args.temperature if mode == "sampled" else 0.0
+    batch, logprobs = rollout(sampling_model(policy, forward_dtype(args)), rows, 1, temperature, **sampling)
+    require_finite("a log-prob of the policy", logprobs)
+    graded = with_references(batch, sampling["stop_ids"])
+    grades = {}
+    grades["score"], by_reward = score(rewards, args.reward_weights, graded)
+    if judges:
+        grades["judge_score"], _ = score(judges, None, graded)
+    if len(by_reward) > 1:
+        grades |= {f"rewards/{name}": scores for name, scores in by_reward.items()}
+    grades = {name: scores[0].tolist() for name, scores in grades.items()}
+    references = itertools.count(len(rows))
+    texts = completion_texts(batch, tokenizer)
+    lengths = batch.response_mask[0].sum(-1).tolist()
     samples = []
-    for mode in modes:
-        transformers.set_seed(args.seed % 2**32)
-        batch, logprobs = rollout(model, rows, 1, args.temperature if mode == "sampled" else 0.0, **sampling)
-        require_finite("a log-prob of the policy", logprobs)
-        graded = with_references(batch, sampling["stop_ids"])
-        grades = {}
-        grades["score"], by_reward = score(rewards, args.reward_weights, graded)
-        if judges:
-            grades["judge_score"], _ = score(judges, None, graded)
-        if len(by_reward) > 1:
-            grades |= {f"rewards/{name}": scores for name, scores in by_reward.items()}
-        grades = {name: scores[0].tolist() for name, scores in grades.items()}
-        references = itertools.count(len(rows))
-        texts = completion_texts(batch, tokenizer)
-        lengths = batch.response_mask[0].sum(-1).tolist()
-        for b, row in enumerate(rows):
-            reference = next(references) if row["reference_ids"] else None  # its number in `graded`
-            sample = {
-                "mode": mode,
-                "prompt": tokenizer.decode(row["prompt_ids"]),  # as the model reads it
-                "completion": texts[b].strip(),
-                "reference": (row["reference"] or "").strip(),
-                "length": lengths[b],
-                "columns": row["columns"],
-            }
-            for name, scores in grades.items():
-                sample[name] = None if math.isnan(scores[b]) else scores[b]
-                if name in ("score", "judge_score"):
-                    compared = None if reference is None else win(scores[b], scores[reference])
-                    sample[name.replace("score", "win_rate")] = compared
-            samples.append(sample)
-        if on_any_rank(len(signals) > 0):  # which may have killed processes of a reward function
-            return [], {}
-    samples = gather(samples)
-    show(samples[:3])
-    return samples, means_of(samples)
+    for b, row in enumerate(rows):
+        reference = next(references) if row["reference_ids"] else None  # its number in `graded`
+        sample = {
+            "mode": mode,
+            "prompt": tokenizer.decode(row["prompt_ids"]),  # as the model reads it
+            "completion": texts[b].strip(),
+            "reference": (row["reference"] or "").strip(),
+            "length": lengths[b],
+            "columns": row["columns"],
+        }
+        for name, scores in grades.items():
+            sample[name] = None if math.isnan(scores[b]) else scores[b]
+            if name in ("score", "judge_score"):
+                compared = None if reference is None else win(scores[b], scores[reference])
+                sample[name.replace("score", "win_rate")] = compared
+        samples.append(sample)
+    return gather(samples)
 
 
 def with_references(batch: "Batch", stop_ids) -> "Batch":
@@ -944,25 +947,25 @@ def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
     bar.update()
 
 
-def show(samples: list[dict]):
+def show(samples: list[dict], title):
     """Prints samples, with the end of their prompts."""
+    tqdm.write(f"\n{title}")
     for sample in samples:
-        columns = {name: f"{value!s:.100}" for name, value in sample["columns"].items()}
-        shown = sample | columns | sample | {"prompt": " ".join(sample["prompt"].split())[-100:], "columns": None}
+        columns = {name: f"{value!s:.100}" for name, value in sample["columns"].items() if name not in sample}
+        shown = sample | columns | {"prompt": " ".join(sample["prompt"].split())[-100:], "columns": None}
         shown = {name: f"{value:.2f}" if isinstance(value, float) else value for name, value in shown.items()}
         tqdm.write("\n" + "\n".join(f"{name:15} {value}" for name, value in shown.items() if value is not None))
 
 
-def write_evaluation(args, output: Path, update, episode, samples: list[dict], means: dict[str, float]):
-    """Appends an evaluation and its completions to the files of the run."""
+def write_evaluation(args, output: Path, update, episode, samples: list[dict]) -> dict[str, float]:
+    """Shows three samples of an evaluation, and appends it and its completions to the files of the run. Returns means
+    and standard errors by name."""
+    means = means_of(samples)
+    show(samples[:3], f"Held-out completions after {update} updates, sampled:")
     append(output, "completions.jsonl", [{"update": update, **sample} for sample in samples])
     append(output, "evaluations.jsonl", [{"update": update, "episode": episode, **means}])
-    if args.track and is_first_rank():
-        import wandb
-
-        rows = [sample | {"columns": str(sample["columns"])} for sample in samples]  # a table has one type per column
-        table = wandb.Table([*rows[0]], [[*row.values()] for row in rows])
-        track(args, {f"eval/{name}": value for name, value in means.items()} | {"completions": table}, update)
+    track(args, {f"eval/{name}": value for name, value in means.items()}, update)
+    return means
 
 
 def print_evaluations(before: dict[str, float], after: dict[str, float], prompts):
@@ -1036,7 +1039,7 @@ def make_batch(rows, responses, stop_ids, real=True) -> Batch:
     `real` (k, B, R), does not count."""
     prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], left=True)
     is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
-    mask = (is_stop.cumsum(-1) - is_stop.long() == 0) & real  # no stop token before this one
+    mask = (F.pad(is_stop, (1, -1)).cumsum(-1) == 0) & real  # no stop token before this one
     prompts = prompt_ids.to(responses.device), prompt_mask.to(responses.device)
     return Batch(rows, *prompts, responses.masked_fill(~mask, 0), mask, (is_stop & mask).any(-1))
 
@@ -1053,41 +1056,39 @@ def causal_mask(real):
     return (real[:, None, None] & (slot <= slot[:, None])) | (slot == slot[:, None])
 
 
-def group_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Attention as `transformers` calls it, in place of its sdpa function: query (B, H, n, D), key and value
-    (B, h, n, D); returns (B, n, H, D) and None. It handles two kinds of calls that only this file makes; all others go
-    to sdpa unchanged:
-
-    a step of the decoder: key and value are pairs, see LaneCache
-    group rows, n = P + k·R: the mask is that of a prompt and one completion, (B, 1, P + R, P + R), with `mask.lanes` =
-        (P, k). `transformers` hands a 4-D mask to every layer as it is. Prompts attend to themselves; a lane, to its
-        prompt and itself. That costs P² + k·R·(P + R) products; one mask over the row would cost (P + k·R)².
-    """
-    if isinstance(key, tuple):
+    (B, h, n, D); returns (B, n, H, D) and None. Two kinds of calls are made by this file only, and handled here."""
+    if isinstance(key, tuple):  # a step of the decoder, see LaneCache
         return step_attention(query, key, value, attention_mask, scaling or query.shape[-1] ** -0.5), None
-    kwargs["scaling"] = scaling
-    if not hasattr(attention_mask, "lanes"):
-        return sdpa_attention(module, query, key, value, attention_mask, **kwargs)
+    sdpa = partial(sdpa_attention, module, scaling=scaling, **kwargs)
+    if hasattr(attention_mask, "lanes"):  # group rows, see completion_hidden
+        return group_attention(sdpa, query, key, value, attention_mask), None
+    return sdpa(query, key, value, attention_mask)
 
-    P, k = attention_mask.lanes
-    mask = attention_mask[:, :, :P, :P]
-    prompts, _ = sdpa_attention(module, query[:, :, :P], key[:, :, :P], value[:, :, :P], mask, **kwargs)
+
+def group_attention(sdpa, query, key, value, mask):
+    """Attention of group rows, n = P + k·R: query (B, H, n, D), key and value (B, h, n, D); returns (B, n, H, D). A
+    prompt attends to itself; a lane, to its prompt and itself. The mask is that of a prompt and one completion, bool
+    (B, 1, P + R, P + R), with `mask.lanes` = (P, k). That costs P² + k·R·(P + R) products; one mask over the row would
+    cost (P + k·R)²."""
+    P, k = mask.lanes
+    prompts, _ = sdpa(query[:, :, :P], key[:, :, :P], value[:, :, :P], mask[:, :, :P, :P])
 
     def attend(query, key, value):
-        mask = attention_mask[:, :, P:]
-        out, _ = sdpa_attention(
-            module, lanes_as_heads(query, P, k), prompt_and_own(key, P, k), prompt_and_own(value, P, k), mask, **kwargs
+        out, _ = sdpa(
+            lanes_as_heads(query, P, k), prompt_and_own(key, P, k), prompt_and_own(value, P, k), mask[:, :, P:]
         )
         return out.reshape(len(out), -1, *prompts.shape[2:])  # (B, R, k·H, D) as (B, R·k, H, D)
 
     # Each lane gets a copy of its prompt's keys and values. Backward makes the copies again instead of keeping them.
     lanes = checkpoint(attend, query, key, value, use_reentrant=False)
-    return torch.cat([prompts, lanes], dim=1), None
+    return torch.cat([prompts, lanes], dim=1)
 
 
 def lanes_as_heads(x, P, k):
-    """The lanes of x (B, H, P + k·R, D) as heads, (B, k·H, R, D): two reshapes without a copy, since lanes are
-    interleaved."""
+    """The lanes of x (B, H, P + k·R, D) as heads, (B, k·H, R, D): two reshapes, since lanes are interleaved. They copy
+    nothing where a token's heads are side by side in memory."""
     x = x.transpose(1, 2)[:, P:]  # (B, R·k, H, D)
     x = x.reshape(len(x), -1, k * x.shape[2], x.shape[3])  # (B, R, k·H, D)
     return x.transpose(1, 2)
@@ -1114,16 +1115,15 @@ def step_attention(query, key, value, mask, scaling):
     scores = torch.cat([of_prompt, of_own], dim=-1)
     scores = torch.where(mask.view(*b_k, 1, 1, -1), scores, -math.inf)
 
-    weights = scores.softmax(-1).to(prompt_value.dtype)  # computed in float32 and rounded once, also in bfloat16
+    weights = scores.softmax(-1)  # in bfloat16 scores and weights are rounded; sums are always in float32
     out = torch.einsum("bkhgn,bkhnd->bkhgd", weights[..., P:], own_value.unflatten(0, b_k))
-    out = out + torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)  # in this order without a copy
+    out = out + torch.einsum("bkhgp,bhpd->bkhgd", weights[..., :P], prompt_value)
     return out.reshape(len(query), 1, -1, out.shape[-1])
 
 
-# Replaces sdpa for the whole process, so that every model with that kernel can run group rows. The lambda looks
-# group_attention up at each call, so that you can replace it.
+# Replaces sdpa for the whole process, so that every model with that kernel can run group rows.
 sdpa_attention = transformers.AttentionInterface()["sdpa"]
-transformers.AttentionInterface.register("sdpa", lambda *args, **kwargs: group_attention(*args, **kwargs))
+transformers.AttentionInterface.register("sdpa", attention)
 
 
 # ---- Log-probs -------------------------------------------------------------------------------------------------------
@@ -1146,7 +1146,7 @@ def completion_hidden(model, batch: Batch, layout):
     ids = torch.cat([batch.prompt_ids, batch.responses.permute(1, 2, 0).flatten(1)], dim=1)  # (B, P + R·k)
     positions = torch.cat([positions[:, :P], positions[:, P:].repeat_interleave(k, dim=1)], dim=1)
     mask = causal_mask(real)
-    mask.lanes = P, k  # see group_attention
+    mask.lanes = P, k  # see group_attention; `transformers` hands a 4-D mask to every layer as it is
     hidden = body_of(model)(ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
     last_of_prompt = hidden[:, P - 1 : P].expand(k, -1, -1, -1)  # predicts token 0 of every completion
     lanes = hidden[:, P:].unflatten(1, (R, k)).permute(2, 0, 1, 3)  # (k, B, R, H)
@@ -1373,9 +1373,11 @@ class Decoder:
     token of each lane per step, until all lanes have ended. `tokens` and `logprobs` (B·k, R) are prompt-major: row
     b·k + j is lane j of prompt b. What they hold after a stop token is arbitrary.
 
+    Between steps: t is the index of the newest token; own keys are those of tokens 0 to t - 1; `lanes` is a rectangle
+    (b, m) of rows of `tokens`, to which the caches and the prompt's mask belong.
     On a CPU lanes that have ended leave, so a decoder cannot be reused. On a GPU they stay, and what they sample is
     ignored: shapes and addresses are static and no step synchronizes with the host, so a step is captured as a CUDA
-    graph once and replayed."""
+    graph once in a decoder and replayed."""
 
     def __init__(self, model, B, P, k, R, temperature, stop_ids):
         device = model.device
@@ -1472,9 +1474,9 @@ class Decoder:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 self.step()
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
                 say_once(f"decoding runs without a CUDA graph, which costs speed: a step synchronizes ({error})")
                 return None
             finally:
@@ -1487,8 +1489,8 @@ class Decoder:
 
 def sample(logits, temperature, uniform):
     """A token of each softmax(logits / temperature), the most likely one at temperature 0, and its log-prob, both (n,),
-    for logits (n, vocabulary) and random numbers `uniform` (n, 1) in [0, 1). Nothing here synchronizes, unlike
-    torch.multinomial."""
+    for logits (n, vocabulary) and random numbers `uniform` (n, 1) in [0, 1). In float32, so tokens of probability below
+    about 1e-7 may never be drawn. Nothing here synchronizes, unlike torch.multinomial."""
     logprobs = F.log_softmax(logits / (temperature or 1.0), dim=-1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
@@ -1507,13 +1509,18 @@ def sampling_model(policy, dtype):
     with torch.device("meta"):
         model = type(policy)._from_config(policy.config, dtype=dtype).eval().requires_grad_(False)
     model.to_empty(device=policy.device).tie_weights()
-    weights = [weight for name, weight in policy.named_parameters() if not name.endswith(ADAPTERS)]
-    with explained("the policy has other weights than a model made from its config: change that too"):
-        copied = [*zip([*model.parameters(), *model.buffers()], [*weights, *policy.buffers()], strict=True)]
-    for mine, theirs in copied:
-        mine.data = whole(theirs.detach().to(mine.dtype))  # gathered as small as it will be
+    weights = {name: x for name, x in named_tensors(policy).items() if not name.endswith(ADAPTERS)}
+    copies = named_tensors(model)
+    require(weights.keys() == copies.keys(), "the policy has other weights than a model of its config: change that too")
+    for name, copy in copies.items():
+        copy.data = whole(weights[name].detach().to(copy.dtype))  # cast first, so that fewer bytes are gathered
     merge_adapters(policy, model)
     return model
+
+
+def named_tensors(model) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 # ---- Rewards: each is a function of a Batch that returns scores (k, B) float32, NaN where it has no score ------------
@@ -1527,8 +1534,7 @@ def score(rewards: dict[str, Callable], weights: Sequence[float] | None, batch: 
         for name, reward in rewards.items():
             by_name[name] = reward(batch)
     weights = weights or [1.0] * len(rewards)
-    # A weight of 0 becomes NaN, which nansum skips.
-    weighted = [(weight or math.nan) * scores for weight, scores in zip(weights, by_name.values(), strict=True)]
+    weighted = [weight * scores for weight, scores in zip(weights, by_name.values(), strict=True) if weight]
     weighted = torch.stack(weighted)
     return weighted.nansum(0).masked_fill(weighted.isnan().all(0), math.nan), by_name
 
@@ -1568,10 +1574,10 @@ def load_reward_model(args, tokenizer, rows, vocabulary) -> dict[str, Callable]:
 @torch.no_grad()
 def token_reward(model, layout, chunk_size, batch: Batch):
     """The scores (k, B) of a reward model."""
-    parts = [*batch.chunks(chunk_size)]
-    passes = max(gather([len(parts)]))  # FSDP needs as many on each rank; ranks may differ in numbers of references
-    scores = [model_scores(model, part, layout) for part in (parts * passes)[:passes]]
-    scores = torch.cat(scores[: len(parts)], dim=1)
+    scores = [model_scores(model, part, layout) for part in batch.chunks(chunk_size)]
+    for _ in range(max(gather([len(scores)])) - len(scores)):  # FSDP needs as many passes on each rank
+        model_scores(model, batch.select(torch.tensor([0])), layout)
+    scores = torch.cat(scores, dim=1)
     require(scores.isfinite().all(), "a score of the reward model is not finite")
     return scores
 
@@ -1662,7 +1668,8 @@ def load_rows(name, split) -> list[dict] | None:
     rows = []
     for number, line in enumerate(lines, 1):
         with explained(f'{files[split]}: line {number} must be a JSON object like {{"prompt": "..."}}'):
-            rows += [dict(**json.loads(line))] if line.strip() else []
+            if line.strip():
+                rows.append(dict(**json.loads(line)))
     return rows if split in files else None
 
 
@@ -1687,8 +1694,11 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
         require(column not in columns, f"--dataset_name {name}: rename its column `{column}`, an argument of rewards")
     train = [columns | row for row in train]
     test = [columns | row for row in test[: args.num_eval_prompts]]
-    numbered = reversed([*enumerate(train, 1)])  # the first row of a column is the last one noted
-    lacking = {column: number for number, row in numbered for column in row if row[column] is None}
+    lacking = {}
+    for number, row in enumerate(train, 1):
+        for column in row:
+            if row[column] is None:
+                lacking.setdefault(column, number)
     if lacking:
         print(f"{name}, {split}: some rows lack columns, which rewards get as None; the first of them: {lacking}")
     train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
@@ -1933,7 +1943,7 @@ def why_not_group(model, args, longest) -> str | None:
     window = getattr(model.config.get_text_config(), "sliding_window", None)
     if kernel != "sdpa":
         return f"its attention kernel is {kernel}, not sdpa"
-    if window and longest + args.response_length > window:  # a few tokens out of sight may be within the tolerance
+    if window and longest + args.response_length > window:  # the trial's tolerance could hide a few tokens
         return f"its attention sees {window} tokens, fewer than prompt and completion have"
     try:
         if not same_in_both_layouts(model, longest, args.rloo_k, args.response_length):
@@ -1974,7 +1984,9 @@ def close(x, expected, model) -> bool:
 # With --lora_rank r the policy's own weights W stay as they are, in --dtype. Each linear layer of its layers gets an
 # adapter, A (r, in) and B (out, r) in float32, and computes W x + s B A x with s = --lora_alpha / r (Hu et al. 2021,
 # arXiv:2106.09685). The reference is the policy with its adapters off. The model to sample from has the weights
-# W + s B A, computed anew for each version of the policy, see sampling_model. Names and files are those of PEFT.
+# W + s B A, computed anew for each version of the policy, see sampling_model. In bfloat16 that rounds away changes of a
+# weight below 0.2 to 0.4%, as wherever merged adapters are sampled from: val/rollout_logprob_gap shows it, and
+# --rollout_correction corrects for it. Names and files are those of PEFT.
 
 ADAPTERS = (".lora_A.weight", ".lora_B.weight")  # ends of the names of adapters' weights
 
@@ -2065,6 +2077,11 @@ def load_adapters(folder: Path, policy):
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
+# Functions that talk to other ranks must be called by all ranks, equally often: sum_over_ranks, gather, on_first_rank,
+# on_any_rank, raised_on_all_ranks and whole, and what calls them. With --sharding fsdp that is also each forward pass
+# of a model. All places of FSDP: load_model and `shard` (loading), fsdp_forward (calls of parts of a model),
+# model_scores in token_reward (equally often), sampling_model (a full copy to sample from), average_gradients in
+# `improve` (not needed), why_not_group (after an error), and `state_dict` with FULL and FROM_FIRST (checkpoints).
 
 
 def start_processes(device) -> tuple[int, int]:
@@ -2143,14 +2160,14 @@ def clock(device) -> float:
 #   flags    resolved, with the number of completions per update and of training prompts
 #   run_id   for Weights & Biases
 #   before   the evaluation before training
-#   finished whether it was the end of a run, which may go on with more episodes
-#   files    lengths in bytes, after the update, of the files that the run appends to
+#   modes    those of the evaluation after this update, [] if there is none
+#   files    lengths in bytes, after the update and before its evaluation, of the files that the run appends to
 
 RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers from all ranks to the first
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 DAMAGED = "checkpoint (if it is damaged, move it away; --resume then uses the one before)"
-HARMLESS_ON_RESUME = {
+KEEPS_FIRST_EVALUATION = {
     "total_episodes",
     "num_sample_generations",
     "save_steps",
@@ -2179,6 +2196,10 @@ def checkpoints(output: Path) -> list[Path]:
     """The checkpoints in `output`, the newest first."""
     folders = [path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal()]
     return sorted(folders, key=lambda path: -int(path.name[11:]))
+
+
+def newest_checkpoint(output: Path) -> Path | None:
+    return next(iter(checkpoints(output)), None)
 
 
 def save_policy(folder: Path, policy, tokenizer):
@@ -2219,13 +2240,13 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
 def new_state(output: Path, flags: dict) -> dict:
     """The state of a run that begins."""
     run_id = f"{output.name}-{time.time_ns()}"
-    return {"update": 0, "flags": flags, "run_id": run_id, "before": {}, "files": {}, "finished": False}
+    return {"update": 0, "flags": flags, "run_id": run_id, "before": {}, "files": {}, "modes": []}
 
 
 def load_state(folder: Path, flags: dict) -> dict:
     """The state of a checkpoint, with the new `flags`. Prints which of them changed, and refuses changes to
-    FIXED_ON_RESUME. After a change that is not HARMLESS_ON_RESUME the evaluation before training is dropped, since that
-    after it may measure something else."""
+    FIXED_ON_RESUME. The evaluation before training is dropped, since the one after it may measure something else,
+    unless all changes are in KEEPS_FIRST_EVALUATION."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         old = state["flags"]
@@ -2236,13 +2257,13 @@ def load_state(folder: Path, flags: dict) -> dict:
     require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
     said = f"; changed: {', '.join(changed.values())}" if changed else ""
     print(f"resumed from {folder}{said}")
-    if changed.keys() - HARMLESS_ON_RESUME:
+    if changed.keys() - KEEPS_FIRST_EVALUATION:
         print("the closing table is without the evaluation before training, which had other flags")
         state["before"] = {}
     done = state["update"] * flags["completions per update"]
     if flags["total_episodes"] < done:
         print(f"--total_episodes {flags['total_episodes']}: the run has done {done}, so nothing is trained")
-    return state | {"flags": flags, "finished": done >= old["total_episodes"]}
+    return state | {"flags": flags}
 
 
 def load_moments(folder: Path, policy, optimizer):
@@ -2330,7 +2351,8 @@ def resolve_args(args: Args) -> Args:
     args.sft_model_path = args.sft_model_path or args.model_name_or_path
     args.model_name_or_path = args.model_name_or_path or args.sft_model_path
     if args.ratio_level is None:
-        args.ratio_level = default_ratio_level(args)
+        per_completion = args.kl_level == args.loss_aggregation == "sequence"
+        args.ratio_level = "sequence" if per_completion else "token"
     if args.cliprange_high is None:
         args.cliprange_high = args.cliprange
     if args.learning_rate is None:
@@ -2352,11 +2374,6 @@ def resolve_args(args: Args) -> Args:
     if args.output_dir is None and not args.resume:
         args.output_dir = f"runs/{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     return args
-
-
-def default_ratio_level(args) -> str:
-    """One ratio per completion, unless rewards or losses are per token."""
-    return "sequence" if args.kl_level == args.loss_aggregation == "sequence" else "token"
 
 
 def check_args(args: Args):
@@ -2457,7 +2474,10 @@ def command_line(argv: list[str] | None = None):
         told = min(told, time.monotonic())
         if rank == 0 and not signals:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
-                os.write(2, b"\nrloo.py will stop and save: before this update, or after it if it is being trained\n")
+                os.write(
+                    2,
+                    b"\nrloo.py will save and stop: after this update, or without it if it is not being trained yet\n",
+                )
         signals.append(number)
 
     # Forked processes of reward functions get no signal that is sent to the run's group: it waits for their results.
