@@ -710,9 +710,11 @@ def make_optimizer(args, policy, num_updates):
     warmup = math.ceil(args.warmup_ratio * num_updates)
 
     def learning_rate(done):
-        left = (num_updates - done) / (num_updates - warmup)  # of the decay, 1 to 0
+        if done < warmup:
+            return args.learning_rate * (done + 1) / (warmup + 1)
+        left = (num_updates - done) / (num_updates - warmup)  # of the decay, from 1 to 0
         decay = {"linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left), "constant": 1.0}
-        return args.learning_rate * min((done + 1) / (warmup + 1), decay[args.lr_scheduler_type])
+        return args.learning_rate * decay[args.lr_scheduler_type]
 
     return optimizer, learning_rate
 
@@ -796,7 +798,7 @@ def saved_on_error(output: Path, state, save: Callable):
         everywhere = not dist.is_initialized() or getattr(error, "on_all_ranks", False)
         if everywhere and state["update"]:
             save()
-        tqdm.write(f"an error ends the run; newest checkpoint: {newest_checkpoint(output)}")
+        tqdm.write(f"an error ends the run; newest checkpoint: {newest_checkpoint(output) or 'none'}")
         raise
 
 
@@ -1574,10 +1576,11 @@ def load_reward_model(args, tokenizer, rows, vocabulary) -> dict[str, Callable]:
 @torch.no_grad()
 def token_reward(model, layout, chunk_size, batch: Batch):
     """The scores (k, B) of a reward model."""
-    scores = [model_scores(model, part, layout) for part in batch.chunks(chunk_size)]
-    for _ in range(max(gather([len(scores)])) - len(scores)):  # FSDP needs as many passes on each rank
-        model_scores(model, batch.select(torch.tensor([0])), layout)
-    scores = torch.cat(scores, dim=1)
+    parts = [*batch.chunks(chunk_size)]
+    most = max(gather([len(parts)]))  # FSDP needs as many passes on each rank; numbers of references may differ
+    padded = parts + parts[:1] * (most - len(parts))
+    scores = [model_scores(model, part, layout) for part in padded]
+    scores = torch.cat(scores[: len(parts)], dim=1)
     require(scores.isfinite().all(), "a score of the reward model is not finite")
     return scores
 
@@ -1736,6 +1739,8 @@ def prepare_row(row, tokenizer) -> dict:
     if isinstance(reference, list):
         reference = reference[-1]["content"]
 
+    if isinstance(prompt, list):
+        require(all(message["content"] is not None for message in prompt), "a message has no content")
     if isinstance(prompt, str):
         text, add_special_tokens = prompt, True
         if tokenizer.chat_template:

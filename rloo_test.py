@@ -1851,6 +1851,7 @@ def test_rows_of_every_documented_form():
         ({"messages": [ASSISTANT]}, "ValueError"),
         ({"prompt": "b", "completion": 7}, "must be texts"),
         ({"prompt": [SYSTEM, USER]}, "chat_template is not set"),
+        ({"prompt": [USER | {"content": None}]}, "a message has no content"),
         ([], "AttributeError"),
     ):
         with pytest.raises(InputError, match=rf"^x, row 1: cannot be used \(.*{why}.*it needs `prompt`"):
@@ -2676,7 +2677,7 @@ def test_updates_without_an_advantage_are_survived_and_said_once(train, capfd):
     )
     said = "".join(capfd.readouterr())
     row = read_metrics(output, "completions")[-1]
-    assert said.count("an update gave no learning signal: within each group all scores are equal") == 1
+    assert said.count("the scores of an update gave no learning signal: within each group all are equal") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert metrics[0]["rewards/never/applied"] == 0 and "rewards/never/mean" not in metrics[0]
     assert (row["score"], row["win_rate"]) == (1, 0.5)  # a tie
@@ -2796,9 +2797,9 @@ def test_evaluations_are_first_last_and_far_apart_between(train, monkeypatch, up
     metrics = {"grad_norm": 1.0, "objective/kl": 0.0, "objective/scores": 0.0, "completions/clipped_ratio": 0.0}
     metrics |= {"completions/mean_length": 1.0, "time/train": 0.0, "cpu_time": 0.0}
     monkeypatch.setattr(rloo, "update", lambda *args: done.append(0) or dict(metrics))
-    monkeypatch.setattr(rloo, "evaluate", lambda *args: found.append((len(done), "greedy" in args[7])) or [])
+    monkeypatch.setattr(rloo, "evaluate", lambda *args: found.append((len(done), args[7])) or [])
     train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
-    greedy, found = [update for update, greedy in found if greedy], [update for update, _ in found]
+    greedy, found = ([update for update, mode in found if mode == x] for x in ("greedy", "sampled"))
     assert {*greedy} == {found[0], found[-1]} == {0, updates} and len(found) <= between + 2
     gaps = [late - early for early, late in zip(found, found[1:])]
     assert len(found) <= 2 or min(gaps) >= 5
@@ -3523,7 +3524,7 @@ def test_a_signal_ends_a_process_with_a_line_at_once_and_a_checkpoint(tiny, tmp_
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     (folder,), saved = (tmp_path / "out").glob("checkpoint-*"), len(read_metrics(tmp_path / "out"))
-    first, last = said.find("\nrloo.py will stop"), said.find(f"stopped after update {folder.name[11:]} of ")
+    first, last = said.find("\nrloo.py will save and stop"), said.find(f"stopped after update {folder.name[11:]} of ")
     assert process.returncode == 128 + number and 0 < first < last and "Traceback" not in said
     assert int(folder.name[11:]) == saved
 
@@ -3661,10 +3662,7 @@ def test_what_is_not_given_depends_on_what_is_trained(train, tiny, capsys):
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
     assert metrics[0]["lr"] == 1e-6 and json.loads((output / "args.json").read_text())["total_episodes"] == 64
     said = capsys.readouterr().out
-    assert (
-        "learning rate 1e-06, completions of up to 6 tokens, one ratio per sequence, forward passes in float32, layout "
-        in said
-    )
+    assert "learning rate 1e-06, one ratio per sequence, forward passes in float32, layout " in said
 
 
 def test_episodes_are_rounded_up_to_whole_updates(train):
@@ -3719,7 +3717,7 @@ def test_an_update_that_teaches_nothing_is_said_and_no_other(train, monkeypatch,
     usual |= {"completions/mean_length": 1.0, "time/train": 0.0, "cpu_time": 0.0}
     monkeypatch.setattr(rloo, "update", lambda *args: usual | metrics)
     train()
-    assert ("an update gave no learning signal" in "".join(capfd.readouterr())) == bool(metrics)
+    assert ("of an update gave no learning signal" in "".join(capfd.readouterr())) == bool(metrics)
 
 
 @pytest.mark.parametrize(
@@ -3784,7 +3782,7 @@ def test_log_probs_of_padding_do_not_count(train, monkeypatch):
 
 def test_an_advantage_of_another_shape_is_refused(train, monkeypatch):
     monkeypatch.setattr(rloo, "advantage", lambda rewards, estimator: rewards.T.contiguous())
-    with pytest.raises(InputError, match="^advantage: must return a number for each of its rewards"):
+    with pytest.raises(InputError, match="^advantage: must return a tensor of the same shape as its rewards"):
         train()
 
 
@@ -3826,9 +3824,7 @@ def test_a_kl_of_weight_0_in_the_loss_adds_nothing(train, monkeypatch):
 
 def test_a_run_in_which_nothing_can_be_scored_says_so(train, capfd):
     train(reward_model_path=None, reward_fns=(f"{__file__}:never",))
-    assert "gave no learning signal: within each group all scores are equal, or none counts" in "".join(
-        capfd.readouterr()
-    )
+    assert "gave no learning signal: within each group all are equal, or none is used" in "".join(capfd.readouterr())
 
 
 def test_metrics_say_how_many_completions_have_a_score_and_how_many_a_loss(train):
@@ -3921,7 +3917,7 @@ def test_an_error_before_an_updates_first_step_costs_none_and_after_it_saves_not
             spy(patch, "policy_loss", fail)
             train(**{**LONG, "num_eval_prompts": 0, "save_steps": 0}, output_dir=str(output))
         assert [path.name for path in rloo.checkpoints(output)] == newest
-        said = f"an error ends the run; newest checkpoint: {newest[0] if newest else 'none'}"
+        said = f"an error ends the run; newest checkpoint: {output / newest[0] if newest else 'none'}"
         assert said in capsys.readouterr().out
 
 
@@ -3952,7 +3948,7 @@ def test_two_processes_save_together_what_an_error_in_one_of_them_would_lose(tin
     assert done.returncode == 1 and "KeyError: 'no such key'" in done.stderr
     assert "RuntimeError: another process raised an error, which it prints" in done.stderr
     assert [path.name for path in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
-    assert "an error ends the run; newest checkpoint: checkpoint-2" in done.stdout
+    assert "an error ends the run; newest checkpoint: " in done.stdout and "checkpoint-2\n" in done.stdout
 
 
 def test_a_failed_first_attempt_does_not_block_its_folder(train, tmp_path, monkeypatch):
@@ -4908,7 +4904,7 @@ def test_a_checkpoint_s_evaluation_stays_when_the_run_goes_on_with_more_episodes
     run = LONG | {"total_episodes": 16 * 12, "num_sample_generations": 2, "num_eval_prompts": 2}
     output, told = tmp_path / "out", []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        spy(patch, "write_evaluation", lambda inputs, output: inputs[2] == 5 and told.append(15))
+        spy(patch, "write_evaluation", lambda inputs, output: (inputs[2] == 5 and told.append(15), output)[1])
         train(**run, output_dir=str(output), signals=told)
     assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 5]
     train(**run | {"total_episodes": 16 * 30}, output_dir=str(output), resume=True)
@@ -4922,7 +4918,7 @@ def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(train, monkeypatc
     graded = spy(monkeypatch, "evaluate")
     train(**run | {"total_episodes": 64}, output_dir=str(output), resume=True)
     after = [read_metrics(output, name) for name in ("evaluations", "completions")]
-    assert [x["update"] for x in after[0]] == [0, 2, 4] and len(graded) == 2
+    assert [x["update"] for x in after[0]] == [0, 2, 4] and len(graded) == 4
     for old, new in zip(before, after, strict=True):
         assert new[: len(old)] == old and len(new) > len(old)
     assert [x["mode"] for x in after[1] if x["update"] == 2] == ["sampled"] * 4 + ["greedy"] * 4
@@ -4942,7 +4938,9 @@ def test_a_warm_up_does_not_begin_at_0_and_leaves_what_follows_as_it_was(schedul
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     name = "constant_with_warmup" if schedule == "constant" else schedule
     (factor,) = get_scheduler(name, optimizer, 3, 10).lr_lambdas
-    assert found[:4] == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1]) and found[3:] == [factor(i) for i in range(3, 10)]
+    assert found[:4] == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1])
+    assert found[3:] == pytest.approx([factor(i) for i in range(3, 10)], rel=1e-12)
+    assert rates(10, warmup_ratio=0.9)[:9] == pytest.approx([i / 10 for i in range(1, 10)])
 
 
 def seeds_torch(prompts, completions, completion_ids, **columns):
@@ -5176,7 +5174,7 @@ def test_args_json_says_what_a_run_was_made_by(train):
 def test_a_policy_that_was_changed_by_hand_is_named():
     policy = tiny_model()
     policy.extra = torch.nn.Linear(3, 3)
-    with pytest.raises(InputError, match="other weights than a model made from its config"):
+    with pytest.raises(InputError, match="other weights than a model of its config"):
         rloo.sampling_model(policy, torch.bfloat16)
 
 
