@@ -508,9 +508,9 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
 
             if args.sharding == "ddp":
                 average_gradients(policy)  # FSDP does it in backward
-            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-            logged["grad_norm"].append(whole(norm))
-            require_finite("the loss or its gradient", whole(norm) + mini_batch_loss)
+            norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf))
+            logged["grad_norm"].append(norm)
+            require_finite("the loss or its gradient", norm + mini_batch_loss)
             optimizer.step()
             optimizer.zero_grad()
             weights_norm = torch.nn.utils.get_total_norm(trained_weights(policy).values())
@@ -558,9 +558,11 @@ def average_gradients(model):
 
 
 def require_finite(what: str, values):
-    """Ends the run on all ranks if a value on one of them is not finite."""
-    with raised_on_all_ranks():
-        require(values.isfinite().all(), f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
+    """Ends the run on all ranks, which can then save together, if a value on one of them is not finite."""
+    if sum_over_ranks((~values.isfinite()).sum()):
+        error = InputError(f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
+        error.on_all_ranks = True
+        raise error
 
 
 def peak_memory(device: torch.device) -> float:
@@ -1414,13 +1416,14 @@ class Decoder:
                 self.graph.replay()
 
     def read_prompts(self, prompt_ids, prompt_mask):
-        """Starts again: reads the prompts and samples token 0 of each lane."""
+        """Starts again: reads the prompts (B, P), or a single slot for `capture`, and samples token 0 of each lane."""
         self.prompt_mask.copy_(prompt_mask)
         self.t.zero_()
         self.prompt_cache.reset()
         hidden = body_of(self.model)(
             prompt_ids,
-            attention_mask=causal_mask(prompt_mask),
+            # Also for a single slot with a column for each of the cache: CUDA cannot broadcast a mask over keys.
+            attention_mask=causal_mask(self.prompt_mask)[:, :, -prompt_ids.shape[1] :],
             position_ids=positions_of(prompt_mask),
             use_cache=True,
             past_key_values=self.prompt_cache,

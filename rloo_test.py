@@ -3951,6 +3951,34 @@ def test_two_processes_save_together_what_an_error_in_one_of_them_would_lose(tin
     assert "an error ends the run; newest checkpoint: " in done.stdout and "checkpoint-2\n" in done.stdout
 
 
+def nan_in_the_third_update(prompts, completions, completion_ids, calls=itertools.count(1), **columns):  # noqa: B008
+    """Makes the loss NaN, though not its gradient, and on the second rank only."""
+    if next(calls) == 3 and os.environ["RANK"] == "1":
+        run, loss = sys.modules["__main__"], sys.modules["__main__"].policy_loss
+        run.policy_loss = lambda *args: (loss(*args)[0] + math.nan, *loss(*args)[1:])
+    return count_tokens(prompts, completions, completion_ids)
+
+
+def test_two_processes_end_and_save_together_when_a_number_of_one_of_them_is_not_finite(tiny, tmp_path):
+    line = command(tiny, tmp_path / "out", per_device_train_batch_size=8, total_episodes=96)
+    line += ["--reward_fns", f"{__file__}:nan_in_the_third_update"]
+    done = shell(["-m", "torch.distributed.run", "--nproc_per_node", "2", "rloo.py", *line], HERE)
+    assert done.returncode == 1
+    assert done.stderr.count("rloo.py: the loss or its gradient is not finite") == 2
+    assert [path.name for path in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
+
+
+def test_optimizer_steps_send_no_python_objects(tiny, monkeypatch):
+    """Whether numbers are finite on all ranks is a sum of tensors."""
+    args, policy, optimizer, rows = library_call(tiny)
+    rewards, sampling = {"sum": lambda batch: batch.responses.sum(-1).float()}, {"response_length": 4, "stop_ids": [0]}
+    objects, sums = spy(monkeypatch, "gather"), spy(monkeypatch, "sum_over_ranks")
+    rloo.require_finite("a number", torch.zeros(3))
+    assert not objects and len(sums) == 1
+    rloo.update(args, policy, policy, rewards, optimizer, rows, sampling, "group")
+    assert len(objects) == 1  # whether a reward function raised an error
+
+
 def test_a_failed_first_attempt_does_not_block_its_folder(train, tmp_path, monkeypatch):
     flags = {"reward_fns": (f"{__file__}:third_call",), "output_dir": str(tmp_path / "out")}
     monkeypatch.setenv("BROKEN", str(tmp_path / "broken"))
@@ -4183,6 +4211,23 @@ def test_a_capture_that_fails_ends_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", not_permitted)
     with torch.no_grad(), pytest.raises(RuntimeError, match="not permitted"):
         decoder.capture()
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_masks_have_a_column_for_each_key(family, monkeypatch):
+    """Also that of the single slot which `capture` reads: CUDA's memory-efficient kernel cannot broadcast over keys."""
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    batch, calls = random_batch(), spy(monkeypatch, "sdpa_attention")
+    with torch.no_grad():
+        decoder = rloo.Decoder(tiny_model(family), *batch.prompt_ids.shape, 3, 4, 1.0, stop_ids=[0])
+        decoder.capture()
+        decoder.generate(batch.prompt_ids, batch.prompt_mask)
+    assert len(calls) == 2 * 2  # capture and generate, layers
+    for (_, _, key, _, mask), _ in calls:
+        assert mask.shape[-1] == key.shape[2] == batch.prompt_ids.shape[1]
 
 
 def test_a_graph_is_replayed_in_place_of_steps():
