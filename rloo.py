@@ -1743,7 +1743,7 @@ def prepare_row(row, tokenizer) -> dict:
         reference = reference[-1]["content"]
 
     if isinstance(prompt, list):
-        require(all(message["content"] is not None for message in prompt), "a message has no content")
+        require(all(isinstance(x["content"], str) for x in prompt), "the content of a message must be a text")
     if isinstance(prompt, str):
         text, add_special_tokens = prompt, True
         if tokenizer.chat_template:
@@ -1751,7 +1751,9 @@ def prepare_row(row, tokenizer) -> dict:
     elif len(prompt) == 1 and tokenizer.chat_template is None:
         text, add_special_tokens = prompt[0]["content"], True  # without a template, one message is read as text
     else:
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        begun = prompt[-1]["role"] == "assistant"  # the policy continues that message
+        options = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, **options)
         add_special_tokens = False  # the template has them
     require(isinstance(text, str) and isinstance(reference, str | None), "prompt and completion must be texts")
     if text.startswith(tokenizer.bos_token or "\0"):
@@ -1765,9 +1767,19 @@ def prepare_row(row, tokenizer) -> dict:
         "prompt_text": text,  # as the model reads it
         "prompt_ids": ids,
         "reference": reference,  # text or None
-        "reference_ids": tokenizer(reference or "", add_special_tokens=False)["input_ids"],
+        "reference_ids": continuation_ids(reference or "", tokenizer),
         "columns": row,
     }
+
+
+def continuation_ids(text, tokenizer) -> list[int]:
+    """The tokens of a text that follows another one. Some tokenizers put a space before the first word of a text; so
+    this one is read after a line break, unless the tokenizer drops that or merges it with the text."""
+    before, ids = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in ("\n", "\n" + text))
+    n = len(before)
+    if 0 < n < len(ids) and ids[:n] == before:
+        return ids[n:]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -1792,7 +1804,7 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
     if args.stop_token_id is not None:
         ids = [args.stop_token_id]
     elif args.stop_token not in (None, "eos"):
-        ids = tokenizer(args.stop_token, add_special_tokens=False)["input_ids"]
+        ids = continuation_ids(args.stop_token, tokenizer)
         if len(ids) != 1 or tokenizer.decode(ids).strip() != args.stop_token.strip():
             ids = []  # not one token, or an unknown one
     else:
@@ -1935,14 +1947,18 @@ def check_sizes(model, args, rows):
 
 @fsdp_forward
 def check_logits(model):
-    """Refuses a policy whose own logits are not those of `final_logits`."""
+    """Refuses a policy whose own logits are not those of `final_logits`, or depend on padding."""
     name = type(model).__name__
     with explained(f"{name}: cannot be run"):
         tokens = torch.tensor([[0, 1]], device=model.device)
         ours = final_logits(model, body_of(model)(tokens, use_cache=False)[0])
         theirs = type(model).forward(model, tokens).logits.float()
+        mask = torch.tensor([[0, 1, 1]], device=model.device)
+        positions = {"position_ids": positions_of(mask), "use_cache": False}
+        padded = final_logits(model, body_of(model)(F.pad(tokens, (1, 0)), attention_mask=mask, **positions)[0][:, 1:])
     require(ours.isfinite().all(), f"{name}: its logits are not finite; is the file damaged?")
     require((theirs - ours).norm() <= 0.01 * ours.norm(), f"{name}: final_logits does not reproduce its logits")
+    require(close(padded, ours, model), f"{name}: cannot be used, since padding changes its results")
 
 
 def why_not_group(model, args, longest) -> str | None:
@@ -2143,6 +2159,9 @@ def raised_on_all_ranks():
         yield
     except Exception as raised:
         error = raised
+    except BaseException as raised:  # such as exit() in a user's function, which would end the run without a word
+        error = RuntimeError(f"ended by {raised!r}")
+        error.__cause__ = raised
     if on_any_rank(error is not None):
         error = error or RuntimeError("another process raised an error, which it prints")
         error.on_all_ranks = True

@@ -1851,7 +1851,7 @@ def test_rows_of_every_documented_form():
         ({"messages": [ASSISTANT]}, "ValueError"),
         ({"prompt": "b", "completion": 7}, "must be texts"),
         ({"prompt": [SYSTEM, USER]}, "chat_template is not set"),
-        ({"prompt": [USER | {"content": None}]}, "a message has no content"),
+        ({"prompt": [USER | {"content": None}]}, "content of a message must be a text"),
         ([], "AttributeError"),
     ):
         with pytest.raises(InputError, match=rf"^x, row 1: cannot be used \(.*{why}.*it needs `prompt`"):
@@ -2429,6 +2429,14 @@ def test_a_model_without_a_body_of_its_own_is_named():
 
     with pytest.raises(InputError, match="^Headed: cannot be run .*RuntimeError"):
         rloo.choose_layout(Headed(tiny_model().config).eval(), Args(device="cpu"), [{"prompt_ids": [3, 4]}])
+
+
+def test_a_policy_that_reads_padding_is_refused():
+    """... as RWKV does, which ignores the mask."""
+    config = AutoConfig.for_model("rwkv", vocab_size=16, hidden_size=16, num_hidden_layers=2, context_length=99)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(InputError, match="^RwkvForCausalLM: cannot be used, since padding changes its results"):
+        rloo.choose_layout(model, Args(device="cpu"), [{"prompt_ids": [3, 4]}])
 
 
 def test_a_policy_with_logits_of_its_own_kind_is_refused(monkeypatch):
@@ -4930,6 +4938,38 @@ def test_the_space_at_the_beginning_of_a_completion_reaches_reward_functions():
     batch = rloo.make_batch([row, row], responses, [2])
     assert tokenizer.decode([5, 6]) == "the cat" and tokenizer.decode([8, 5, 6]) == "b the cat"
     assert rloo.completion_texts(batch, tokenizer) == [" the cat", " cats the cat", "s the", ""]
+
+
+def test_references_and_stop_tokens_follow_a_text_so_they_have_no_space_before_them():
+    tokenizer = llama_tokenizer()
+    assert tokenizer("s the")["input_ids"] == [1, 3, 7, 5]
+    for reference, ids in (("s the", [7, 5]), (" the s", [5, 3, 7]), ("", [])):
+        row = rloo.prepare_row({"prompt": "b", "completion": reference}, tokenizer)
+        assert row["reference_ids"] == ids, reference
+        graded = rloo.make_batch([row], torch.tensor([[[*ids, 2]]]), [2])
+        assert rloo.completion_texts(graded, tokenizer) == [reference]
+    model = tiny_model()
+    assert rloo.stop_token_ids(Args(stop_token="s"), model, tokenizer) == [7]
+    words = tiny_tokenizer()  # it knows no line break, nor a word after one
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    assert rloo.continuation_ids("b", words) == words("b")["input_ids"] != []
+
+
+def test_an_assistant_s_message_at_the_end_of_a_prompt_is_continued():
+    prompt = [USER, {"role": "assistant", "content": "d f"}]
+    assert rloo.prepare_row({"prompt": prompt}, chat_tokenizer())["prompt_text"] == "u b c a d f"
+
+
+def leaves(prompts, completions, completion_ids, updates_done, **columns):
+    return [1.0, 2.0] * (len(prompts) // 2) if updates_done < 2 else sys.exit(0)
+
+
+def test_a_reward_function_that_exits_loses_no_update(train, tmp_path):
+    """... as code of a completion that it runs may."""
+    run = {**LONG, "save_steps": 0, "num_eval_prompts": 0, "reward_fns": (f"{__file__}:leaves",)}
+    with pytest.raises(RuntimeError, match=r"ended by SystemExit\(0\)"):
+        train(**run, reward_model_path=None, output_dir=str(tmp_path / "out"))
+    assert [folder.name for folder in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
 
 
 def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it():
