@@ -2497,7 +2497,7 @@ def command_line(argv: list[str] | None = None):
         nonlocal told
         # torchrun sends each twice, and `timeout` at once; else a second one ends the run.
         if time.monotonic() > told + 1 and "RANK" not in os.environ:
-            sys.exit(128 + number)
+            os._exit(128 + number)  # sys.exit could be caught by a reward function, or wait for its processes
         told = min(told, time.monotonic())
         if rank == 0 and not signals:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
