@@ -600,7 +600,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     batch_size = args.rloo_k * B * world
     if args.total_episodes is None:
         args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
-    flags = vars(args) | {"completions per update": batch_size, "training prompts": len(train_rows)}
+    data = json.dumps([row["columns"] for row in train_rows], default=lambda value: None).encode()
+    flags = vars(args) | {"completions per update": batch_size, "training data": hashlib.sha256(data).hexdigest()[:16]}
     resumed = on_first_rank(lambda: newest_checkpoint(output)) if args.resume else None
     state = load_state(resumed, flags) if resumed else new_state(output, flags)
     first = state["update"]
@@ -668,7 +669,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     # 6. The trained policy, and what training has changed.
     if num_updates:
-        save_policy(output, policy, tokenizer)
+        with explained(f"{output}: the policy cannot be saved; free disk space and continue with --resume"):
+            save_policy(output, policy, tokenizer)
     evaluations = {"before": state["before"], "after": evaluation if num_updates else {}}
     if test_rows:
         print_evaluations(**evaluations, prompts=len(test_rows))
@@ -1931,7 +1933,7 @@ def check_sizes(model, args, rows):
     """Refuses a model with too few positions or embeddings for the prompts of `rows`."""
     config, name = model.config.get_text_config(), type(model).__name__
     longest = max(len(row["prompt_ids"]) for row in rows)
-    highest = max(max(row["prompt_ids"]) for row in rows)
+    highest = max(max(row["prompt_ids"] + row.get("reference_ids", [])) for row in rows)
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     require(
         longest + args.response_length <= positions,
@@ -1940,8 +1942,8 @@ def check_sizes(model, args, rows):
     )
     require(
         highest < config.vocab_size,
-        f"{name}: has no embedding for token {highest} of a prompt, only {config.vocab_size}: is --model_name_or_path "
-        "the tokenizer of another model?",
+        f"{name}: has no embedding for token {highest} of a prompt or reference, only {config.vocab_size}: is "
+        "--model_name_or_path the tokenizer of another model?",
     )
 
 
@@ -2184,7 +2186,7 @@ def clock(device) -> float:
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, or with LoRA only the adapters, see
 # save_adapters; optimizer.pt; and in state.json:
 #   update   None from an update's first optimizer step until the update is complete (never written to a file)
-#   flags    resolved, with the number of completions per update and of training prompts
+#   flags    resolved, with the number of completions per update and a hash of the training data
 #   run_id   for Weights & Biases
 #   before   the evaluation before training
 #   modes    those of the evaluation after this update, [] if there is none
@@ -2215,7 +2217,7 @@ FIXED_ON_RESUME = {
     "lora_rank",
     "lora_alpha",
     "completions per update",
-    "training prompts",
+    "training data",
 }
 
 
@@ -2482,8 +2484,8 @@ LEAST = {  # minimum of numeric flags; 0 for those not listed
 
 
 def command_line(argv: list[str] | None = None):
-    """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM or Ctrl-C, with a
-    checkpoint."""
+    """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM, Ctrl-C or the end
+    of the terminal, with a checkpoint."""
     rank = int(os.environ.get("RANK", 0))
     signals = []
     told = math.inf  # when the first came
@@ -2509,7 +2511,8 @@ def command_line(argv: list[str] | None = None):
 
     # Forked processes of reward functions get no signal that is sent to the run's group: it waits for their results.
     os.register_at_fork(after_in_child=partial(os.setpgid, 0, 0))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []  # not under nohup
+    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         signal.signal(number, note)
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     try:

@@ -19,6 +19,7 @@ import re
 import resource
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ import types
 import warnings
 import weakref
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -2394,7 +2396,7 @@ def test_two_thousand_damaged_datasets_end_in_rows_or_in_one_line(train, tmp_pat
     [
         ("no words", "--model_name_or_path or --sft_model_path {sft}: has no usable tokenizer; save one there"),
         ("no tokenizer", "--model_name_or_path or --sft_model_path {sft}: "),
-        ("too many tokens", "GPTNeoXForCausalLM: has no embedding for token 17 of a prompt, only 16: is --model_name"),
+        ("too many tokens", "GPTNeoXForCausalLM: has no embedding for token 17 of a prompt or reference, only 16: is "),
         (
             "no head",
             r"--reward_model_path \(with one label\) {reward}: "
@@ -2444,6 +2446,12 @@ def test_a_policy_with_logits_of_its_own_kind_is_refused(monkeypatch):
     spy(monkeypatch, "final_logits", lambda inputs, logits: 1.02 * logits)
     with pytest.raises(InputError, match="^GPTNeoXForCausalLM: final_logits does not reproduce its logits"):
         rloo.choose_layout(tiny_model(), Args(device="cpu"), [{"prompt_ids": [3, 4]}])
+
+
+def test_a_reference_with_a_token_that_the_model_does_not_have_is_refused():
+    rows = [{"prompt_ids": [3], "reference_ids": [4, 99]}]
+    with pytest.raises(InputError, match="no embedding for token 99"):
+        rloo.choose_layout(tiny_model(), Args(device="cpu"), rows)
 
 
 def test_a_token_that_no_prompt_has_needs_no_embedding(train, tiny, tmp_path):
@@ -3210,12 +3218,16 @@ def test_a_checkpoint_that_does_not_load_is_named_and_the_one_before_goes_on(tra
     assert f"resumed from {output}/checkpoint-3\n" in capsys.readouterr().out and end_of(output) == expected
 
 
-def test_a_training_split_of_another_size_makes_another_run(train, tiny):
+def test_other_training_data_makes_another_run(train, tiny, tmp_path):
     """Without a test split, whether rows are held out decides which rows are trained on."""
-    flags = {"dataset_name": str(tiny / "data" / "train.jsonl")}
-    _, output = train(**flags, num_eval_prompts=0)
-    with pytest.raises(InputError, match="training prompts 16 -> 15"):
-        train(**flags, num_eval_prompts=5, output_dir=str(output), resume=True, total_episodes=32)
+    data = shutil.copy(tiny / "data" / "train.jsonl", tmp_path)
+    flags = {"dataset_name": str(data), "output_dir": str(tmp_path / "out")}
+    train(**flags, num_eval_prompts=0)
+    with pytest.raises(InputError, match="other flags: training data [0-9a-f]{16} -> [0-9a-f]{16}$"):
+        train(**flags, num_eval_prompts=5, resume=True, total_episodes=32)
+    Path(data).write_text("".join(reversed(Path(data).read_text().splitlines(keepends=True))))
+    with pytest.raises(InputError, match="other flags: training data [0-9a-f]{16} -> [0-9a-f]{16}$"):
+        train(**flags, num_eval_prompts=0, resume=True, total_episodes=32)
 
 
 def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch):
@@ -3508,7 +3520,9 @@ def count_a_in_a_sandbox(prompts, completions, completion_ids, **columns):
 
 
 @pytest.mark.parametrize(
-    "number, unread", [(15, False), (2, False), (2, True)], ids=["SIGTERM", "Ctrl-C", "Ctrl-C that also ends who reads"]
+    "number, unread",
+    [(15, False), (1, False), (2, False), (2, True)],
+    ids=["SIGTERM", "end of the terminal", "Ctrl-C", "Ctrl-C that also ends who reads"],
 )
 def test_a_signal_ends_a_process_with_a_line_at_once_and_a_checkpoint(tiny, tmp_path, number, unread):
     line = command(tiny, "out", total_episodes=10**6, per_device_train_batch_size=8)
@@ -3519,6 +3533,7 @@ def test_a_signal_ends_a_process_with_a_line_at_once_and_a_checkpoint(tiny, tmp_
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # also under nohup
     )
     metrics = tmp_path / "out" / "metrics.jsonl"
     while process.poll() is None and not (metrics.is_file() and metrics.read_text()):
@@ -3556,6 +3571,16 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(train, monkeypatch, tmp_pa
     train(**LONG, output_dir=str(output), resume=True)
     assert not (output / "unfinished-checkpoint").exists()
     assert end_of(output) == end_of(train(**LONG)[1])
+
+
+def test_a_full_disk_at_the_very_end_is_one_line_and_resume_repairs_it(train, monkeypatch, tmp_path):
+    flags = {"output_dir": str(tmp_path / "out"), "num_eval_prompts": 0}
+    line = f"^{tmp_path}/out: the policy cannot be saved; free disk space and continue with --resume"
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=line):
+        patch.setattr(rloo, "save_policy", lambda folder, *args: os.mkdir(folder / f"no file of {folder.name}/x/y"))
+        train(**flags, save_steps=0, lora_rank=1)
+    train(**flags, save_steps=0, lora_rank=1, resume=True)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_a_file_that_may_not_grow_is_one_line(tiny, tmp_path):
