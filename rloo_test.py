@@ -1064,6 +1064,15 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     assert layout(12, 8, "plain") == "plain"
 
 
+def test_the_trial_of_layouts_is_given_numbers_instead_of_rows(monkeypatch):
+    """With FSDP it is a model's forward pass, whose hooks look through all that they are given: 1 ms for each row."""
+    trials = spy(monkeypatch, "same_in_both_layouts")
+    args = Args(device="cpu", response_length=4, rloo_k=2)
+    assert rloo.choose_layout(tiny_model(), args, [{"prompt_ids": [5, 6, 7]}, {"prompt_ids": [8]}]) == "group"
+    ((given, _),) = trials
+    assert given[1:] == (3, 2, 4)  # the longest prompt, k and R
+
+
 def test_in_float32_group_rows_that_are_off_by_a_hundredth_are_not_run(monkeypatch):
     spy(monkeypatch, "completion_hidden", lambda inputs, hidden: hidden * (1.01 if inputs[2] == "group" else 1.0))
     args = Args(device="cpu", response_length=4, rloo_k=2)

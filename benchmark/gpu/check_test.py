@@ -182,7 +182,7 @@ def test_without_vllm_or_a_gpu_one_line_says_so(monkeypatch, installed):
 
 
 def test_an_error_of_a_process_is_found_in_what_it_said():
-    said = "W1: a warning\n[rank0]: ValueError: no such device\n[rank1]: ...\nChildFailedError:\n====="
+    said = "W1: a warning\n[rank0]: ValueError: no such device\n[rank1]: RuntimeError: closed\nChildFailedError:\n====="
     assert check.first_error(said).splitlines()[0] == "[rank0]: ValueError: no such device"
     assert check.first_error("killed") == "killed"
 
