@@ -1476,7 +1476,7 @@ class Decoder:
             try:
                 self.step()
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
                     raise
                 say_once(f"decoding runs without a CUDA graph, which costs speed: a step synchronizes ({error})")
                 return None
@@ -1949,7 +1949,7 @@ def why_not_group(model, args, longest) -> str | None:
             if not close(sampled, completion_logprobs(sampler, batch, 1.0, "plain")[0], sampler):
                 return "its decoding by this file gives other log-probs"
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
+        if args.layout == "group" or isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
             raise
         for module in model.modules():
             if isinstance(module, fsdp.FSDPModule):
