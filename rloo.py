@@ -1481,7 +1481,7 @@ class Decoder:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 self.step()
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except RuntimeError as error:
                 say_once(f"decoding runs without a CUDA graph, which costs speed: a step synchronizes ({error})")
@@ -1982,7 +1982,7 @@ def why_not_group(model, args, longest) -> str | None:
             if not close(sampled, completion_logprobs(sampler, batch, 1.0, "plain")[0], sampler):
                 return "its decoding by this file gives other log-probs"
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        if args.layout == "group" or isinstance(error, torch.OutOfMemoryError):
+        if args.layout == "group" or isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
             raise
         for module in model.modules():
             if isinstance(module, fsdp.FSDPModule):

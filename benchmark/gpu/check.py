@@ -9,6 +9,7 @@ if a line has failed. Models have random weights, so nothing is downloaded.
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -79,6 +81,7 @@ SHAPES = {
     "pythia-1b": pythia(16, 2048, 8),
     "Llama-3.2-1B": llama(transformers.LlamaConfig, 16, 2048, 8192, 32, 8, 128_256),
 }
+TIMED_SIZES = 256, 128, 16, 8  # P, R, B, k
 TIMED = {name: SHAPES[name] for name in ("Qwen2.5-0.5B", "pythia-1b", "Llama-3.2-1B")}
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # of relative errors of log-probs and gradients
 STOPS = [7, 8, 9, 10, 11, 12]  # of 64 tokens
@@ -173,13 +176,13 @@ def decoding(device) -> Iterator[Line]:
         different = (greedy.responses != by_generate.responses).double().mean()
         yield f"decoding: greedy tokens unlike generate's, {family}", float(different), 0.0
 
+        decoder = rloo.Decoder(model, *ids.shape, 4, 16, 0.7, [-1])
+        if ids.is_cpu:
+            decoder.graph = types.SimpleNamespace(replay=partial(static_step, decoder))
+        yield f"graph replay: steps that are not a CUDA graph, {family}", float(decoder.graph is None), 0.0
         found = []
-        for replayed in (True, False):
-            decoder = rloo.Decoder(model, *ids.shape, 4, 16, 0.7, [-1])
-            if not replayed:
-                decoder.graph = None
-            elif decoder.graph is None:
-                decoder.graph = types.SimpleNamespace(replay=partial(static_step, decoder))
+        for graph in (decoder.graph, None):
+            decoder.graph = graph
             torch.manual_seed(0)
             decoder.generate(ids, mask)
             found.append(decoder.tokens.clone())
@@ -201,7 +204,7 @@ def stop_tokens(device) -> Iterator[Line]:
         inside = [token in STOPS for token in ids[:n]]
         wrong += any(inside[:-1]) or inside[-1] != ended or any(ids[n:]) or not (ended or n == len(ids))
     yield "stop tokens: completions that do not end at the first", wrong, 0
-    yield "stop tokens: completions without one, of 64 (at most 60)", float((~batch.ended).sum()), 60
+    yield "stop tokens: completions without one, of 64", float((~batch.ended).sum()), 60
 
 
 def sampling(device) -> Iterator[Line]:
@@ -234,13 +237,15 @@ def one_update(device) -> Iterator[Line]:
 
 
 def resume(device) -> Iterator[Line]:
-    """Two updates against one, a checkpoint and another one."""
+    """Two updates against one, a checkpoint and another one. With a large ε AdamW does not enlarge the rounding of
+    gradients that are nearly 0, which on a GPU differs from run to run."""
     common = {"device": str(device), "dtype": "float32", "response_length": 8, "per_device_train_batch_size": 16}
     common |= {
         "num_eval_prompts": 1,
         "num_sample_generations": 0,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
+        "adam_eps": 1e-3,
     }
     with tempfile.TemporaryDirectory() as folder:
         runs = {"whole": [(32, False)], "resumed": [(16, False), (32, True)]}
@@ -304,6 +309,9 @@ def attention_kernels(device) -> Iterator[Line]:
         rloo.completion_logprobs(model, batch, 1.0, "group")[0].sum().backward()
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
+    if not names:
+        yield "attention: kernels", "needs the profiler (CUPTI), which saw none", None
+        return
     used = sorted(
         name for name in names if any(part in name.lower() for part in ("flash", "fmha", "attention", "cudnn"))
     )
@@ -315,35 +323,38 @@ def attention_kernels(device) -> Iterator[Line]:
 # ---- Fast and memory -------------------------------------------------------------------------------------------------
 
 
+def seconds_of(function: Callable, device) -> float:
+    """Seconds of a call, after one that warms up."""
+    function()
+    begin = rloo.clock(torch.device(device))
+    function()
+    return rloo.clock(torch.device(device)) - begin
+
+
 def speed(device) -> Iterator[Line]:
     """Decoding and the phases of an update, beside what the machine could do."""
     on_gpu = torch.device(device).type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    peak = limits.machine_probe(str(device), str(dtype)[6:])() if on_gpu else None
-    P, R, B, k = (256, 128, 16, 8) if on_gpu else (12, 8, 2, 4)
+    peak = limits.machine_rates(str(device), str(dtype)[6:])
+    P, R, B, k = TIMED_SIZES if on_gpu else (12, 8, 2, 4)
     for name, config in (TIMED if on_gpu else TINY).items():
         policy = random_model(config, device)
         args = flags(device, dtype=str(dtype)[6:], rloo_k=k, per_device_train_batch_size=2 * k)
         args.gradient_accumulation_steps = B // 2
         rows = random_rows(B, P, config.vocab_size, shortest=P)
+        prompts, responses = [P] * B, [[R] * B] * k
         with torch.no_grad():
             sampler = rloo.sampling_model(policy, dtype)
+            sizes = limits.model_sizes(sampler)
             ids, mask = (x.to(device) for x in rloo.pad([row["prompt_ids"] for row in rows], left=True))
             decoder = rloo.Decoder(sampler, B, P, k, R, 1.0, [-1])
-            decoder.generate(ids, mask)
-            begin = rloo.clock(torch.device(device))
-            decoder.generate(ids, mask)
-            seconds = rloo.clock(torch.device(device)) - begin
+            seconds = seconds_of(partial(decoder.generate, ids, mask), device)
+            least = limits.needed_bytes(sizes, dtype.itemsize, prompts, responses) / peak["bytes_per_s"]
             yield f"decoding: ms of a step, {name}", 1e3 * seconds / R, None
-            sizes = limits.model_sizes(sampler)
-            if peak:
-                read = sizes["parameters"] + sizes["cached"] * B * (P + k * R / 2)
-                yield f"decoding: least ms of a step, {name}", 1e3 * 2 * read / peak["bytes_per_s"], None
+            yield f"decoding: least ms of a step, {name}", 1e3 * least / R, None
             yield f"decoding: tokens per second, {name}", B * k * R / seconds, None
-            begin = rloo.clock(torch.device(device))
-            rloo.rollout(sampler, rows, k, 1.0, R, [-1], engine="hf", chunk_size=B * k)
-            other = rloo.clock(torch.device(device)) - begin
-            yield f"decoding: time of generate over ours, {name}", other / seconds, None
+            other = seconds_of(partial(rloo.generate, sampler, [(ids, mask)], k, 1.0, R, [-1]), device)
+            yield f"decoding: tokens per second by generate, {name}", B * k * R / other, None
             del decoder, sampler
         reference = random_model(config, device, dtype)
         optimizer, _ = rloo.make_optimizer(args, policy, 1)
@@ -351,47 +362,98 @@ def speed(device) -> Iterator[Line]:
         options = {"response_length": R, "stop_ids": [-1], "engine": "group", "chunk_size": B * k}
         for _ in range(2):
             metrics = rloo.update(args, policy, reference, reward, optimizer, rows, options, "group")
-        for phase in ("rollout", "reference", "train"):
+        flops = limits.needed_flops(sizes, prompts, responses)
+        for phase, work in (("rollout", "decode"), ("reference", "reference"), ("train", "training")):
             yield f"update: seconds of {phase}, {name}", metrics[f"time/{phase}"], None
-        if peak:
-            flops = limits.needed_flops(sizes, [P] * B, [[R] * B] * k)
-            found = ", ".join(f"{phase} {x / peak['flop_per_s']:.3f}" for phase, x in flops.items())
-            yield f"update: least seconds, {name}", found, None
+            yield f"update: least seconds of {phase}, {name}", flops[work] / peak["flop_per_s"], None
         del policy, reference, optimizer
+
+
+def vllm(device) -> Iterator[Line]:
+    """Tokens per second of vLLM, for a model and the prompts of `speed`."""
+    if importlib.util.find_spec("vllm") is None:
+        yield "vLLM: tokens per second", "needs vLLM, which is not installed", None
+        return
+    if torch.device(device).type != "cuda":
+        yield "vLLM: tokens per second", "needs a GPU", None
+        return
+    torch.cuda.empty_cache()  # for vLLM's own process
+    name = "Qwen2.5-0.5B"
+    yield f"vLLM: tokens per second, {name}", vllm_tokens_per_second(SHAPES[name], *TIMED_SIZES), None
+
+
+def vllm_tokens_per_second(config, P, R, B, k) -> float:
+    """Of k completions of R tokens for each of B prompts, by vLLM in a process of its own."""
+    prompts = [row["prompt_ids"] for row in random_rows(B, P, config.vocab_size, shortest=P)] * k
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(config, "cpu", torch.bfloat16).save_pretrained(folder)
+        Path(folder, "prompts.json").write_text(json.dumps(prompts))
+        start = [sys.executable, __file__, "--worker", f"vllm:{R}:{folder}"]
+        done = subprocess.run(start, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            raise RuntimeError(first_error(done.stderr))
+    return B * k * R / float(done.stdout.split()[-1])
+
+
+def vllm_worker(R: int, folder: str):
+    """What vLLM's process does: prints the seconds that it takes, after a call that warms up."""
+    from vllm import LLM, SamplingParams
+
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(Path(folder, "prompts.json").read_text())]
+    options = SamplingParams(temperature=0.0, max_tokens=R, ignore_eos=True, detokenize=False)
+    llm = LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.6)
+    for _ in range(2):
+        llm.reset_prefix_cache()  # else it would know the prompts
+        begin = time.perf_counter()
+        found = llm.generate(prompts, options, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+    assert {len(x.outputs[0].token_ids) for x in found} == {R}
+    print(seconds)
+
+
+def first_error(text: str) -> str:
+    """The first line of a process's stderr that names an error, then all of it."""
+    named = [line for line in text.splitlines() if "Error: " in line]
+    return "\n".join([*named[:1], text])
 
 
 def memory(device) -> Iterator[Line]:
     """Peak memory of an update beside the formulas of gpu_memory.py."""
     if torch.device(device).type != "cuda":
-        yield "memory: measured beside the formulas", "needs a GPU", None
+        yield "measured beside the formulas", "needs a GPU", None
         return
     total = torch.cuda.get_device_properties(device).total_memory
     for run in gpu_memory.RUNS[:3]:
-        config = SHAPES[run.name.partition(",")[0]]
         need = gpu_memory.needed(run)
         expected = max(need["training"], need["rollout"])
         if expected > 0.9 * total:
-            yield f"memory: {run.name}", "does not fit this GPU", None
+            yield run.name, "does not fit this GPU", None
             continue
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        batch = max(run.micro_batch, run.chunk)
-        args = flags(device, dtype="bfloat16", rloo_k=run.k, per_device_train_batch_size=run.micro_batch)
-        args.gradient_accumulation_steps = batch // run.micro_batch
-        policy, reference = (random_model(config, device, dtype) for dtype in (torch.float32, torch.bfloat16))
-        reward_model = torch.empty(int(run.model.beside), dtype=torch.bfloat16, device=device)
-        optimizer, _ = rloo.make_optimizer(args, policy, 1)
-        rows = random_rows(batch // run.k, run.P, config.vocab_size, shortest=run.P)
-        options = {"response_length": run.R, "stop_ids": [-1], "engine": "group", "chunk_size": run.chunk}
-        reward = {"length": lambda batch: batch.responses.float().mean(-1)}
-        for _ in range(2):  # AdamW's state exists from the first on
-            rloo.update(args, policy, reference, reward, optimizer, rows, options, "group")
-        measured = torch.cuda.max_memory_allocated(device) - before
-        del policy, reference, reward_model, optimizer
-        yield f"memory: GiB, {run.name}", measured / 2**30, None
-        yield f"memory: GiB by the formula, {run.name}", expected / 2**30, None
-        yield f"memory: formula too low by, {run.name}", measured / expected - 1, 0.1
+        measured = peak_of_updates(run, SHAPES[run.name.partition(",")[0]], device)
+        expected -= gpu_memory.CONTEXT  # which torch does not count
+        yield f"GiB, {run.name}", measured / 2**30, None
+        yield f"GiB by the formula, {run.name}", expected / 2**30, None
+        yield f"formula too low by, {run.name}", measured / expected - 1, 0.1
+
+
+def peak_of_updates(run: gpu_memory.Run, config, device) -> int:
+    """Bytes that two updates of a run take at most; from the first one on AdamW has its state."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    batch = max(run.micro_batch, run.chunk)
+    args = flags(device, dtype="bfloat16", rloo_k=run.k, per_device_train_batch_size=run.micro_batch)
+    args.gradient_accumulation_steps = batch // run.micro_batch
+    policy, reference = (random_model(config, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    reward_model = torch.empty(int(run.model.beside), dtype=torch.bfloat16, device=device)
+    optimizer, _ = rloo.make_optimizer(args, policy, 1)
+    rows = random_rows(batch // run.k, run.P, config.vocab_size, shortest=run.P)
+    options = {"response_length": run.R, "stop_ids": [-1], "engine": "group", "chunk_size": run.chunk}
+    reward = {"length": lambda batch: batch.responses.float().mean(-1)}
+    for _ in range(2):
+        rloo.update(args, policy, reference, reward, optimizer, rows, options, "group")
+    del reward_model
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 # ---- Several, and learns ---------------------------------------------------------------------------------------------
@@ -401,7 +463,7 @@ def several(device) -> Iterator[Line]:
     """A step of plain gradient descent by two processes, against one."""
     kind = torch.device(device).type
     if kind == "cuda" and torch.cuda.device_count() < 2:
-        yield "several: two processes against one", "needs two GPUs", None
+        yield "two processes against one", "needs two GPUs", None
         return
     with tempfile.TemporaryDirectory() as folder:
         for name, count in {"one": 1, "ddp": 2, "fsdp": 2}.items():
@@ -409,11 +471,11 @@ def several(device) -> Iterator[Line]:
             start += ["--rdzv-endpoint=localhost:0", __file__, "--device", kind, "--worker", f"{folder}/{name}"]
             done = subprocess.run(start, capture_output=True, text=True, timeout=300)
             if done.returncode:
-                raise RuntimeError(done.stderr.strip().splitlines()[-1])
+                raise RuntimeError(f"{name}: {first_error(done.stderr)}")
         weights = {name: torch.load(f"{folder}/{name}") for name in ("one", "ddp", "fsdp")}
     for name in ("ddp", "fsdp"):
         errors = [relative(weights[name][x], weights["one"][x]) for x in weights["one"]]
-        yield f"several: weights by {name}, after a step", max(errors), 1e-5
+        yield f"weights by {name}, after a step, unlike one process's", max(errors), 1e-5
 
 
 def worker(kind: str, path: str):
@@ -442,17 +504,17 @@ def worker(kind: str, path: str):
 def learns(device) -> Iterator[Line]:
     """The bundled task: from a win rate of 0.38 to about 0.64 with one sample."""
     if torch.device(device).type != "cuda":
-        yield "learns: the bundled task", "needs a GPU", None
+        yield "the bundled task", "needs a GPU", None
         return
     with tempfile.TemporaryDirectory() as folder:
         after = quietly(rloo.Args(device=str(device), output_dir=f"{folder}/run"))["after"]
-    yield "learns: share of comparisons lost after training", 1 - after["sampled/judge_win_rate"], 0.42
+    yield "share of comparisons lost after training, about 0.36", 1 - after["sampled/judge_win_rate"], 0.42
 
 
 SECTIONS: dict[str, list[Callable]] = {
     "right": [log_probs_and_gradients, decoding, stop_tokens, sampling, one_update, resume],
     "used": [kernels, attention_kernels],
-    "fast": [speed],
+    "fast": [speed, vllm],
     "memory": [memory],
     "several": [several],
     "learns": [learns],
@@ -473,8 +535,10 @@ def lines_of(check: Callable, device) -> Iterator[dict]:
             yield {"verdict": verdict, "what": what, "value": value, "limit": limit}
     except Exception as error:
         skipped = isinstance(error, torch.OutOfMemoryError) and check in (speed, memory)
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield {"verdict": "SKIP" if skipped else "FAIL", "what": check.__name__, "value": said, "limit": None}
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {str(error)[:300]}"
+        line = {"verdict": "SKIP" if skipped else "FAIL", "what": check.__name__, "value": " ".join(said.split())}
+        yield line | {"limit": None, "trace": traceback.format_exc()}
 
 
 def about(device) -> dict:
@@ -486,7 +550,8 @@ def about(device) -> dict:
     if torch.device(device).type == "cuda":
         found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
         driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(driver, capture_output=True, text=True).stdout.split("\n")[0]
+        with contextlib.suppress(OSError):  # some containers have no nvidia-smi
+            found["driver"] = subprocess.run(driver, capture_output=True, text=True).stdout.split("\n")[0]
     return found
 
 
@@ -501,7 +566,7 @@ class Args:
     output: str = "gpu-check.json"
     """where the lines are written"""
     worker: str | None = None
-    """internal: where a process of `several` saves weights"""
+    """internal: what a process of `several` or `vllm` does"""
 
 
 def main(args: Args) -> int:
@@ -518,15 +583,21 @@ def main(args: Args) -> int:
                 value = line["value"] if isinstance(line["value"], str) else f"{line['value']:.4g}"
                 limit = "" if line["limit"] is None else f" (at most {line['limit']:g})"
                 print(f"{line['verdict']} {section}: {line['what']}: {value}{limit}", flush=True)
-    failed = sum(line["verdict"] == "FAIL" for line in lines)
-    found = {"about": about(device), "seconds": time.time() - begin, "failed": failed, "lines": lines}
+    failed = [line["what"] for line in lines if line["verdict"] == "FAIL"]
+    found = {"about": about(device), "seconds": time.time() - begin, "failed": len(failed), "lines": lines}
     Path(args.output).write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{failed} of {len(lines)} lines failed, in {time.time() - begin:.0f} s; {args.output}")
-    return failed
+    print(f"\n{len(failed)} of {len(lines)} lines failed, in {time.time() - begin:.0f} s; all are in {args.output}")
+    for what in failed:
+        print(f"  {what}")
+    return len(failed)
 
 
 if __name__ == "__main__":
     given = tyro.cli(Args, use_underscores=True)
+    if given.worker and given.worker.startswith("vllm:"):
+        _, length, folder = given.worker.split(":", 2)
+        vllm_worker(int(length), folder)
+        sys.exit()
     if given.worker:
         worker(given.device or "cuda", given.worker)
         os._exit(0)  # without waiting for other processes' groups

@@ -1,8 +1,12 @@
 """Tests of check.py: it passes here, and whatever of rloo.py is broken, a line that names the place fails."""
 
+import importlib.util
 import json
+import types
+from pathlib import Path
 
 import check
+import gpu_memory
 import pytest
 import torch
 
@@ -20,6 +24,11 @@ def test_all_lines_pass_on_a_cpu_and_are_written(tmp_path, capsys):
     assert {"device", "commit", "torch"} <= found["about"].keys()
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("PASS", "INFO", "SKIP"))]
     assert len(shown) == len(found["lines"]) > 40
+    readme = (Path(__file__).parent / "README.md").read_text()
+    counts = [line for line in found["lines"] if line["what"].startswith("kernels: operations")]
+    for line in counts:
+        assert f"{line['what'].rpartition(', ')[2]} |" in readme and f" {line['value']:,} |\n" in readme, line
+    assert len(counts) == 3
 
 
 def lanes_see_a_sibling(x, P, k, original=rloo.prompt_and_own):
@@ -116,3 +125,89 @@ def test_an_error_fails_and_too_little_memory_only_skips_what_is_measured(monkey
     assert [line["verdict"] for line in check.lines_of(fails, "cpu")] == ["PASS", "FAIL"]
     monkeypatch.setattr(check, "speed", fails)
     assert [line["verdict"] for line in check.lines_of(fails, "cpu")] == ["PASS", "SKIP"]
+
+
+def test_an_error_says_where_it_is_and_its_trace_is_kept(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rloo.Decoder, "step", lambda self: self.no_such_name)
+    monkeypatch.setitem(check.SECTIONS, "right", [check.decoding])
+    assert check.main(check.Args(device="cpu", only=("right",), output=str(tmp_path / "x.json"))) == 1
+    shown = capsys.readouterr().out
+    assert "FAIL right: decoding: AttributeError at check_test.py:" in shown and shown.endswith("\n  decoding\n")
+    (line,) = json.loads((tmp_path / "x.json").read_text())["lines"]
+    assert "rloo.py" in line["trace"] and "in generate" in line["trace"]
+
+
+def test_a_graph_that_is_not_captured_fails(monkeypatch):
+    monkeypatch.setattr(check.types, "SimpleNamespace", lambda replay: None)  # as on a GPU where a step waits
+    lines = [*check.lines_of(check.decoding, "cpu")]
+    assert any(line["verdict"] == "FAIL" and "not a CUDA graph" in line["what"] for line in lines), lines
+
+
+FAKE_VLLM = """
+import os, time
+
+class SamplingParams:
+    def __init__(self, **options):
+        assert options == {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
+
+class LLM:
+    calls = 0
+    def __init__(self, folder, **options):
+        assert {"config.json", "model.safetensors"} <= set(os.listdir(folder)) and options["dtype"] == "bfloat16"
+    def reset_prefix_cache(self):
+        pass
+    def generate(self, prompts, options, use_tqdm):
+        assert len(prompts) == 2 * 4 and all(len(x["prompt_token_ids"]) == 12 for x in prompts)
+        self.calls += 1
+        time.sleep(self.calls)  # 1 second to warm up, then 2
+        completion = type("Completion", (), {"token_ids": [1] * 8})
+        return [type("Result", (), {"outputs": [completion]}) for _ in prompts]
+"""
+
+
+def test_tokens_per_second_of_vllm_are_those_of_its_second_call(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rate = check.vllm_tokens_per_second(check.TINY["grouped-query"], P=12, R=8, B=2, k=4)
+    assert rate == pytest.approx(2 * 4 * 8 / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("installed", [None, "vllm"])
+def test_without_vllm_or_a_gpu_one_line_says_so(monkeypatch, installed):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed)
+    (line,) = check.lines_of(check.vllm, "cpu")
+    assert line["verdict"] == "SKIP" and line["value"] == (
+        "needs a GPU" if installed else "needs vLLM, which is not installed"
+    )
+
+
+def test_an_error_of_a_process_is_found_in_what_it_said():
+    said = "W1: a warning\n[rank0]: ValueError: no such device\n[rank1]: RuntimeError: closed\nChildFailedError:\n====="
+    assert check.first_error(said).splitlines()[0] == "[rank0]: ValueError: no such device"
+    assert check.first_error("killed") == "killed"
+
+
+def test_memory_is_the_most_that_updates_add(monkeypatch):
+    """On a CPU, where torch.cuda's functions are replaced: updates of a small model at the sizes of a run."""
+    calls = []
+    run = gpu_memory.Run("tiny", gpu_memory.Model("Qwen2.5", 0, 2, 32, 64, 16, 64), 4, 8, 12, 6, "", chunk=16)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 + 5 * len(calls))
+    update = rloo.update
+    monkeypatch.setattr(rloo, "update", lambda *args: (calls.append("update"), update(*args)))
+    assert check.peak_of_updates(run, check.TINY["grouped-query"], "cpu") == 5 * len(calls)
+    assert calls == ["empty_cache", "reset_peak_memory_stats", "update", "update"]
+
+
+def test_the_formula_is_compared_without_cudas_own_memory(monkeypatch):
+    run = gpu_memory.RUNS[0]
+    need = gpu_memory.needed(run)
+    monkeypatch.setattr(gpu_memory, "RUNS", [run])
+    monkeypatch.setattr(torch, "device", lambda name: types.SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=24e9))
+    monkeypatch.setattr(check, "peak_of_updates", lambda *args: 1.05 * (need["training"] - gpu_memory.CONTEXT))
+    lines = [*check.lines_of(check.memory, "cuda")]
+    assert [line["verdict"] for line in lines] == ["INFO", "INFO", "PASS"]
+    assert lines[-1]["value"] == pytest.approx(0.05)
