@@ -998,6 +998,9 @@ def print_evaluations(before: dict[str, float], after: dict[str, float], prompts
 #                                                      b0     . x . x
 #                                                      a1     . x x . x
 #                                                      b1     . x . x . x
+# The way of a forward pass in group rows: completion_hidden writes (P, k) onto the mask as `mask.lanes` and calls the
+# model; `transformers` hands the mask to the attention of each layer, which is `attention` below; that sees `lanes` and
+# calls group_attention. Everything else in a model works token by token and need not know.
 
 
 class Batch(NamedTuple):
@@ -1227,6 +1230,10 @@ def model_scores(model, batch: Batch, layout="group"):
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
+# The way of the decoder in this file: rollout, decode, Decoder.generate. That calls read_prompts once, which fills
+# prompt_cache, and then step by step the model on the newest token of each lane. In each layer `transformers` calls
+# LaneCache.update, which stores the token's key and value and returns pairs (prompts', lanes' own); `attention` above
+# finds pairs and calls step_attention.
 
 
 @torch.no_grad()
@@ -2183,6 +2190,10 @@ def clock(device) -> float:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
+# A resumed run equals an uninterrupted one with the same flags and number of processes: weights and moments are loaded;
+# the random numbers and rows of an update depend on the seed and its number alone (set_seed, rows_of_update); the files
+# of the run are cut to their lengths after the checkpoint's update (open_output); and the evaluation after that update
+# is made again (evaluation_modes).
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, or with LoRA only the adapters, see
 # save_adapters; optimizer.pt; and in state.json:
 #   update   None from an update's first optimizer step until the update is complete (never written to a file)
