@@ -577,8 +577,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns the evaluations before and after. Once `signals` is not empty, saves and exits: after the present
-    update, or before it if it has made no optimizer step yet."""
+    """Trains; returns the evaluations before and after. If `signals` is not empty, saves and exits: stop_if_told."""
     args = resolve_args(args)
     check_args(args)
 
@@ -815,7 +814,7 @@ def before_step(state, stop, *_):
 
 
 def stop_if_told(signals, save: Callable, num_updates, output: Path, done):
-    """Saves and exits if a process has got a signal."""
+    """Saves and exits if a process has got a signal: before an update's first optimizer step, or after the update."""
     if on_any_rank(len(signals) > 0):
         if done:
             save()
