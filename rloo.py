@@ -1,13 +1,13 @@
 """RLOO (REINFORCE Leave-One-Out) for language models in one file of PyTorch.
 
     python rloo.py                                  # trains the bundled mini TL;DR task, a few minutes on 2 cores
-    python rloo.py --rloo_k 4 --kl_coef 0.03        # the same with other settings; --help lists them all
+    python rloo.py --rloo_k 8 --kl_coef 0.03        # the same with other settings; --help lists them all
 
 For each prompt the policy samples k completions. The reward of a completion is its score minus β times its KL
 divergence from the reference model; its baseline is the mean reward of the other k - 1 completions of the prompt:
 
     R_j = score_j - β Σ_t kl_jt      A_j = R_j - Σ_{i≠j} R_i / (k - 1)      loss = mean_j max(-A_j ρ_j, -A_j clip(ρ_j))
-    kl_jt = log π_old(y_jt) - log π_ref(y_jt) for token t, where π_old is the policy that sampled y_j
+    kl_jt = log π_old(y_jt) - log π_ref(y_jt) for token t; π_old is the policy before the update, which sampled y_j
     ρ_j = π(y_j) / π_old(y_j), so ρ_j = 1 in the first step; clip(ρ_j) limits it to [1 - ε, 1 + ε]
 
 Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
@@ -15,6 +15,7 @@ in LLMs", arXiv:2402.14740. Flags and metrics keep the names of TRL's RLOOTraine
 
 Order of the file: flags, the maths, one update, the run. If you only want RLOO, stop after these. The functions they
 call follow: rows and attention, log-probs, rollout, rewards, data, models, LoRA, processes, checkpoints, command line.
+Tested on Linux with transformers 4.57 to 5.24 and torch 2.9 to 2.13.
 
 Shapes: k completions per prompt, B prompts per update, P prompt slots (left-padded), R response slots (right-padded).
 Tensors with a value per completion begin with the axes (k, B); flattened, completion (j, b) has index j·B + b.
@@ -62,7 +63,7 @@ MINI_TLDR = Path(__file__).resolve().parent / "benchmark" / "mini_tldr"  # the b
 say_once = lru_cache(maxsize=None)(tqdm.write)  # prints above the progress bar, each text only once
 
 
-# ---- Flags -----------------------------------------------------------------------------------------------------------
+# ---- Flags: the comment at a flag, and the docstring of its group, is what --help shows ------------------------------
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Rollout:
     temperature: float = 0.7  # for sampling; log-probs also use softmax(logits / temperature)
     stop_token: str | None = None  # text of the one token that ends a completion; None or "eos": any eos token
     stop_token_id: int | None = None  # id of that token, instead of --stop_token
-    # what generates completions: group: this file's decoder (with plain rows, hf is used instead); hf: `generate` of
+    # Rollout engine. group: this file's decoder (with plain rows, hf is used instead); hf: `generate` of
     # transformers; file.py:function: your own, see `own_engine`
     rollout_engine: str = "group"
     # weight of the policy loss if completions come from a sampler μ other than π_old, with w = π_old / μ; off: 1;
@@ -164,7 +165,7 @@ class Optimizer:
     # peak value; None: 1e-6, but 2.5e-4 for mini TL;DR's tiny model; ten times that with --lora_rank
     learning_rate: float | None = None
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # decay after the warmup
-    warmup_ratio: float = 0.0  # share of the run before the learning rate has risen to its peak
+    warmup_ratio: float = 0.0  # share of the updates in which the learning rate rises to its peak
     adam_eps: float = 1e-8  # added to the denominator
     weight_decay: float = 0.0  # decoupled; 0: off
     max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm; 0: off
@@ -192,8 +193,8 @@ class Run:
 class Scale:
     """memory and devices; `torchrun --nproc_per_node N rloo.py ...` runs N processes"""
 
-    # rank of LoRA adapters, which are trained in place of the policy's own weights; those stay as they are, in --dtype,
-    # and are the reference too; 0: all weights are trained
+    # rank of LoRA adapters, which are trained in place of the policy's own weights; those are frozen in --dtype and are
+    # the reference too; 0: all weights are trained
     lora_rank: int = 0
     lora_alpha: int = 32  # adapters' outputs are multiplied by lora_alpha / lora_rank
     # group: one row per prompt with its k completions; plain: one row per completion; auto: group if the model can
@@ -243,7 +244,7 @@ def advantage(rewards, estimator: str = "rloo"):
     A reward is NaN if the completion has no score; it is left out of all baselines. An advantage is NaN if there is no
     reward, or no other one to compare it with.
     """
-    r = rewards.double()  # sums are exact, so equal rewards have advantage 0
+    r = rewards.double()  # sums of equal rewards are exact, so their advantages are 0
     n = (~r.isnan()).sum(0)
     if estimator == "rloo":
         baseline = (r.nansum(0) - r) / (n - 1)
@@ -352,7 +353,7 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
     """Updates the policy on k completions for each of B prompts (`rows`, see prepare_row); returns metrics. The weights
     being trained are in float32. The reference may be None; with LoRA it is the policy. `rewards` maps names to
     functions of a Batch that return scores (k, B), NaN for a completion without a score. `sampling` holds the remaining
-    arguments of `rollout`. `args` as from resolve_args."""
+    arguments of `rollout`. `args`: as returned by resolve_args."""
     device = policy.device
     temperature = args.temperature
     chunk_size = args.local_rollout_forward_batch_size
@@ -406,10 +407,9 @@ def update(args, policy, reference, rewards: dict, optimizer, rows: list[dict], 
         advantages = standardize(advantages, usable)
     advantages = advantages.masked_fill(~usable, 0.0)
 
-    # 5. The optimizer steps, on the completions in the loss. To filter groups with equal scores, as DAPO's dynamic
-    # sampling does (which also samples others in their place), add in_loss = in_loss & ~equal_groups(scores) below. To
-    # exclude them from the denominator of means over completions too, add, after loss_weight in `improve`,
-    # weights /= mean_and_std(in_loss[:, mini])[0].clamp(min=1e-9); means over tokens exclude them already.
+    # 5. The optimizer steps, on the completions in the loss. To leave out groups with equal scores, as DAPO's dynamic
+    # sampling does (which also samples others in their place), add in_loss = in_loss & ~equal_groups(scores) below.
+    # They then count as 0 in means over completions, and not at all in means over tokens.
     in_loss = scored & batch.ended if args.mask_truncated_completions else scored
     logged = improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantages, in_loss, correction)
     times.append(clock(device))
@@ -477,7 +477,7 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
                 with training_dtype(args, mask.device):
                     new, entropy = completion_logprobs(policy, batch.select(micro), args.temperature, layout)
                 if first_step:
-                    old[:, micro] = new.detach()
+                    old[:, micro] = new.detach()  # so ρ is exactly 1, however the sampler rounds
                     logged["val/rollout_logprob_gap"].append((new.detach() - sampled[:, micro]).abs()[real])
 
                 losses, log_ratio, clipped = policy_loss(
@@ -623,8 +623,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     stop = partial(stop_if_told, signals, save, num_updates, output)
     optimizer.register_step_pre_hook(partial(before_step, state, stop))  # after load_moments, which may make a step
 
-    # 4. The evaluation before training. A resumed run repeats the one after its checkpoint's update, before which the
-    # files are cut.
+    # 4. The evaluation before training. A resumed run repeats the evaluation that followed its checkpoint, since files
+    # are cut to just before it.
     def evaluate_after(done) -> dict[str, float]:
         now = sampling | {"version": done}
         samples = []
@@ -739,7 +739,7 @@ def set_seed(*numbers: int):
 
 
 def rows_of_update(rows, seed, begin, count) -> list[dict]:
-    """`count` rows from number `begin` on of an endless sequence: all rows in one order, then in another, and so on."""
+    """Rows number `begin` to begin + count - 1 of an endless sequence: all rows in one order, then in another, ..."""
     chosen = []
     for number in range(begin, begin + count):
         epoch, place = divmod(number, len(rows))
@@ -814,7 +814,7 @@ def before_step(state, stop, *_):
 
 
 def stop_if_told(signals, save: Callable, num_updates, output: Path, done):
-    """Saves and exits if a process has got a signal: before an update's first optimizer step, or after the update."""
+    """Saves and exits if any process has received a signal: before an update's first step, or after the update."""
     if on_any_rank(len(signals) > 0):
         if done:
             save()
@@ -940,7 +940,7 @@ def means_of(samples: list[dict]) -> dict[str, float]:
 
 
 def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
-    """Advances the progress bar by an update. Where stderr is no terminal, this is a line."""
+    """Advances the progress bar by an update, or prints a line if stderr is not a terminal."""
     shown = {
         "reward": metrics.get("objective/rlhf_reward"),
         "kl": metrics.get("objective/kl"),
@@ -997,7 +997,7 @@ def print_evaluations(before: dict[str, float], after: dict[str, float], prompts
 #                                                      b0     . x . x
 #                                                      a1     . x x . x
 #                                                      b1     . x . x . x
-# The way of a forward pass in group rows: completion_hidden writes (P, k) onto the mask as `mask.lanes` and calls the
+# Call path of a forward pass in group rows: completion_hidden writes (P, k) onto the mask as `mask.lanes` and calls the
 # model; `transformers` hands the mask to the attention of each layer, which is `attention` below; that sees `lanes` and
 # calls group_attention. Everything else in a model works token by token and need not know.
 
@@ -1117,7 +1117,8 @@ def step_attention(query, key, value, mask, scaling):
     b, h, P, D = prompt_key.shape
     b_k = (b, len(query) // b)
 
-    q = (query * scaling).reshape(*b_k, h, -1, D)  # (b, k, h, g, D): g query heads share a key head
+    # Axes: b prompts, k lanes of each, h key heads, g query heads that share one, p prompt slots, n own slots, d.
+    q = (query * scaling).reshape(*b_k, h, -1, D)  # (b, k, h, g, D)
     of_prompt = torch.einsum("bkhgd,bhpd->bkhgp", q, prompt_key)
     of_own = torch.einsum("bkhgd,bkhnd->bkhgn", q, own_key.unflatten(0, b_k))
     scores = torch.cat([of_prompt, of_own], dim=-1)
@@ -1229,7 +1230,7 @@ def model_scores(model, batch: Batch, layout="group"):
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
-# The way of the decoder in this file: rollout, decode, Decoder.generate. That calls read_prompts once, which fills
+# Call path of the decoder in this file: rollout, decode, Decoder.generate. That calls read_prompts once, which fills
 # prompt_cache, and then step by step the model on the newest token of each lane. In each layer `transformers` calls
 # LaneCache.update, which stores the token's key and value and returns pairs (prompts', lanes' own); `attention` above
 # finds pairs and calls step_attention.
@@ -1430,7 +1431,7 @@ class Decoder:
         self.prompt_cache.reset()
         hidden = body_of(self.model)(
             prompt_ids,
-            # Also for a single slot with a column for each of the cache: CUDA cannot broadcast a mask over keys.
+            # One column per slot of the cache, even for a single query: CUDA cannot broadcast a mask over keys.
             attention_mask=causal_mask(self.prompt_mask)[:, :, -prompt_ids.shape[1] :],
             position_ids=positions_of(prompt_mask),
             use_cache=True,
@@ -1828,13 +1829,13 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
     return ids
 
 
-def load_policy(args, checkpoint: Path | None = None):
+def load_policy(args, resumed: Path | None = None):
     """The policy to train: that of a checkpoint, or of --sft_model_path."""
-    if checkpoint and not args.lora_rank:
-        return load_model(args, DAMAGED, checkpoint, trained=True)
+    if resumed and not args.lora_rank:
+        return load_model(args, DAMAGED, resumed, trained=True)
     policy = load_model(args, "--sft_model_path", args.sft_model_path, trained=True)
-    if checkpoint:
-        load_adapters(checkpoint, policy)
+    if resumed:
+        load_adapters(resumed, policy)
     return policy
 
 
@@ -1986,7 +1987,7 @@ def why_not_group(model, args, longest) -> str | None:
             tokens, sampled = decode(sampler, [(ids, ids >= 0)], args.rloo_k, 1.0, 3, stop_ids=[-1])
             batch = make_batch([{"prompt_ids": [0, 1]}], tokens, stop_ids=[-1])
             if not close(sampled, completion_logprobs(sampler, batch, 1.0, "plain")[0], sampler):
-                return "its decoding by this file gives other log-probs"
+                return "this file's decoder gives different log-probs for it"
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         if args.layout == "group" or isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
             raise
@@ -2008,8 +2009,8 @@ def same_in_both_layouts(model, longest, k, R) -> bool:
 
 def close(x, expected, model) -> bool:
     """Whether two results of a model differ by rounding only: by 0.1% in float32, by 10% in bfloat16."""
-    half = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
-    return bool((x - expected).float().norm() < (0.1 if half else 1e-3) * expected.float().norm())
+    in_bfloat16 = torch.is_autocast_enabled(model.device.type) or model.dtype != torch.float32
+    return bool((x - expected).float().norm() < (0.1 if in_bfloat16 else 1e-3) * expected.float().norm())
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
@@ -2115,6 +2116,9 @@ def load_adapters(folder: Path, policy):
 # model_scores in token_reward (equally often), sampling_model (a full copy to sample from), average_gradients in
 # `improve` (not needed), why_not_group (after an error), and `state_dict` with FULL and FROM_FIRST (checkpoints).
 
+FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers from all ranks to the first
+FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
 
 def start_processes(device) -> tuple[int, int]:
     """Rank and number of processes, from torchrun's environment variables. Makes `device` the current CUDA device."""
@@ -2189,10 +2193,10 @@ def clock(device) -> float:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
-# A resumed run equals an uninterrupted one with the same flags and number of processes: weights and moments are loaded;
-# the random numbers and rows of an update depend on the seed and its number alone (set_seed, rows_of_update); the files
-# of the run are cut to their lengths after the checkpoint's update (open_output); and the evaluation after that update
-# is made again (evaluation_modes).
+# On one machine's CPU a resumed run equals an uninterrupted one with the same flags, files and number of processes:
+# weights and moments are loaded; the random numbers and rows of an update depend on the seed and its number alone
+# (set_seed, rows_of_update); the files of the run are cut to their lengths after the checkpoint's update (open_output);
+# and the evaluation after that update is made again (evaluation_modes).
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, or with LoRA only the adapters, see
 # save_adapters; optimizer.pt; and in state.json:
 #   update   None from an update's first optimizer step until the update is complete (never written to a file)
@@ -2203,8 +2207,6 @@ def clock(device) -> float:
 #   files    lengths in bytes, after the update and before its evaluation, of the files that the run appends to
 
 RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
-FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers from all ranks to the first
-FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 DAMAGED = "checkpoint (if it is damaged, move it away; --resume then uses the one before)"
 KEEPS_FIRST_EVALUATION = {
     "total_episodes",
@@ -2277,7 +2279,7 @@ def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
 
 
 def new_state(output: Path, flags: dict) -> dict:
-    """The state of a run that begins."""
+    """The state of a new run."""
     run_id = f"{output.name}-{time.time_ns()}"
     return {"update": 0, "flags": flags, "run_id": run_id, "before": {}, "files": {}, "modes": []}
 
@@ -2340,7 +2342,7 @@ def explained(message: str, hint=""):
         raise InputError(f"{message} ({type(error).__name__}: {first_line:.300}){hint}") from error
 
 
-ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; written as they are compared
+ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; dashes are written as underscores
     "__num_generations": "--rloo_k",
     "__max_completion_length": "--response_length",
     "__beta": "--kl_coef",
@@ -2416,7 +2418,7 @@ def resolve_args(args: Args) -> Args:
 
 
 def check_args(args: Args):
-    """Refuses flags, as from resolve_args, that cannot run, before anything is loaded."""
+    """Refuses flags, as returned by resolve_args, that cannot run, before anything is loaded."""
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             least = LEAST.get(name, 0)
@@ -2515,7 +2517,7 @@ def command_line(argv: list[str] | None = None):
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
                 os.write(
                     2,
-                    b"\nrloo.py will save and stop: after this update, or without it if it is not being trained yet\n",
+                    b"\nrloo.py will save and stop: after this update, or before it has changed weights\n",
                 )
         signals.append(number)
 
