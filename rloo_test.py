@@ -330,6 +330,7 @@ def test_scores_are_penalised_then_normalised_then_clipped():
     assert torch.allclose(rloo.shape_scores(scores, ended, 5.0, True, None), normalised)
     assert torch.allclose(rloo.shape_scores(scores, ended, 5.0, True, 0.5), normalised.clamp(-0.5, 0.5))
     assert torch.equal(rloo.shape_scores(scores, ended, None, False, 2.5), scores.clamp(-2.5, 2.5))  # alone
+    assert rloo.shape_scores(scores[:1, :1], ended[:1, :1], None, True, None) == 1  # one score has no deviation
 
 
 def test_scores_of_any_size_are_normalised_to_deviation_1():
@@ -1342,6 +1343,10 @@ def test_prompts_of_like_length_share_a_forward_pass(train, monkeypatch):
     assert calls["training"] != sorted(calls["training"])  # the mini-batches are not
 
 
+def test_a_group_of_more_completions_than_a_chunk_may_have_is_a_chunk():
+    assert [len(part.rows) for part in random_batch(k=3, B=2).chunks(2)] == [1, 1]
+
+
 def batched(values: list, n: int) -> list[list]:
     return [values[i : i + n] for i in range(0, len(values), n)]
 
@@ -1869,6 +1874,10 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     (tmp_path / "test.jsonl").write_text(text * 5)
     both = rloo.load_data(Args(dataset_name=folder, dataset_train_split="test"), tiny_tokenizer())
     assert [len(part) for part in both] == [9, 1]  # what is trained on is not evaluated on
+    (tmp_path / "test.jsonl").write_text(text * 300)
+    for train_split, test_split, sizes in (("validation", None, [2, 500]), ("test", "validation", [600, 2])):
+        args = Args(dataset_name=folder, dataset_train_split=train_split, dataset_test_split=test_split)
+        assert [len(part) for part in rloo.load_data(args, tiny_tokenizer())] == sizes
     (tmp_path / "x.jsonl").write_text(text * 10)
     train, test = rloo.load_data(Args(dataset_name=file, max_prompt_length=1), tiny_tokenizer())
     assert (len(train), len(test)) == (9, 1)  # every second prompt has 2 tokens
@@ -3271,6 +3280,15 @@ def test_the_files_of_others_are_not_taken_for_those_of_a_run_without_updates(tr
     train(output_dir=str(output))
 
 
+def test_a_file_that_is_shorter_than_at_the_checkpoint_is_not_filled_up(tmp_path):
+    """... such as one that was moved away in between: bytes of 0 are not JSON."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
+    lengths = {"metrics.jsonl": 3, "completions.jsonl": 9}
+    with rloo.open_output(Args(), tmp_path, {"files": lengths}, None):
+        left = [(tmp_path / name).read_text() for name in lengths]
+    assert left == ["{}\n", ""]
+
+
 def test_evaluations_under_different_flags_are_not_shown_as_before_and_after(train, capsys, monkeypatch):
     results = spy(monkeypatch, "main")
     for changed, shown in (({}, True), ({"learning_rate": 1e-3}, False), ({"response_length": 5}, False)):
@@ -3665,6 +3683,7 @@ def test_what_is_not_given_depends_on_what_is_trained(train, tiny, capsys):
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert (own.learning_rate, own.total_episodes, own.dtype) == (1e-6, None, "float32")  # on a CPU
     assert parse(f"--sft_model_path {tiny}/sft").learning_rate == 1e-6  # mini TL;DR, but not its policy
+    assert parse("--total_episodes 0").total_episodes == 0  # only evaluates
     assert parse("--exp_name x --seed 3").output_dir.startswith("runs/x__3__")
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
