@@ -1637,6 +1637,8 @@ def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle(train, tmp_pat
     assert first == again != other
     few = order(3, total_episodes=32)
     assert len(few) == 16 and all(sorted(few[i : i + 3]) == [0, 1, 2] for i in range(0, 15, 3))
+    part = functools.partial(rloo.rows_of_update, range(50), 1)
+    assert part(40, 20) == part(40, 10) + part(50, 10)  # an update in which an epoch ends
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -1857,6 +1859,7 @@ def test_rows_of_every_documented_form():
         ({"prompt": "b", "completion": 7}, "must be texts"),
         ({"prompt": [SYSTEM, USER]}, "chat_template is not set"),
         ({"prompt": [USER | {"content": None}]}, "content of a message must be a text"),
+        ({"prompt": [USER | {"content": [{"type": "text", "text": "a"}]}]}, "content of a message must be a text"),
         ([], "AttributeError"),
     ):
         with pytest.raises(InputError, match=rf"^x, row 1: cannot be used \(.*{why}.*it needs `prompt`"):
@@ -4972,6 +4975,8 @@ def test_references_and_stop_tokens_follow_a_text_so_they_have_no_space_before_t
     words = tiny_tokenizer()  # it knows no line break, nor a word after one
     words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
     assert rloo.continuation_ids("b", words) == words("b")["input_ids"] != []
+    merging = {"\n": [1], "\nab": [2, 3], "ab": [4, 3]}  # which has a token for a line break and the next letter
+    assert rloo.continuation_ids("ab", lambda text, **options: {"input_ids": merging[text]}) == [4, 3]
 
 
 def test_an_assistant_s_message_at_the_end_of_a_prompt_is_continued():
@@ -4986,8 +4991,9 @@ def leaves(prompts, completions, completion_ids, updates_done, **columns):
 def test_a_reward_function_that_exits_loses_no_update(train, tmp_path):
     """... as code of a completion that it runs may."""
     run = {**LONG, "save_steps": 0, "num_eval_prompts": 0, "reward_fns": (f"{__file__}:leaves",)}
-    with pytest.raises(RuntimeError, match=r"ended by SystemExit\(0\)"):
+    with pytest.raises(RuntimeError, match=r"ended by SystemExit\(0\)") as error:
         train(**run, reward_model_path=None, output_dir=str(tmp_path / "out"))
+    assert isinstance(error.value.__cause__, SystemExit)  # whose trace shows the call
     assert [folder.name for folder in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
 
 
@@ -5013,6 +5019,7 @@ def test_a_checkpoint_s_evaluation_stays_when_the_run_goes_on_with_more_episodes
     assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 5]
     train(**run | {"total_episodes": 16 * 30}, output_dir=str(output), resume=True)
     assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 5, 10, 20, 30]
+    assert rloo.evaluation_modes(5, 0, 5, ["sampled"])[5] == ["sampled", "greedy"]  # where it has become the last one
 
 
 def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(train, monkeypatch):
@@ -5215,6 +5222,8 @@ def test_weights_that_the_last_step_made_infinite_are_not_saved(train, tmp_path)
     with pytest.raises(InputError, match="^a weight is not finite: lower --learning_rate"):
         train(learning_rate=1e39, output_dir=str(tmp_path / "out"))
     assert not list((tmp_path / "out").glob("**/*.safetensors"))
+    with pytest.raises(InputError, match="^a number is not finite"):
+        rloo.require_finite("a number", torch.tensor([1.0, math.inf]))
 
 
 def test_a_run_that_goes_on_while_another_one_loads_is_not_overwritten(train, tmp_path, monkeypatch):
