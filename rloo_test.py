@@ -332,6 +332,7 @@ def test_scores_are_penalised_then_normalised_then_clipped():
     assert torch.allclose(rloo.shape_scores(scores, ended, 5.0, True, None), normalised)
     assert torch.allclose(rloo.shape_scores(scores, ended, 5.0, True, 0.5), normalised.clamp(-0.5, 0.5))
     assert torch.equal(rloo.shape_scores(scores, ended, None, False, 2.5), scores.clamp(-2.5, 2.5))  # alone
+    assert rloo.shape_scores(scores[:1, :1], ended[:1, :1], None, True, None) == 1  # one score has no deviation
 
 
 def test_scores_of_any_size_are_normalised_to_deviation_1():
@@ -1353,6 +1354,10 @@ def test_prompts_of_like_length_share_a_forward_pass(train, monkeypatch):
     assert calls["training"] != sorted(calls["training"])  # the mini-batches are not
 
 
+def test_a_group_of_more_completions_than_a_chunk_may_have_is_a_chunk():
+    assert [len(part.rows) for part in random_batch(k=3, B=2).chunks(2)] == [1, 1]
+
+
 def batched(values: list, n: int) -> list[list]:
     return [values[i : i + n] for i in range(0, len(values), n)]
 
@@ -1643,6 +1648,8 @@ def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle(train, tmp_pat
     assert first == again != other
     few = order(3, total_episodes=32)
     assert len(few) == 16 and all(sorted(few[i : i + 3]) == [0, 1, 2] for i in range(0, 15, 3))
+    part = functools.partial(rloo.rows_of_update, range(50), 1)
+    assert part(40, 20) == part(40, 10) + part(50, 10)  # an update in which an epoch ends
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -1863,6 +1870,7 @@ def test_rows_of_every_documented_form():
         ({"prompt": "b", "completion": 7}, "must be texts"),
         ({"prompt": [SYSTEM, USER]}, "chat_template is not set"),
         ({"prompt": [USER | {"content": None}]}, "content of a message must be a text"),
+        ({"prompt": [USER | {"content": [{"type": "text", "text": "a"}]}]}, "content of a message must be a text"),
         ([], "AttributeError"),
     ):
         with pytest.raises(InputError, match=rf"^x, row 1: cannot be used \(.*{why}.*it needs `prompt`"):
@@ -1880,6 +1888,10 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     (tmp_path / "test.jsonl").write_text(text * 5)
     both = rloo.load_data(Args(dataset_name=folder, dataset_train_split="test"), tiny_tokenizer())
     assert [len(part) for part in both] == [9, 1]  # what is trained on is not evaluated on
+    (tmp_path / "test.jsonl").write_text(text * 300)
+    for train_split, test_split, sizes in (("validation", None, [2, 500]), ("test", "validation", [600, 2])):
+        args = Args(dataset_name=folder, dataset_train_split=train_split, dataset_test_split=test_split)
+        assert [len(part) for part in rloo.load_data(args, tiny_tokenizer())] == sizes
     (tmp_path / "x.jsonl").write_text(text * 10)
     train, test = rloo.load_data(Args(dataset_name=file, max_prompt_length=1), tiny_tokenizer())
     assert (len(train), len(test)) == (9, 1)  # every second prompt has 2 tokens
@@ -3292,6 +3304,15 @@ def test_the_files_of_others_are_not_taken_for_those_of_a_run_without_updates(tr
     train(output_dir=str(output))
 
 
+def test_a_file_that_is_shorter_than_at_the_checkpoint_is_not_filled_up(tmp_path):
+    """... such as one that was moved away in between: bytes of 0 are not JSON."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
+    lengths = {"metrics.jsonl": 3, "completions.jsonl": 9}
+    with rloo.open_output(Args(), tmp_path, {"files": lengths}, None):
+        left = [(tmp_path / name).read_text() for name in lengths]
+    assert left == ["{}\n", ""]
+
+
 def test_evaluations_under_different_flags_are_not_shown_as_before_and_after(train, capsys, monkeypatch):
     results = spy(monkeypatch, "main")
     for changed, shown in (({}, True), ({"learning_rate": 1e-3}, False), ({"response_length": 5}, False)):
@@ -3699,6 +3720,7 @@ def test_what_is_not_given_depends_on_what_is_trained(train, tiny, capsys):
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert (own.learning_rate, own.total_episodes, own.dtype) == (1e-6, None, "float32")  # on a CPU
     assert parse(f"--sft_model_path {tiny}/sft").learning_rate == 1e-6  # mini TL;DR, but not its policy
+    assert parse("--total_episodes 0").total_episodes == 0  # only evaluates
     assert parse("--exp_name x --seed 3").output_dir.startswith("runs/x__3__")
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
@@ -5001,6 +5023,8 @@ def test_references_and_stop_tokens_follow_a_text_so_they_have_no_space_before_t
     words = tiny_tokenizer()  # it knows no line break, nor a word after one
     words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
     assert rloo.continuation_ids("b", words) == words("b")["input_ids"] != []
+    merging = {"\n": [1], "\nab": [2, 3], "ab": [4, 3]}  # which has a token for a line break and the next letter
+    assert rloo.continuation_ids("ab", lambda text, **options: {"input_ids": merging[text]}) == [4, 3]
 
 
 def test_an_assistant_s_message_at_the_end_of_a_prompt_is_continued():
@@ -5015,8 +5039,9 @@ def leaves(prompts, completions, completion_ids, updates_done, **columns):
 def test_a_reward_function_that_exits_loses_no_update(train, tmp_path):
     """... as code of a completion that it runs may."""
     run = {**LONG, "save_steps": 0, "num_eval_prompts": 0, "reward_fns": (f"{__file__}:leaves",)}
-    with pytest.raises(RuntimeError, match=r"ended by SystemExit\(0\)"):
+    with pytest.raises(RuntimeError, match=r"ended by SystemExit\(0\)") as error:
         train(**run, reward_model_path=None, output_dir=str(tmp_path / "out"))
+    assert isinstance(error.value.__cause__, SystemExit)  # whose trace shows the call
     assert [folder.name for folder in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
 
 
@@ -5042,6 +5067,7 @@ def test_a_checkpoint_s_evaluation_stays_when_the_run_goes_on_with_more_episodes
     assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 5]
     train(**run | {"total_episodes": 16 * 30}, output_dir=str(output), resume=True)
     assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 5, 10, 20, 30]
+    assert rloo.evaluation_modes(5, 0, 5, ["sampled"])[5] == ["sampled", "greedy"]  # where it has become the last one
 
 
 def test_a_finished_run_that_goes_on_keeps_its_last_evaluation(train, monkeypatch):
@@ -5244,6 +5270,8 @@ def test_weights_that_the_last_step_made_infinite_are_not_saved(train, tmp_path)
     with pytest.raises(InputError, match="^a weight is not finite: lower --learning_rate"):
         train(learning_rate=1e39, output_dir=str(tmp_path / "out"))
     assert not list((tmp_path / "out").glob("**/*.safetensors"))
+    with pytest.raises(InputError, match="^a number is not finite"):
+        rloo.require_finite("a number", torch.tensor([1.0, math.inf]))
 
 
 def test_a_run_that_goes_on_while_another_one_loads_is_not_overwritten(train, tmp_path, monkeypatch):
