@@ -177,9 +177,7 @@ class Comparison(study.Study):
 
     # Choosing.
     def win(self, trial: Trial) -> float | None:
-        """What a trial is chosen by; 0 if it diverged, None if it has not been made."""
-        if self.records.value(f"{trial.name}__1", "diverged"):
-            return 0.0
+        """What a trial is chosen by; None if it has not been made."""
         return self.records.value(f"{trial.name}__1", "validation", "sampled", "win", "mean")
 
     def trials(self, row: Row) -> list[Trial]:

@@ -82,7 +82,7 @@ def sample_best(engine: Engine, rows: list[dict], n: int) -> list[tuple[dict, li
     for begin in range(0, len(rows), size):
         part = rows[begin : begin + size]
         batch, _ = engine.rollout(engine.reference, part, n, study.TEMPERATURE)
-        scores, ids = engine.scores(engine.rewards["score"], part, batch), study.token_ids(batch)
+        scores, ids = engine.scores(engine.rewards["score"], batch), batch.completion_ids()
         for b, j in enumerate(scores.argmax(0).tolist()):
             found.append((part[b], ids[j * len(part) + b], float(scores[j, b])))
     return found
