@@ -96,12 +96,10 @@ def runs(study, seeds, quick: bool) -> list:
 
 
 def summary(lines: list[dict]) -> dict[str, float]:
-    """Means of a run's metrics over its updates but the first 16, in which no sampler is that old yet."""
+    """The mean gap over a run's updates but the first 16, in which no sampler is that old yet, and the largest w."""
     late = lines[min(16, len(lines) // 2) :]
-    names = [
-        f"val/rollout_{name}" for name in ("logprob_gap", "weight", "weight_share") if f"val/rollout_{name}" in late[0]
-    ]
-    found = {name: sum(line[name] for line in late) / len(late) for name in names}
+    name = "val/rollout_logprob_gap"
+    found = {name: sum(line[name] for line in late) / len(late)} if name in late[0] else {}
     if "val/rollout_weight_max" in lines[0]:
         found["largest val/rollout_weight_max"] = max(line["val/rollout_weight_max"] for line in lines)
     return {name: round(value, 8) for name, value in found.items()}
