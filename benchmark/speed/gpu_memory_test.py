@@ -98,7 +98,7 @@ def test_adapters_need_less_than_all_weights_and_more_at_a_higher_rank():
 
 
 def test_a_configuration_gives_the_sizes_of_the_table(tmp_path, capsys):
-    """Qwen2.5-0.5B's, as a folder and as numbers."""
+    """Qwen2.5-0.5B's."""
     config = transformers.Qwen2Config(
         vocab_size=151_936,
         hidden_size=896,
@@ -115,8 +115,6 @@ def test_a_configuration_gives_the_sizes_of_the_table(tmp_path, capsys):
     row = gpu_memory.table(gpu_memory.RUNS[:1]).splitlines()[-1]
     assert row.partition("24 GB")[2].rpartition("|")[0].rpartition("|")[0] in shown
     assert "it fits: 24 GB, 40 GB, 48 GB, 80 GB, 141 GB" in shown
-    gpu_memory.main(gpu_memory.Args(layers=24, **given))
-    assert "it fits: 24 GB, 40 GB" in capsys.readouterr().out
 
 
 def test_a_model_without_a_formula_is_refused(tmp_path):

@@ -24,7 +24,7 @@ Peak memory of phases is that of the tensors that the first call, the warm-up, a
 that the process holds (on CUDA: all tensors). vLLM's is not counted. The shares of the machine's rates compare the work
 that no implementation can avoid (limits.py) with what the machine can do, measured before and after each part.
 
-TRL has the same models, prompts, k, R, temperature, β, one epoch, one mini-batch, micro-batch, threads; sdpa; float32,
+TRL has the same models, prompts, k, R, temperature, β, one epoch, one mini-batch, threads; sdpa; float32,
 or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default); no logging,
 saving or evaluation; no vLLM. v1 generates and scores a whole update at once, with the dynamic cache, both its
 defaults. v0 has its reference and reward model in --dtype.
@@ -61,8 +61,6 @@ NEVER = 10**9  # a stop id that no token has
 GPT_NEOX = {  # vocabulary, layers, width, heads, width of the MLP
     "tiny": (1024, 2, 128, 4, 256),
     "pythia-70m": (50304, 6, 512, 8, 2048),
-    "pythia-410m": (50304, 24, 1024, 16, 4096),
-    "pythia-1b": (50304, 16, 2048, 8, 8192),
 }
 LLAMA = {  # the same, and key heads; an MLP that makes a layer as large as that of the GPT-NeoX of that width above
     "tiny-llama": (1024, 2, 128, 4, 224, 2),
@@ -114,8 +112,6 @@ class Args(Workload):
 
     stop_share: float = 0.0
     """share of the vocabulary that ends a completion, its probability at each step; 0: all have R tokens"""
-    micro_batch: int = 0
-    """completions per forward and backward pass; 0: all of an update"""
     rounds: int = 3
     """rounds of updates, each of which starts a process per trainer"""
     updates: int = 3
@@ -146,23 +142,10 @@ def settle(args):
     """Fills in the defaults that depend on the machine and refuses what cannot run."""
     args.device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     args.threads = args.threads or torch.get_num_threads()
-    total, k = args.prompts * args.rloo_k, args.rloo_k
-    if min(args.threads, args.repetitions, args.prompts, args.min_prompt) < 1:
-        fail("--threads, --repetitions, --prompts and --min_prompt must be at least 1")
-    if min(k, args.response_length) < 2:
-        fail("--rloo_k and --response_length must be at least 2")
     if args.min_prompt > args.max_prompt or args.max_prompt + args.response_length > 2048:
         fail("--min_prompt to --max_prompt, with --response_length: must be a range within 2,048 positions")
-    if not args.output.endswith(".json"):
-        fail(f"--output {args.output}: must end in .json")
-    if isinstance(args, Args):
-        args.micro_batch = args.micro_batch or total
-        if args.micro_batch % k or total % args.micro_batch:
-            fail(f"--micro_batch {args.micro_batch}: must be a multiple of --rloo_k {k} that divides {total}")
-        if not 0 <= args.stop_share < 1 or (args.stop_share and args.trl):
-            fail(f"--stop_share {args.stop_share}: must be at least 0 and below 1, and not with --trl")
-        if {"decode", "phases", "updates"} <= set(args.skip):
-            fail("--skip: nothing is left to measure")
+    if isinstance(args, Args) and args.stop_share and args.trl:
+        fail("--stop_share: not with --trl, whose completions all have R tokens here")
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler counts in silence
 
@@ -289,14 +272,13 @@ def in_layout(layout: str, model):
     return model
 
 
-def train(policy, batch, dtype: str, micro_batch: int, layout: str):
+def train(policy, batch, dtype: str, layout: str):
     """Forward and backward of the completions' mean log-prob, as in an update of rloo.py."""
     import rloo
 
-    for part in batch.chunks(micro_batch):
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = rloo.completion_logprobs(in_layout(layout, policy), part, TEMPERATURE, layout)[0].mean()
-        loss.backward()
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        loss = rloo.completion_logprobs(in_layout(layout, policy), batch, TEMPERATURE, layout)[0].mean()
+    loss.backward()
     policy.zero_grad()
 
 
@@ -316,7 +298,7 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
 
     args = Args(**args)
     set_up(args)
-    k, size, stops = args.rloo_k, args.micro_batch, stop_ids(args) or [NEVER]
+    k, stops = args.rloo_k, stop_ids(args) or [NEVER]
     model, rows = load(f"{folder}/policy", AutoModelForCausalLM, args, args.dtype), prompt_rows(args)
     prompts = [len(row["prompt_ids"]) for row in rows]
 
@@ -324,7 +306,7 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
         return work("decode", sizes, args.dtype, prompts, lengths)
 
     def group_engine(length: int) -> dict:
-        batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, stops, "group", size)
+        batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, stops, "group", args.prompts * k)
         return counted(lengths_of(batch)[1])
 
     def generate(length: int, cache: str | None) -> dict:
@@ -372,13 +354,12 @@ def phases_job(folder: str, args: dict, sizes: dict, out: str) -> dict:
 
     @torch.no_grad()
     def read(function: Callable, model, options: list, layout: str):
-        for part in batch.chunks(args.micro_batch):
-            function(in_layout(layout, model), part, *options, layout)
+        function(in_layout(layout, model), batch, *options, layout)
 
     phases = {
         "reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
         "reward model": partial(read, rloo.model_scores, reward, []),
-        "training": partial(train, policy, batch, args.dtype, args.micro_batch),
+        "training": partial(train, policy, batch, args.dtype),
     }
     found = {}
     for name, phase in phases.items():
@@ -395,7 +376,6 @@ def phases_job(folder: str, args: dict, sizes: dict, out: str) -> dict:
 def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
     """Flags of rloo.py to train on the inputs in `folder`, with a batch of all prompts."""
     total = args.prompts * args.rloo_k
-    micro = getattr(args, "micro_batch", total)
     return {
         "sft_model_path": f"{folder}/policy",
         "reward_model_path": f"{folder}/reward",
@@ -406,9 +386,9 @@ def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
         "temperature": TEMPERATURE,
         "kl_coef": KL_COEF,
         "learning_rate": LEARNING_RATE,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": total // micro,
-        "local_rollout_forward_batch_size": micro,
+        "per_device_train_batch_size": total,
+        "gradient_accumulation_steps": 1,
+        "local_rollout_forward_batch_size": total,
         "total_episodes": updates * total,
         "num_eval_prompts": 0,
         "num_sample_generations": 0,
@@ -450,8 +430,7 @@ def trl_job(folder: str, flags: dict, out: str) -> dict:
     prompts = [json.loads(line)["prompt"] for line in Path(folder, "data", "train.jsonl").read_text().splitlines()]
     theirs = {"optim": "adamw_torch_fused", "logging_strategy": "no"}
     rloo_trainer(flags, folder, out, prompts, Marks(), **theirs).train()
-    size = flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"]
-    assert len(marks) == flags["total_episodes"] // size, f"{len(marks)} updates"
+    assert len(marks) == flags["total_episodes"] // flags["per_device_train_batch_size"], f"{len(marks)} updates"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     peak = peak if on_cpu else torch.cuda.max_memory_allocated() / 2**30
     return {"seconds": median(b - a for a, b in itertools.pairwise(marks)), "peak_gb": peak}
@@ -526,7 +505,7 @@ def length_job(args: dict, response_lengths: list[int], out: str) -> dict:
     found = {}
     for R in (min(response_lengths), *response_lengths):  # once more at first: libraries set themselves up
         batch = random_batch(dataclasses.replace(args, response_length=R), [NEVER])
-        lanes = {layout: partial(train, policy, batch, args.dtype, args.rloo_k, layout) for layout in LAYOUTS}
+        lanes = {layout: partial(train, policy, batch, args.dtype, layout) for layout in LAYOUTS}
         found[R] = timed(lanes, args.repetitions, args.device)
     return found
 

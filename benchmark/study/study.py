@@ -323,8 +323,7 @@ class Engine:
         batch, logprobs = self.rollout(policy, rows, k, temperature)
         found = {name: self.scores(model, batch) for name, model in self.rewards.items()}
         found["length"] = batch.response_mask.sum(-1)
-        found["logprob"] = logprobs.sum(-1)
-        found["kl"] = torch.zeros_like(found["logprob"])
+        found["kl"] = torch.zeros(found["length"].shape)
         if temperature and policy is not self.reference:
             reference = rloo.chunked_logprobs(self.reference, batch, temperature, "group", self.chunk_size)
             found["kl"] = (logprobs - reference).sum(-1)
@@ -344,10 +343,10 @@ def engine_with(reward: str = "") -> Engine:
 def grade(engine: Engine, policy, posts: list[dict], samples: int, seed: int, temperature: float = TEMPERATURE) -> dict:
     """Measure -> its values (posts, samples), with the same random numbers for all policies:
 
-    score, length, logprob   the reward model's; in tokens; of the whole completion under the policy
-    gold                     the gold judge's
-    win                      1 where the gold score is above that of the post's reference, 0.5 where equal, else 0
-    kl                       Σ_t log π(y_t) - log π_SFT(y_t) at this temperature, in nats
+    score, length   the reward model's; in tokens
+    gold            the gold judge's
+    win             1 where the gold score is above that of the post's reference, 0.5 where equal, else 0
+    kl              Σ_t log π(y_t) - log π_SFT(y_t) at this temperature, in nats
     """
     rows, reference = engine.rows(posts), gold([p["completion"] for p in posts], posts)
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["prompt_ids"]), i))  # little padding
@@ -376,7 +375,7 @@ def wins(ours: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 def summaries(grades: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
     """Means over posts, of the mean over a post's samples, and their standard errors over posts."""
-    return {name: mean_over_posts(values.mean(1)) for name, values in grades.items() if name != "logprob"}
+    return {name: mean_over_posts(values.mean(1)) for name, values in grades.items()}
 
 
 def mean_over_posts(per_post: np.ndarray) -> dict[str, float]:

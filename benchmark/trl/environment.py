@@ -20,7 +20,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-MINI_TLDR = Path(__file__).resolve().parents[1] / "mini_tldr"
+BENCHMARK = Path(__file__).resolve().parents[1]
+MINI_TLDR = BENCHMARK / "mini_tldr"
+sys.path.append(str(BENCHMARK / "tldr"))
+from text_reward import scores_of  # noqa: E402
 
 
 def fail(message: str):
@@ -219,11 +222,9 @@ def scored_by_ids(models: str, missing_eos_penalty: float | None = None) -> Call
     tokenizer = AutoTokenizer.from_pretrained(f"{models}/policy")
     model = AutoModelForSequenceClassification.from_pretrained(f"{models}/reward").eval()
 
-    @torch.no_grad()
     def reward_model(prompts, completions, completion_ids, **columns) -> list[float]:
         rows = [p + c for p, c in zip(tokenizer(prompts)["input_ids"], completion_ids)]
-        batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
-        scores, penalty = model(**batch).logits[:, 0].tolist(), missing_eos_penalty or 0.0
+        scores, penalty = scores_of(model, rows, len(rows)), missing_eos_penalty or 0.0
         return [score - penalty * (ids[-1] != tokenizer.eos_token_id) for score, ids in zip(scores, completion_ids)]
 
     return reward_model
