@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tldr"))  # for text_reward.py, which loads torch
+
 # ------------------------------------------------------------------------------------ tables
 # A post has one value per slot. A value is a list of surface forms: any of them states the
 # fact. No form may contain another value's form (checked in `check_tables`).
@@ -571,7 +573,6 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
 
 def reward(model, tokenizer, prompts, completions):
     """Scores of prompt + completion + eos: list of floats."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tldr"))
     from text_reward import scores_of
 
     ends = tokenizer([c + tokenizer.eos_token for c in completions]).input_ids

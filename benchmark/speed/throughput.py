@@ -21,8 +21,7 @@ updates  rloo.py in group layout and engine, in plain layout and hf engine, in g
          loading and first update
 
 Peak memory of phases is that of the tensors that the first call, the warm-up, adds, counted by torch; of updates all
-that the process holds (on CUDA: all tensors). vLLM's is not counted. The shares of the machine's rates compare the work
-that no implementation can avoid (limits.py) with what the machine can do, measured before and after each part.
+that the process holds (on CUDA: all tensors). vLLM's is not counted.
 
 TRL has the same models, prompts, k, R, temperature, β, one epoch, one mini-batch, threads; sdpa; float32,
 or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default); no logging,
@@ -48,7 +47,7 @@ from unittest import mock
 
 import torch
 import transformers
-from limits import clock, machine_rates, model_sizes, work
+from limits import clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).resolve().parent
@@ -172,8 +171,8 @@ def shape_config(args: Workload):
     return transformers.GPTNeoXConfig(**common, use_parallel_residual=True, rope_parameters=rope)
 
 
-def write_inputs(args: Workload, folder: Path) -> dict[str, int]:
-    """Writes policy/, reward/ and data/, for transformers 4.53 as well. Returns the policy's sizes."""
+def write_inputs(args: Workload, folder: Path):
+    """Writes policy/, reward/ and data/, for transformers 4.53 as well."""
     torch.manual_seed(args.seed)
     config = shape_config(args)
     eos, pad = config.vocab_size - 2, config.vocab_size - 1
@@ -198,7 +197,6 @@ def write_inputs(args: Workload, folder: Path) -> dict[str, int]:
     rows = [{"prompt": "".join(f"w{i} " for i in row["prompt_ids"])} for row in prompt_rows(args)]
     for split in ("train", "test"):  # without a test split rloo.py would hold out training rows
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return model_sizes(policy)
 
 
 def prompt_rows(args: Workload) -> list[dict]:
@@ -282,9 +280,9 @@ def train(policy, batch, dtype: str, layout: str):
     policy.zero_grad()
 
 
-def lengths_of(batch) -> tuple[list[int], list[list[int]]]:
-    """Numbers of real tokens of a Batch's prompts (B,) and completions (k, B)."""
-    return batch.prompt_mask.sum(-1).tolist(), batch.response_mask.sum(-1).tolist()
+def counted(batch) -> dict[str, int]:
+    """Real tokens of a Batch's completions."""
+    return {"tokens": int(batch.response_mask.sum())}
 
 
 def load(folder: str, auto_class, args: Workload, dtype: str):
@@ -292,7 +290,7 @@ def load(folder: str, auto_class, args: Workload, dtype: str):
     return auto_class.from_pretrained(folder, **options).to(args.device).eval()
 
 
-def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -> dict:
+def decode_job(folder: str, args: dict, vllm_name: str, out: str) -> dict:
     """The lanes of decode."""
     import rloo
 
@@ -300,14 +298,10 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
     set_up(args)
     k, stops = args.rloo_k, stop_ids(args) or [NEVER]
     model, rows = load(f"{folder}/policy", AutoModelForCausalLM, args, args.dtype), prompt_rows(args)
-    prompts = [len(row["prompt_ids"]) for row in rows]
-
-    def counted(lengths: list[list[int]]) -> dict:
-        return work("decode", sizes, args.dtype, prompts, lengths)
 
     def group_engine(length: int) -> dict:
         batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, stops, "group", args.prompts * k)
-        return counted(lengths_of(batch)[1])
+        return counted(batch)
 
     def generate(length: int, cache: str | None) -> dict:
         in_layout("plain", model)
@@ -317,7 +311,7 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
         ids, mask = (x.to(args.device).repeat(k, 1) for x in (ids, mask.long()))
         out = model.generate(input_ids=ids, attention_mask=mask, **options)
         batch = rloo.make_batch(rows, out[:, ids.shape[1] :].unflatten(0, (k, len(rows))), stops)
-        return counted(lengths_of(batch)[1])
+        return counted(batch)
 
     versions = itertools.count()
 
@@ -329,7 +323,7 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
         rloo.rollout(model, [{"prompt_ids": [0]}], k, TEMPERATURE, 1, **fixed)  # new weights: drops cached prompts
         begin = clock(args.device)
         batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, **fixed)
-        return {"seconds": clock(args.device) - begin} | counted(lengths_of(batch)[1])
+        return {"seconds": clock(args.device) - begin} | counted(batch)
 
     engines: dict[str, Callable] = {"group engine": group_engine}
     if "generate" not in args.skip:
@@ -341,7 +335,7 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
     return {"decode": timed(lanes, args.repetitions, args.device, memory=False)}
 
 
-def phases_job(folder: str, args: dict, sizes: dict, out: str) -> dict:
+def phases_job(folder: str, args: dict, out: str) -> dict:
     """The lanes of phases."""
     import rloo
 
@@ -366,7 +360,7 @@ def phases_job(folder: str, args: dict, sizes: dict, out: str) -> dict:
         lanes = {f"{layout} rows": partial(phase, layout) for layout in LAYOUTS}
         found[name] = timed(lanes, args.repetitions, args.device)
         for one in itertools.chain(*found[name].values()):
-            one |= work(name, sizes, args.dtype, *lengths_of(batch))
+            one |= counted(batch)
     return found
 
 
@@ -400,14 +394,14 @@ def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
 
 
 def rloo_job(flags: dict, stops: list[int], out: str) -> dict:
-    """Median seconds of an update of rloo.py with these stop tokens, peak GiB, and the lengths of the last update."""
+    """Median seconds of an update of rloo.py with these stop tokens, peak GiB, and the tokens of the last update."""
     import rloo
 
-    lengths, rollout = [], rloo.rollout
+    found, rollout = {}, rloo.rollout
 
     def noted(*args, **options):
         batch, logprobs = rollout(*args, **options)
-        lengths.append(lengths_of(batch))
+        found.update(counted(batch))
         return batch, logprobs
 
     with mock.patch.object(rloo, "rollout", noted), mock.patch.object(rloo, "stop_token_ids", lambda *_: stops):
@@ -415,7 +409,7 @@ def rloo_job(flags: dict, stops: list[int], out: str) -> dict:
     lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
     ends = [line["episode"] / line["eps"] for line in lines]  # seconds since the first update began
     seconds = [b - a for a, b in itertools.pairwise(ends)]
-    return {"seconds": median(seconds), "peak_gb": lines[-1]["memory/peak_gb"], "lengths": lengths[-1]}
+    return {"seconds": median(seconds), "peak_gb": lines[-1]["memory/peak_gb"]} | found
 
 
 def trl_job(folder: str, flags: dict, out: str) -> dict:
@@ -436,9 +430,9 @@ def trl_job(folder: str, flags: dict, out: str) -> dict:
     return {"seconds": median(b - a for a, b in itertools.pairwise(marks)), "peak_gb": peak}
 
 
-def measure_updates(folder: Path, args: Args, sizes: dict, trl_names: dict[str, str], vllm_name: str) -> dict:
-    """For each trainer and round: median seconds of an update, peak GiB, and the work of an update."""
-    full = [len(row["prompt_ids"]) for row in prompt_rows(args)], [[args.response_length] * args.prompts] * args.rloo_k
+def measure_updates(folder: Path, args: Args, trl_names: dict[str, str], vllm_name: str) -> dict:
+    """For each trainer and round: median seconds of an update, peak GiB, and the tokens of an update."""
+    full = {"tokens": args.prompts * args.rloo_k * args.response_length}
     flags = rloo_flags(folder, args, args.updates + 1)
     stops = stop_ids(args)
     lanes = {f"rloo.py, {layout} rows": (sys.executable, {"layout": layout}) for layout in LAYOUTS}
@@ -456,7 +450,7 @@ def measure_updates(folder: Path, args: Args, sizes: dict, trl_names: dict[str, 
             # vLLM would refuse an id that no token has, and needs none
             never = [] if more.get("rollout_engine") else [NEVER]
             one = run_job(python, __file__, out, "rloo", flags=flags | more, stops=stops or never)
-        found[name].append(one | work("whole update", sizes, args.dtype, *one.pop("lengths", full)))
+        found[name].append(full | one)
     return {"whole update": found}
 
 
@@ -474,22 +468,18 @@ def compare(args: Args) -> dict:
     """Decoding, phases and whole updates."""
     trl_names = {} if "updates" in args.skip else trl_versions(args.trl)
     vllm_name = vllm_version(args.vllm) if args.vllm else ""
-    found, rates = {}, []
+    found = {}
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         folder = Path(temporary)
-        sizes = write_inputs(args, folder)
-        given = {"folder": folder, "args": dataclasses.asdict(args), "sizes": sizes}
-        rates.append(machine_rates(args.device, args.dtype))
+        write_inputs(args, folder)
+        given = {"folder": folder, "args": dataclasses.asdict(args)}
         for part, python, more in (("decode", args.vllm, {"vllm_name": vllm_name}), ("phases", None, {})):
             if part not in args.skip:
                 print(part, flush=True)
                 found |= run_job(python or sys.executable, __file__, folder / part, part, **given, **more)
-                rates.append(machine_rates(args.device, args.dtype))
         if "updates" not in args.skip:
-            found |= measure_updates(folder, args, sizes, trl_names, vllm_name)
-            rates.append(machine_rates(args.device, args.dtype))
-    machine = {name: max(one[name] for one in rates) for name in rates[0]}
-    return {"args": dataclasses.asdict(args), "machine": describe(args), "rates": machine, "found": found}
+            found |= measure_updates(folder, args, trl_names, vllm_name)
+    return {"args": dataclasses.asdict(args), "machine": describe(args), "found": found}
 
 
 # ---- length -------------------------------------------------------------------------------------------------------
@@ -555,16 +545,11 @@ PARTS = ("decode", "reference", "reward model", "training", "whole update")
 def table(result: dict) -> str:
     from study import markdown
 
-    rows = [["", "ms", "tokens per second", "peak, GiB", "times the first", "of FLOP/s", "of GB/s"]]
+    rows = [["", "ms", "tokens per second", "peak, GiB", "times the first"]]
     for part in (part for part in PARTS if part in result["found"]):
         lanes = result["found"][part]
         for name, rounds in lanes.items():
             peaks = [one["peak_gb"] for one in rounds if one.get("peak_gb")]
-            shares = ["", ""]
-            for place, (done, rate) in enumerate((("flop", "flop_per_s"), ("bytes", "bytes_per_s"))):
-                if done in rounds[0]:
-                    per_second = median(one[done] / one["seconds"] for one in rounds)
-                    shares[place] = f"{per_second / result['rates'][rate]:.0%}"
             cells = [
                 f"{part}: {name}",
                 f"{1e3 * median(one['seconds'] for one in rounds):,.0f}",
@@ -572,7 +557,7 @@ def table(result: dict) -> str:
                 f"{max(peaks):.2f}" if peaks else "",
                 f"{median(ratios(lanes)[name]):.2f}",
             ]
-            rows.append([*cells, *shares])
+            rows.append(cells)
     return markdown(rows)
 
 

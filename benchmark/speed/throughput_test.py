@@ -22,8 +22,8 @@ SIZES = ["--prompts", 2, "--min_prompt", 4, "--max_prompt", 8, "--rloo_k", 2, "-
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Only trainers are started, since each process takes seconds, and a machine is not measured again and again. What
-    is left of the threads and the environment is undone."""
+    """Only trainers are started, since each process takes seconds. What is left of the threads and the environment is
+    undone."""
     threads, start = torch.get_num_threads(), throughput.run_job
 
     def run_job(python, file, out, name, **arguments):
@@ -33,7 +33,6 @@ def in_this_process(monkeypatch):
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(throughput, "run_job", run_job)
-    monkeypatch.setattr(throughput, "machine_rates", lambda *_: {"flop_per_s": 1e9, "bytes_per_s": 1e9})
     yield
     torch.set_num_threads(threads)
 
@@ -51,9 +50,9 @@ def test_decoding_phases_and_updates_of_a_tiny_model(tmp_path, in_this_process, 
     assert list(first["found"]) == list(throughput.PARTS) and list(second["found"]) == ["decode"]
     for part, lanes in first["found"].items():
         assert {len(rounds) for rounds in lanes.values()} == {1 if part == "whole update" else 2}
-        assert all(one["flop"] > 0 and one["seconds"] > 0 for rounds in lanes.values() for one in rounds)
+        assert all(one["seconds"] > 0 for rounds in lanes.values() for one in rounds)
     sampled = [one for rounds in first["found"]["decode"].values() for one in rounds]
-    assert all(4 <= one["tokens"] <= 4 * one["steps"] <= 24 for one in sampled)
+    assert all(4 <= one["tokens"] <= 24 for one in sampled)
     assert len({one["tokens"] for one in sampled}) > 1
     assert all(one["tokens"] == 24 for (one,) in second["found"]["decode"].values())
     group, plain = first["found"]["whole update"].values()
@@ -158,10 +157,6 @@ def test_work_of_a_group_by_hand():
     group = flops([7], [[4], [3]])
     assert group == 2 * 1000 * 12 + 2 * 100 * 6 + 4 * (28 + 27 + 17)
     assert flops([7, 5], [[4, 2], [3, 6]]) == group + flops([5], [[2], [6]])
-    # 4 steps read the weights. Prompt of 7: read in 3 steps, completion of 4: 0 + 1 + 2 tokens, of 3: 0 + 1.
-    # Prompt of 5: read in 1 step, completion of 2 sees no token from earlier steps, completion of 1 takes no step.
-    cached = 3 * 7 + (0 + 1 + 2) + (0 + 1) + 1 * 5
-    assert limits.needed_bytes(sizes, 4, [7, 5], [[4, 2], [3, 1]]) == 4 * (4 * 1100 + 8 * cached)
 
 
 # ---- Other programs, where they are installed ------------------------------------------------------------------------
