@@ -136,21 +136,6 @@ def test_estimates_are_the_written_out_sums():
     assert not torch.allclose(found["truncate"], found["mask"]) and not torch.allclose(found["token"], found["off"])
 
 
-@pytest.mark.parametrize("name", ["rloo (the defaults)", "grpo", "k3 in the loss", "a sampler, truncated"])
-def test_samples_have_the_mean_and_variance_of_the_enumeration(name):
-    case, draws, sampler = a_case(), 40_000, None
-    option = OPTIONS.get(name, corrected("truncate", 1.2))
-    if name not in OPTIONS:
-        sampler = another_sampler(case)
-    mean, variance = exact.moments(case, 2, option, sampler)
-    probability = (case.logprobs if sampler is None else sampler).sum(-1).exp()
-    index = torch.multinomial(probability, 2 * draws, True, generator=torch.Generator().manual_seed(1))
-    g = exact.estimates(case, index.view(B, draws, 2).permute(2, 1, 0), option, sampler)
-    assert (g.mean(0) - mean).norm() < 4 * math.sqrt(variance / draws)
-    square = (g - mean).square().sum(-1)
-    assert abs(square.mean() - variance) < 4 * square.std() / math.sqrt(draws)
-
-
 # ---- A sampler that is not the policy --------------------------------------------------------------------------------
 
 

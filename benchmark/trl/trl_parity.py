@@ -510,7 +510,7 @@ def tables() -> dict[str, str]:
             other.append([*cells_of_row, f"{row['relative']:.1%}", row["why"]])
     train = json.loads((HERE / "train.json").read_text())["found"]
     learned = [["", *(title for title, *_ in LEARNED.values())]]
-    learned += [[trainer, *cells(runs, LEARNED)] for trainer, runs in train.items() if trainer != "before"]
+    learned += [[trainer, *cells(runs, LEARNED)] for trainer, runs in train.items()]
     return {"other": markdown(other), "train": markdown(learned)}
 
 
