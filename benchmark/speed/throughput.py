@@ -545,7 +545,7 @@ PARTS = ("decode", "reference", "reward model", "training", "whole update")
 def table(result: dict) -> str:
     from study import markdown
 
-    rows = [["", "ms", "tokens per second", "peak, GiB", "times the first"]]
+    rows = [["", "ms", "peak, GiB", "times the first"]]
     for part in (part for part in PARTS if part in result["found"]):
         lanes = result["found"][part]
         for name, rounds in lanes.items():
@@ -553,7 +553,6 @@ def table(result: dict) -> str:
             cells = [
                 f"{part}: {name}",
                 f"{1e3 * median(one['seconds'] for one in rounds):,.0f}",
-                f"{tokens_per_second(rounds):,.0f}",
                 f"{max(peaks):.2f}" if peaks else "",
                 f"{median(ratios(lanes)[name]):.2f}",
             ]
