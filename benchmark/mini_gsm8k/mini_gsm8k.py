@@ -1,6 +1,6 @@
 """Mini GSM8K: word problems, a chat tokenizer and a small Qwen3 that solves some of them, made from a seed.
 
-    python benchmark/mini_gsm8k/mini_gsm8k.py                                   # about seven minutes, on one core
+    python benchmark/mini_gsm8k/mini_gsm8k.py                                   # about 11 minutes, on one core
     python benchmark/mini_gsm8k/mini_gsm8k.py --quick --output_dir /tmp/mini    # seconds; a model that solves nothing
 
 Rows have the form that `gsm8k.sh` gives GSM8K: `prompt`, chat messages with the system message of gsm8k_reward.py,

@@ -1,4 +1,4 @@
-"""What a machine can do, and FLOPs that sampling, scoring and training on it cannot do without."""
+"""What a machine can do, and FLOPs that sampling, scoring and training on it cannot do without; for gpu/check.py."""
 
 import time
 from collections.abc import Callable

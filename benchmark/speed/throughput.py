@@ -1,4 +1,4 @@
-"""Speed and memory of rloo.py's group rows against plain rows, `generate` of transformers, vLLM, TRL and the machine.
+"""Speed and memory of rloo.py's group rows against plain rows, `generate` of transformers, vLLM and TRL.
 
     python benchmark/speed/throughput.py                       # decoding, phases, updates: pythia-70m, TL;DR's lengths
     python benchmark/speed/throughput.py --vllm ../vllm-env/bin/python              # and vLLM: see README.md
@@ -37,6 +37,7 @@ import platform
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +48,6 @@ from unittest import mock
 
 import torch
 import transformers
-from limits import clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).resolve().parent
@@ -223,6 +223,13 @@ def random_batch(args: Workload, stops: list[int]):
 
 
 # ---- Timing ----------------------------------------------------------------------------------------------------------
+
+
+def clock(device: str) -> float:
+    """Seconds, read once everything that was started on the device is done."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def set_up(args: Workload):

@@ -1,5 +1,5 @@
-"""Tests of throughput.py and limits.py: the commands run on a tiny model; work is counted right; the page has the
-tables of the records; mistakes are one line."""
+"""Tests of throughput.py: the commands run on a tiny model; the page has the tables of the records; mistakes are one
+line."""
 
 import importlib.util
 import json
@@ -9,12 +9,9 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
-import limits
 import pytest
 import throughput
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).resolve().parent
 SIZES = ["--prompts", 2, "--min_prompt", 4, "--max_prompt", 8, "--rloo_k", 2, "--response_length", 6, "--threads", 1]
@@ -108,55 +105,6 @@ def test_mistakes_are_one_line(words, message, monkeypatch):
     with pytest.raises(SystemExit) as end:
         throughput.command_line(words)
     assert message in str(end.value) and "\n" not in str(end.value)
-
-
-# ---- Work ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_machine_is_measured():
-    found = limits.machine_rates("cpu", "float32")
-    assert list(found) == ["flop_per_s", "bytes_per_s"] and min(found.values()) > 0
-
-
-@pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
-def test_flops_of_one_completion_are_those_that_torch_counts(shape):
-    """Except that eager attention multiplies all pairs of tokens, and for the products of rotary embeddings."""
-    config = throughput.shape_config(throughput.Workload(shape=shape))
-    config.num_labels, config.pad_token_id = 1, 0
-    options = {"attn_implementation": "eager"}
-    policy = AutoModelForCausalLM.from_config(config, **options)
-    reward = AutoModelForSequenceClassification.from_config(config, **options)
-    sizes, n, length = limits.model_sizes(policy), 5, 4
-    needed = limits.needed_flops(sizes, [n], [[length]])
-
-    def counted(function, tokens: int, passes: int) -> int:
-        with FlopCounterMode(display=False) as counter:
-            function(torch.randint(config.vocab_size, (1, tokens)))
-        by_module = counter.get_flop_counts()
-        rotary = sum(sum(flops.values()) for name, flops in by_module.items() if name.endswith("rotary_emb"))
-        masked = tokens**2 - tokens * (tokens + 1) // 2
-        return counter.get_total_flops() - rotary - passes * 4 * sizes["queries"] * masked
-
-    def logits(ids):
-        return policy.get_output_embeddings()(policy.base_model(ids)[0][:, n - 1 :])
-
-    read = n + length - 1
-    assert counted(logits, read, passes=1) == needed["decode"] == needed["reference"]
-    assert counted(lambda ids: logits(ids).sum().backward(), read, passes=3) == needed["training"]
-    assert counted(lambda ids: reward.score(reward.base_model(ids)[0][:, -1]), read + 1, 1) == needed["reward model"]
-    assert needed["whole update"] == 5 * needed["decode"] + needed["reward model"]
-
-
-def test_work_of_a_group_by_hand():
-    sizes = {"body": 1000, "head": 100, "hidden": 10, "queries": 1, "cached": 8}
-
-    def flops(prompts, responses):
-        return limits.needed_flops(sizes, prompts, responses)["decode"]
-
-    # Read: 7 + 3 + 2 tokens; head: 1 + 3 + 2; seen: 1 … 7 by the prompt, 8 … 10 and 8 … 9 by the completions.
-    group = flops([7], [[4], [3]])
-    assert group == 2 * 1000 * 12 + 2 * 100 * 6 + 4 * (28 + 27 + 17)
-    assert flops([7, 5], [[4, 2], [3, 6]]) == group + flops([5], [[2], [6]])
 
 
 # ---- Other programs, where they are installed ------------------------------------------------------------------------
