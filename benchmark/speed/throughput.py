@@ -15,7 +15,7 @@ where tokens are sampled, since every engine draws its own.
 decode   k completions of each prompt, by weights in --dtype: by the group engine, by `generate` with the dynamic and
          with the static cache (compiled on CUDA), and by vLLM, to which the weights are sent before each round; the
          sending is not timed. With --vllm all of this runs in vLLM's environment.
-phases   reference log-probs and reward model without gradient, policy forward + backward: group and plain layout
+phases   policy forward + backward: group and plain layout
 updates  rloo.py in group layout and engine, in plain layout and hf engine, in group layout with vLLM as its engine (to
          which the new weights are sent in each update), and TRL's RLOOTrainer, each in a process of its own, without
          loading and first update
@@ -343,32 +343,16 @@ def decode_job(folder: str, args: dict, vllm_name: str, out: str) -> dict:
 
 
 def phases_job(folder: str, args: dict, out: str) -> dict:
-    """The lanes of phases."""
-    import rloo
-
+    """The lanes of training."""
     args = Args(**args)
     set_up(args)
     batch = random_batch(args, stop_ids(args) or [NEVER])
     policy = load(f"{folder}/policy", AutoModelForCausalLM, args, "float32")
-    reference = load(f"{folder}/policy", AutoModelForCausalLM, args, args.dtype)
-    reward = load(f"{folder}/reward", AutoModelForSequenceClassification, args, args.dtype)
-
-    @torch.no_grad()
-    def read(function: Callable, model, options: list, layout: str):
-        function(in_layout(layout, model), batch, *options, layout)
-
-    phases = {
-        "reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
-        "reward model": partial(read, rloo.model_scores, reward, []),
-        "training": partial(train, policy, batch, args.dtype),
-    }
-    found = {}
-    for name, phase in phases.items():
-        lanes = {f"{layout} rows": partial(phase, layout) for layout in LAYOUTS}
-        found[name] = timed(lanes, args.repetitions, args.device)
-        for one in itertools.chain(*found[name].values()):
-            one |= counted(batch)
-    return found
+    lanes = {f"{layout} rows": partial(train, policy, batch, args.dtype, layout) for layout in LAYOUTS}
+    found = timed(lanes, args.repetitions, args.device)
+    for one in itertools.chain(*found.values()):
+        one |= counted(batch)
+    return {"training": found}
 
 
 # ---- Whole updates ---------------------------------------------------------------------------------------------------
@@ -546,7 +530,7 @@ def tokens_per_second(rounds: list[dict]) -> float:
     return median(one["tokens"] / one["seconds"] for one in rounds)
 
 
-PARTS = ("decode", "reference", "reward model", "training", "whole update")
+PARTS = ("decode", "training", "whole update")
 
 
 def table(result: dict) -> str:

@@ -215,7 +215,7 @@ def reached_table(found: Reach) -> str:
             rows.append([title, str(len(values[0])) if seeds else "", *cells])
 
     line("SFT", ["sft"], "test", seeds=False)
-    for n in ("4", "16", "32", "64"):
+    for n in ("4", "16", "64"):
         by_n = records.value("sft", "best_of_n", "by_n", n)
         if by_n:
             cells = [
