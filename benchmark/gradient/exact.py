@@ -42,6 +42,8 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "study")]
 
 import rloo  # noqa: E402
 
+RECORDS = HERE / "exact.json"
+SEEDS = range(1, 6)  # tiny models, each with rewards of its own
 B, V, R = 2, 3, 2  # prompts of an update, vocabulary, tokens of a completion
 KS, KL_COEF = (2, 3), 0.3
 REWARDS = ("dense", "sparse", "large mean")
@@ -302,7 +304,7 @@ def measure_options(seeds) -> list[dict]:
     return found
 
 
-DISTANCES = (0.01, 0.1, 0.5, 1.0)
+DISTANCES = (0.01, 1.0)
 PLACES = {
     "k1 in the reward (the default)": Option(),
     "k1 per token (`--kl_level token`)": Option(kl_level="token"),
@@ -313,39 +315,25 @@ PLACES = {
 
 
 def measure_kl(seeds) -> list[dict]:
-    """The KL alone: score 0, β = 1, k = 2, so that g* = -∇KL. For policies at some distances from the reference, on the
-    way of ascent on the dense reward: the standard deviations of Σ_t k1 and Σ_t k3 as numbers, and the gradients that
-    they give. Variance and noise are relative to k1 in the reward."""
+    """The KL alone: score 0, β = 1, k = 2, so that g* = -∇KL. For policies at two distances from the reference, on the
+    way of ascent on the dense reward. Variance and noise are relative to k1 in the reward."""
     found = []
     for seed, distance in itertools.product(seeds, DISTANCES):
         reference = make_reference(seed)
         theta = move_away(reference, make_scores("dense", seed), distance)
         case = make_case(theta, reference, torch.zeros(B, N, dtype=torch.float64), 1.0)
-        probability = case.logprobs.sum(-1).exp() / B
-        numbers = {
-            "k1": ((case.logprobs - case.ref_logprobs) * MASK).sum(-1),
-            "k3": rloo.kl_penalty(case.logprobs, case.ref_logprobs, MASK),
-        }
-        row = {"seed": seed, "distance": distance}
-        for name, x in numbers.items():
-            variance = (probability * (x - (probability * x).sum()).square()).sum()
-            row[f"std of {name}"] = round(variance.sqrt().item(), 6)
         base = moments(case, 2, Option())
         places = {name: judge(case.exact, *moments(case, 2, option), base) for name, option in PLACES.items()}
-        found.append(row | {"found": places})
+        found.append({"seed": seed, "distance": distance, "found": places})
     return found
 
 
-CORRECTIONS = {"off": Option()} | {
-    f"{name}, {'token' if token else 'sequence'}": Option(
-        rollout_correction=correction, rollout_correction_cap=cap, token_ratio=token
-    )
-    for token in (False, True)
-    for name, correction, cap in (
-        ("truncate", "truncate", 2.0),
-        ("mask", "mask", 2.0),
-        ("no cap", "truncate", math.inf),
-    )
+CORRECTIONS = {
+    "off": Option(),
+    "truncate, sequence": Option(rollout_correction="truncate"),
+    "mask, sequence": Option(rollout_correction="mask"),
+    "no cap, sequence": Option(rollout_correction="truncate", rollout_correction_cap=math.inf),
+    "truncate, token": Option(rollout_correction="truncate", token_ratio=True),
 }
 SAMPLERS = {  # name -> kind and size, see `differing`
     "logits off by 0.02": ("logits", 0.02),
@@ -376,15 +364,11 @@ def differing(case: Case, kind: str, size: float, seed: int) -> tuple[Case, torc
     return make_case(case.theta + size * g / g.norm(), case.reference, case.scores, case.kl_coef), case.logprobs
 
 
-def gap_and_share(case: Case, sampler: torch.Tensor) -> tuple[float, float]:
-    """The mean |log π - log μ| of a token that μ samples, and (E w)² / E w² of its completions: what training logs as
-    val/rollout_logprob_gap and val/rollout_weight_share."""
+def gap_of(case: Case, sampler: torch.Tensor) -> float:
+    """The mean |log π - log μ| of a token that μ samples: what training logs as val/rollout_logprob_gap."""
     probability = sampler.sum(-1).exp()
     apart = (case.logprobs - sampler).masked_fill(probability[..., None] == 0, 0.0)
-    gap = (probability[..., None] * apart.abs()).sum() / (probability @ MASK.sum(-1).double()).sum()
-    w = apart.sum(-1).exp()
-    share = (probability * w).sum() ** 2 / ((probability * w * w).sum() * probability.sum())
-    return gap.item(), share.item()
+    return ((probability[..., None] * apart.abs()).sum() / (probability @ MASK.sum(-1).double()).sum()).item()
 
 
 def measure_samplers(seeds) -> list[dict]:
@@ -392,10 +376,10 @@ def measure_samplers(seeds) -> list[dict]:
     found = []
     for (said, start), (name, difference) in itertools.product(cases(seeds, REWARDS[:2]), SAMPLERS.items()):
         case, sampler = differing(start, *difference, said["seed"])
-        gap, share = gap_and_share(case, sampler)
+        gap = gap_of(case, sampler)
         for k in KS:
             base = moments(case, k, Option())  # sampled by the policy
-            row = said | {"k": k, "sampler": name, "gap": round(gap, 5), "share": round(share, 5)}
+            row = said | {"k": k, "sampler": name, "gap": round(gap, 5)}
             judged = {label: judge(case.exact, *moments(case, k, x, sampler), base) for label, x in CORRECTIONS.items()}
             found.append(row | {"found": judged})
     return found
@@ -427,10 +411,9 @@ def span(found: list[float]) -> str:
 def tables(result: dict) -> dict[str, str]:
     from study import markdown
 
-    ends = (DISTANCES[0], DISTANCES[-1])
-    kl = [["place of the KL (score 0)", *(f"bias at KL {distance:g}" for distance in ends)]]
+    kl = [["place of the KL (score 0)", *(f"bias at KL {distance:g}" for distance in DISTANCES)]]
     for name in PLACES:
-        kl.append([name, *(span(values(result["kl"], name, "bias", distance=x)) for x in ends)])
+        kl.append([name, *(span(values(result["kl"], name, "bias", distance=x)) for x in DISTANCES)])
     shown = ("off", "truncate, sequence", "mask, sequence", "truncate, token")
     samplers = [["sampler", "gap", *shown]]
     for name in SAMPLERS:
@@ -477,31 +460,23 @@ class Args:
 
     report: bool = False
     """only write the tables and the picture, from the numbers that are there"""
-    seeds: int = 5
-    """tiny models, each with rewards of its own"""
-    output: Path = HERE / "exact.json"
-    """all numbers"""
 
 
 def main(args: Args):
+    from study import insert
+
     torch.set_num_threads(1)
     if not args.report:
-        seeds = range(1, args.seeds + 1)
         parts = {"options": measure_options, "kl": measure_kl, "samplers": measure_samplers}
         lines = [
-            f'"{name}": [\n' + ",\n".join(json.dumps(row) for row in measure(seeds)) + "\n]"
+            f'"{name}": [\n' + ",\n".join(json.dumps(row) for row in measure(SEEDS)) + "\n]"
             for name, measure in parts.items()
         ]
         said = json.dumps({"command": "python benchmark/gradient/exact.py", "columns": COLUMNS})
-        args.output.write_text(said[:-1] + ",\n" + ",\n".join(lines) + "\n}\n")
-    result = json.loads(args.output.read_text())
-    if args.output == HERE / "exact.json":
-        from study import insert
-
-        insert(HERE / "README.md", tables(result))
-        draw(result)
-    else:
-        print("\n\n".join(tables(result).values()))
+        RECORDS.write_text(said[:-1] + ",\n" + ",\n".join(lines) + "\n}\n")
+    result = json.loads(RECORDS.read_text())
+    insert(HERE / "README.md", tables(result))
+    draw(result)
 
 
 if __name__ == "__main__":

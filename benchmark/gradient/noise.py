@@ -12,7 +12,7 @@ exactly one update, and all updates have equally many completions (with k = 2, 6
 
 The target g* is the long-run mean gradient of rloo with k = 16, which is unbiased. What is compared with it comes from
 other prompts: prompts stand in blocks, and only products across blocks are used, so that noise which two sides share
-does not look like agreement (a cosine can exceed 1 by its error). Standard errors: jackknife over blocks.
+does not look like agreement. Standard errors: jackknife over blocks.
 """
 
 import json
@@ -135,16 +135,14 @@ def across(x: torch.Tensor) -> torch.Tensor:
 
 
 def figures(found: dict[tuple[str, int], Products], keep: torch.Tensor) -> dict[tuple[str, int], dict[str, float]]:
-    """Of each (estimator, k), from the blocks `keep`: the cosine of its long-run mean with g*, an update's noise, and
-    that over RLOO's at the same k."""
+    """Of each (estimator, k), from the blocks `keep`: an update's noise, and that over RLOO's at the same k."""
     target = across(found["rloo", K_MAX].own[keep][:, keep])  # |g*|²
     table, noise = {}, {}
     for key, p in found.items():
         signal, along = across(p.own[keep][:, keep]), across(p.target[keep][:, keep])
         trace = p.square[keep].mean() - signal
         noise[key] = (trace / (along.square() / target)).item()
-        table[key] = {"cosine_of_mean": (along / (signal * target).sqrt()).item(), "noise": noise[key]}
-        table[key]["relative_noise"] = noise[key] / noise["rloo", key[1]]  # RLOO comes first
+        table[key] = {"noise": noise[key], "relative_noise": noise[key] / noise["rloo", key[1]]}  # RLOO comes first
     return table
 
 

@@ -96,15 +96,10 @@ def runs(study, seeds, quick: bool) -> list:
 
 
 def summary(lines: list[dict]) -> dict[str, float]:
-    """Means of a run's metrics over its updates but the first 16, in which no sampler is that old yet."""
+    """The mean gap over a run's updates but the first 16, in which no sampler is that old yet."""
     late = lines[min(16, len(lines) // 2) :]
-    names = [
-        f"val/rollout_{name}" for name in ("logprob_gap", "weight", "weight_share") if f"val/rollout_{name}" in late[0]
-    ]
-    found = {name: sum(line[name] for line in late) / len(late) for name in names}
-    if "val/rollout_weight_max" in lines[0]:
-        found["largest val/rollout_weight_max"] = max(line["val/rollout_weight_max"] for line in lines)
-    return {name: round(value, 8) for name, value in found.items()}
+    name = "val/rollout_logprob_gap"
+    return {name: round(sum(line[name] for line in late) / len(late), 8)} if name in late[0] else {}
 
 
 def table(study, records) -> str:
@@ -122,13 +117,12 @@ def table(study, records) -> str:
     labels = {name: label for name, label in labels.items() if of(name)}
     wins = {name: [100 * x for x in measure(of(name), "win")] for name in labels if name != "_".join(COLLAPSED)}
     apart = study.differences(wins, "policy")
-    head = ["sampler", "correction", "seeds", "gold win rate, %", "KL, nats", "difference, points", "gap", "largest w"]
+    head = ["sampler", "correction", "seeds", "gold win rate, %", "KL, nats", "difference, points", "gap"]
     rows = [head]
     for name, label in labels.items():
         found = of(name)
         training = [record.get("training", {}) for record in found]
         gaps = [x["val/rollout_logprob_gap"] for x in training if x]
-        largest = [x["largest val/rollout_weight_max"] for x in training if "largest val/rollout_weight_max" in x]
         rows.append(
             [
                 *label,
@@ -137,7 +131,6 @@ def table(study, records) -> str:
                 study.plus_minus(measure(found, "kl"), decimals=2),
                 study.with_interval(apart[name]) if name in apart else "",
                 f"{sum(gaps) / len(gaps):.1g}" if gaps else "",
-                f"{max(largest):.3g}" if largest else "",
             ]
         )
     return study.markdown(rows)

@@ -16,10 +16,13 @@ import math
 import random
 import re
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tldr"))  # for text_reward.py, which loads torch
 
 # ------------------------------------------------------------------------------------ tables
 # A post has one value per slot. A value is a list of surface forms: any of them states the
@@ -292,26 +295,28 @@ LABEL_NOISE = 0.1  # the share of comparisons which the labellers get wrong
 # ------------------------------------------------------------------------------------ tokenizer
 
 
-def train_tokenizer(texts):
-    """Byte-level BPE with <|endoftext|> (id 0) as eos and [PAD] (id 1) as pad."""
+def train_bpe(texts, vocabulary, special, digits=False):
+    """Byte-level BPE whose first tokens are `special`; with `digits` each digit is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if digits else byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    options = {"vocab_size": vocabulary, "special_tokens": special, "show_progress": False}
+    trainer = trainers.BpeTrainer(**options, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train_tokenizer(texts):
+    """<|endoftext|> (id 0) is eos and [PAD] (id 1) is pad."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>", "[PAD]"]
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    eos, pad = special
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=eos, eos_token=eos, unk_token=eos, pad_token=pad, model_max_length=512
-    )
+    eos, pad = special = ["<|endoftext|>", "[PAD]"]
+    names = {"bos_token": eos, "eos_token": eos, "unk_token": eos, "pad_token": pad}
+    bpe = train_bpe(texts, VOCABULARY, special)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names, model_max_length=512)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -371,12 +376,9 @@ def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_
     return model.eval()
 
 
-def train_lm(name, tokenizer, layers, total, make_rows, lr, rng):
-    """A language model of the completions given the prompts; make_rows(n) returns n rows."""
+def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=BATCH):
+    """The model, trained to say the completions given the prompts; make_rows(n) returns n rows of texts."""
     import torch
-    from transformers import GPTNeoXForCausalLM
-
-    model = GPTNeoXForCausalLM(model_config(tokenizer, layers))
 
     def make_chunk(n):
         rows = make_rows(n)
@@ -387,11 +389,11 @@ def train_lm(name, tokenizer, layers, total, make_rows, lr, rng):
     def loss_fn(batch):
         ids = pad([p + c for p, c in batch], tokenizer.pad_token_id)
         labels = pad([[-100] * len(p) + c for p, c in batch], -100)[:, 1:]
-        hidden = model.gpt_neox(ids).last_hidden_state[:, :-1]  # causal: padding on the right is not seen
+        hidden = model.base_model(ids).last_hidden_state[:, :-1]  # causal: padding on the right is not seen
         keep = labels != -100  # logits for the completions only: half of the work is saved
         return torch.nn.functional.cross_entropy(model.get_output_embeddings()(hidden[keep]), labels[keep])
 
-    return optimise(name, model, total, make_chunk, lambda x: len(x[0]) + len(x[1]), loss_fn, lr, rng)
+    return optimise(name, model, total, make_chunk, lambda x: len(x[0]) + len(x[1]), loss_fn, lr, rng, batch_size)
 
 
 def generate(model, tokenizer, prompts, temperature, max_new_tokens=48, batch_size=256):
@@ -569,22 +571,12 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
     return model
 
 
-def reward(model, tokenizer, prompts, completions, batch_size=128):
+def reward(model, tokenizer, prompts, completions):
     """Scores of prompt + completion + eos: list of floats."""
-    import torch
+    from text_reward import scores_of
 
     ends = tokenizer([c + tokenizer.eos_token for c in completions]).input_ids
-    ids = [p + c for p, c in zip(tokenizer(prompts).input_ids, ends)]
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    out = [0.0] * len(ids)
-    for i in range(0, len(order), batch_size):
-        index = order[i : i + batch_size]
-        batch = pad([ids[j] for j in index], tokenizer.pad_token_id)
-        with torch.no_grad():
-            scores = model(batch, attention_mask=(batch != tokenizer.pad_token_id).long()).logits[:, 0].tolist()
-        for j, score in zip(index, scores):
-            out[j] = score
-    return out
+    return scores_of(model, [p + c for p, c in zip(tokenizer(prompts).input_ids, ends)], size=128)
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -606,11 +598,9 @@ def evaluate(policy, reward_model, tokenizer, rows):
     """Figures on held-out rows: dict name -> number."""
     prompts, facts, figures = [r["prompt"] for r in rows], [r["facts"] for r in rows], {}
     for name, temperature in [("greedy", 0.0), ("sampled", 0.7)]:
-        out = generate(policy, tokenizer, prompts, temperature)
-        texts = [t for t, _ in out]
+        texts = [t for t, _ in generate(policy, tokenizer, prompts, temperature)]
         figures[f"sft {name} win rate"] = win_rate(rows, texts)
         figures[f"sft {name} gold score"] = mean(gold_judge(None, texts, facts=facts))
-        figures[f"sft {name} ended with eos"] = mean([e for _, e in out])
     figures["reference gold score"] = mean(gold_judge(None, [r["completion"] for r in rows], facts=facts))
 
     rows, prompts, facts = rows[:300], prompts[:300], facts[:300]
@@ -633,12 +623,6 @@ def evaluate(policy, reward_model, tokenizer, rows):
     best = max(rules, key=rules.get)
     figures["best length-only rule agreement"], figures["its words"] = rules[best], best
     figures["held-out pairs"] = len(pairs)
-    mu = mean(score)
-    figures["reward model mean"], figures["reward model std"] = mu, mean([(x - mu) ** 2 for x in score]) ** 0.5
-    for k in (1, 4, 16):
-        chosen = [max(range(i, i + k), key=score.__getitem__) for i in range(0, len(texts), n)]
-        figures[f"best of {k}: win rate"] = win_rate(rows, [texts[i] for i in chosen])
-        figures[f"best of {k}: gold score"] = mean([gold[i] for i in chosen])
     return figures
 
 
@@ -673,6 +657,7 @@ def move_into(build: Path, output: Path):
 
 def main(config: Config):
     import torch
+    from transformers import GPTNeoXForCausalLM
 
     sizes, start = (QUICK if config.quick else Sizes()), time.time()
 
@@ -708,7 +693,8 @@ def main(config: Config):
     def references(n):
         return [next(epochs) for _ in range(n)]
 
-    policy = train_lm("policy", tokenizer, 3, sizes.sft, references, 2e-3, rng)
+    policy = GPTNeoXForCausalLM(model_config(tokenizer, layers=3))
+    policy = train_lm("policy", tokenizer, policy, sizes.sft, references, 2e-3, rng)
     save(policy, "sft")
     some = splits["validation"][:200]
     texts = [[t for t, _ in generate(policy, tokenizer, [r["prompt"] for r in some], t)] for t in (0.7, 0.0)]
@@ -718,7 +704,8 @@ def main(config: Config):
     def complete(n):
         return [complete_row(row, rng) for row in fresh(n)]
 
-    reader = train_lm("reader", tokenizer, 4, sizes.reader, complete, 2e-3, rng)
+    reader = GPTNeoXForCausalLM(model_config(tokenizer, layers=4))
+    reader = train_lm("reader", tokenizer, reader, sizes.reader, complete, 2e-3, rng)
     log("reader trained on complete summaries")
     rows = fresh(sizes.pool)
     drawn = [generate(policy, tokenizer, [row["prompt"] for row in rows], t) for t in (0.7, 1.0)]

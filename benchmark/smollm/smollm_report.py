@@ -6,7 +6,11 @@ three or more.
 
 import json
 import math
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "study"))
+from study import insert, markdown  # noqa: E402
 
 LABELS = {
     "base": "before training",
@@ -45,11 +49,6 @@ def cell(records: list[dict], *keys, factor: float = 1, decimals: int = 2) -> st
         return f"{mean:.{decimals}f}"
     error = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
     return f"{mean:.{decimals}f} ± {error:.{decimals}f}"
-
-
-def markdown(rows: list[list[str]]) -> str:
-    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
 def seeds(records: list[dict]) -> str:
@@ -177,10 +176,5 @@ def write(records: Path, page: Path | None):
     if page is None:
         print("\n\n".join(made.values()))
         return
-    text = page.read_text(encoding="utf-8")
-    for name, table in made.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
-    page.write_text(text, encoding="utf-8")
+    insert(page, made)
     draw(found, page.with_name("smollm.png"))

@@ -2,7 +2,6 @@
 
     python benchmark/speed/gpu_memory.py                                # prints the table of README.md
     python benchmark/speed/gpu_memory.py --config MODEL --k 8 --R 400   # a run of yours; MODEL: a folder or Hub id
-    python benchmark/speed/gpu_memory.py --layers 24 --width 896 --feed_forward 4864 --key_width 128 --vocabulary 151936
 
 gpu_memory_test.py counts what the formula for activations says, for small models on the CPU.
 """
@@ -58,70 +57,19 @@ class Run:
     lora_rank: int = 0  # 0: all weights are trained, and the reference is another model
 
 
+QWEN_05B = Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936)
+QWEN_3B = Model("Qwen2.5", 3086e6, 36, 2048, 11_008, 256, 151_936)
+QWEN_7B = Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064)
+PYTHIA_410M = Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304, 354e6)
+PYTHIA_1B = Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304, 909e6)
+LORA_32 = {"checkpointing": True, "lora_rank": 32}
 RUNS = [
-    Run(
-        "Qwen2.5-0.5B, 24 GB",
-        Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936),
-        k=8,
-        micro_batch=8,
-        P=256,
-        R=400,
-        learning_rate="1e-6",
-        chunk=256,
-    ),
-    Run(
-        "pythia-410m, 24 GB",
-        Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304, 354e6),
-        k=4,
-        micro_batch=32,
-        P=512,
-        R=53,
-        learning_rate="3e-6",
-    ),
-    Run(
-        "pythia-1b, 80 GB",
-        Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304, 909e6),
-        k=4,
-        micro_batch=64,
-        P=512,
-        R=53,
-        learning_rate="3e-6",
-        chunk=256,
-    ),
-    Run(
-        "Qwen2.5-7B, 4 × 80 GB",
-        Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064),
-        k=8,
-        micro_batch=16,
-        P=256,
-        R=512,
-        learning_rate="1e-6",
-        gpus=4,
-        checkpointing=True,
-    ),
-    Run(
-        "Qwen2.5-3B, 24 GB, LoRA of rank 32",
-        Model("Qwen2.5", 3086e6, 36, 2048, 11_008, 256, 151_936),
-        k=8,
-        micro_batch=8,
-        P=256,
-        R=512,
-        learning_rate="1e-5",
-        chunk=32,
-        checkpointing=True,
-        lora_rank=32,
-    ),
-    Run(
-        "Qwen2.5-7B, 80 GB, LoRA of rank 32",
-        Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064),
-        k=8,
-        micro_batch=16,
-        P=256,
-        R=512,
-        learning_rate="1e-5",
-        checkpointing=True,
-        lora_rank=32,
-    ),
+    Run("Qwen2.5-0.5B, 24 GB", QWEN_05B, 8, 8, 256, 400, "1e-6", chunk=256),
+    Run("pythia-410m, 24 GB", PYTHIA_410M, 4, 32, 512, 53, "3e-6"),
+    Run("pythia-1b, 80 GB", PYTHIA_1B, 4, 64, 512, 53, "3e-6", chunk=256),
+    Run("Qwen2.5-7B, 4 × 80 GB", QWEN_7B, 8, 16, 256, 512, "1e-6", gpus=4, checkpointing=True),
+    Run("Qwen2.5-3B, 24 GB, LoRA of rank 32", QWEN_3B, 8, 8, 256, 512, "1e-5", chunk=32, **LORA_32),
+    Run("Qwen2.5-7B, 80 GB, LoRA of rank 32", QWEN_7B, 8, 16, 256, 512, "1e-5", **LORA_32),
 ]
 
 
@@ -196,23 +144,11 @@ def table(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def linear_parameters(args: "Args") -> float:
-    """Parameters of a model of these sizes: embedding (tied, as in small models) and layers, with gated MLPs."""
-    layer = 2 * args.width**2 + 2 * args.width * args.key_width + 3 * args.width * args.feed_forward
-    return args.vocabulary * args.width + args.layers * layer
-
-
-def model_of(args: "Args") -> Model:
-    """Sizes from the command line, or from the configuration of a model, whose weights are not loaded."""
-    if args.config is None:
-        count = args.parameters or linear_parameters(args)
-        sizes = (args.layers, args.width, args.feed_forward, args.key_width, args.vocabulary)
-        return Model("Qwen2.5", count, *sizes, args.reward_parameters)
-    config = transformers.AutoConfig.from_pretrained(args.config).get_text_config()
+def model_of(path: str, reward_parameters: float) -> Model:
+    """Sizes from the configuration of a model, whose weights are not loaded."""
+    config = transformers.AutoConfig.from_pretrained(path).get_text_config()
     if config.model_type not in (*GATED, "gpt_neox"):
-        sys.exit(
-            f"{args.config}: no formula for layers of type {config.model_type}; give sizes to compute as for Qwen2.5"
-        )
+        sys.exit(f"{path}: no formula for layers of type {config.model_type}")
     with torch.device("meta"):
         count = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
     heads = config.num_attention_heads
@@ -225,7 +161,7 @@ def model_of(args: "Args") -> Model:
         config.intermediate_size,
         (getattr(config, "num_key_value_heads", None) or heads) * head_width,
         config.vocab_size,
-        args.reward_parameters,
+        reward_parameters,
     )
 
 
@@ -240,12 +176,6 @@ class Args:
     """Memory that a run needs on each GPU."""
 
     config: str | None = None  # folder or Hub id of the policy; only its configuration is read
-    layers: int | None = None  # sizes instead, of a model whose layers are like Qwen2.5's
-    width: int = 896
-    feed_forward: int = 4864
-    key_width: int = 128  # of all key heads of a layer together
-    vocabulary: int = 151_936
-    parameters: float | None = None  # None: counted from the sizes
     reward_parameters: float = 0.0  # of a reward model
     k: int = 4  # --rloo_k
     m: int = 32  # --per_device_train_batch_size
@@ -258,11 +188,11 @@ class Args:
 
 
 def main(args: Args):
-    if args.config is None and args.layers is None:
+    if args.config is None:
         print(table(RUNS))
         return
     sizes = (args.k, args.m, args.P, args.R, "", args.chunk, args.gpus, args.gradient_checkpointing, args.lora_rank)
-    run = Run(args.config or "these sizes", model_of(args), *sizes)
+    run = Run(args.config, model_of(args.config, args.reward_parameters), *sizes)
     print(table([run]))
     cards = ", ".join(f"{size} GB" for size in fitting(run))
     print(f"\nGiB for each of {run.gpus} GPUs. With a tenth left free it fits: {cards or 'none of ' + str(CARDS)}")

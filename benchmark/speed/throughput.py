@@ -1,4 +1,4 @@
-"""Speed and memory of rloo.py's group rows against plain rows, `generate` of transformers, vLLM, TRL and the machine.
+"""Speed and memory of rloo.py's group rows against plain rows, `generate` of transformers, vLLM and TRL.
 
     python benchmark/speed/throughput.py                       # decoding, phases, updates: pythia-70m, TL;DR's lengths
     python benchmark/speed/throughput.py --vllm ../vllm-env/bin/python              # and vLLM: see README.md
@@ -15,16 +15,15 @@ where tokens are sampled, since every engine draws its own.
 decode   k completions of each prompt, by weights in --dtype: by the group engine, by `generate` with the dynamic and
          with the static cache (compiled on CUDA), and by vLLM, to which the weights are sent before each round; the
          sending is not timed. With --vllm all of this runs in vLLM's environment.
-phases   reference log-probs and reward model without gradient, policy forward + backward: group and plain layout
+phases   policy forward + backward: group and plain layout
 updates  rloo.py in group layout and engine, in plain layout and hf engine, in group layout with vLLM as its engine (to
          which the new weights are sent in each update), and TRL's RLOOTrainer, each in a process of its own, without
          loading and first update
 
 Peak memory of phases is that of the tensors that the first call, the warm-up, adds, counted by torch; of updates all
-that the process holds (on CUDA: all tensors). vLLM's is not counted. The shares of the machine's rates compare the work
-that no implementation can avoid (limits.py) with what the machine can do, measured before and after each part.
+that the process holds (on CUDA: all tensors). vLLM's is not counted.
 
-TRL has the same models, prompts, k, R, temperature, β, one epoch, one mini-batch, micro-batch, threads; sdpa; float32,
+TRL has the same models, prompts, k, R, temperature, β, one epoch, one mini-batch, threads; sdpa; float32,
 or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default); no logging,
 saving or evaluation; no vLLM. v1 generates and scores a whole update at once, with the dynamic cache, both its
 defaults. v0 has its reference and reward model in --dtype.
@@ -38,6 +37,7 @@ import platform
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,6 @@ from unittest import mock
 
 import torch
 import transformers
-from limits import clock, machine_rates, model_sizes, work
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).resolve().parent
@@ -61,8 +60,6 @@ NEVER = 10**9  # a stop id that no token has
 GPT_NEOX = {  # vocabulary, layers, width, heads, width of the MLP
     "tiny": (1024, 2, 128, 4, 256),
     "pythia-70m": (50304, 6, 512, 8, 2048),
-    "pythia-410m": (50304, 24, 1024, 16, 4096),
-    "pythia-1b": (50304, 16, 2048, 8, 8192),
 }
 LLAMA = {  # the same, and key heads; an MLP that makes a layer as large as that of the GPT-NeoX of that width above
     "tiny-llama": (1024, 2, 128, 4, 224, 2),
@@ -114,8 +111,6 @@ class Args(Workload):
 
     stop_share: float = 0.0
     """share of the vocabulary that ends a completion, its probability at each step; 0: all have R tokens"""
-    micro_batch: int = 0
-    """completions per forward and backward pass; 0: all of an update"""
     rounds: int = 3
     """rounds of updates, each of which starts a process per trainer"""
     updates: int = 3
@@ -146,23 +141,10 @@ def settle(args):
     """Fills in the defaults that depend on the machine and refuses what cannot run."""
     args.device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     args.threads = args.threads or torch.get_num_threads()
-    total, k = args.prompts * args.rloo_k, args.rloo_k
-    if min(args.threads, args.repetitions, args.prompts, args.min_prompt) < 1:
-        fail("--threads, --repetitions, --prompts and --min_prompt must be at least 1")
-    if min(k, args.response_length) < 2:
-        fail("--rloo_k and --response_length must be at least 2")
     if args.min_prompt > args.max_prompt or args.max_prompt + args.response_length > 2048:
         fail("--min_prompt to --max_prompt, with --response_length: must be a range within 2,048 positions")
-    if not args.output.endswith(".json"):
-        fail(f"--output {args.output}: must end in .json")
-    if isinstance(args, Args):
-        args.micro_batch = args.micro_batch or total
-        if args.micro_batch % k or total % args.micro_batch:
-            fail(f"--micro_batch {args.micro_batch}: must be a multiple of --rloo_k {k} that divides {total}")
-        if not 0 <= args.stop_share < 1 or (args.stop_share and args.trl):
-            fail(f"--stop_share {args.stop_share}: must be at least 0 and below 1, and not with --trl")
-        if {"decode", "phases", "updates"} <= set(args.skip):
-            fail("--skip: nothing is left to measure")
+    if isinstance(args, Args) and args.stop_share and args.trl:
+        fail("--stop_share: not with --trl, whose completions all have R tokens here")
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler counts in silence
 
@@ -189,8 +171,8 @@ def shape_config(args: Workload):
     return transformers.GPTNeoXConfig(**common, use_parallel_residual=True, rope_parameters=rope)
 
 
-def write_inputs(args: Workload, folder: Path) -> dict[str, int]:
-    """Writes policy/, reward/ and data/, for transformers 4.53 as well. Returns the policy's sizes."""
+def write_inputs(args: Workload, folder: Path):
+    """Writes policy/, reward/ and data/, for transformers 4.53 as well."""
     torch.manual_seed(args.seed)
     config = shape_config(args)
     eos, pad = config.vocab_size - 2, config.vocab_size - 1
@@ -215,7 +197,6 @@ def write_inputs(args: Workload, folder: Path) -> dict[str, int]:
     rows = [{"prompt": "".join(f"w{i} " for i in row["prompt_ids"])} for row in prompt_rows(args)]
     for split in ("train", "test"):  # without a test split rloo.py would hold out training rows
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return model_sizes(policy)
 
 
 def prompt_rows(args: Workload) -> list[dict]:
@@ -242,6 +223,13 @@ def random_batch(args: Workload, stops: list[int]):
 
 
 # ---- Timing ----------------------------------------------------------------------------------------------------------
+
+
+def clock(device: str) -> float:
+    """Seconds, read once everything that was started on the device is done."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def set_up(args: Workload):
@@ -289,20 +277,19 @@ def in_layout(layout: str, model):
     return model
 
 
-def train(policy, batch, dtype: str, micro_batch: int, layout: str):
+def train(policy, batch, dtype: str, layout: str):
     """Forward and backward of the completions' mean log-prob, as in an update of rloo.py."""
     import rloo
 
-    for part in batch.chunks(micro_batch):
-        with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = rloo.completion_logprobs(in_layout(layout, policy), part, TEMPERATURE, layout)[0].mean()
-        loss.backward()
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        loss = rloo.completion_logprobs(in_layout(layout, policy), batch, TEMPERATURE, layout)[0].mean()
+    loss.backward()
     policy.zero_grad()
 
 
-def lengths_of(batch) -> tuple[list[int], list[list[int]]]:
-    """Numbers of real tokens of a Batch's prompts (B,) and completions (k, B)."""
-    return batch.prompt_mask.sum(-1).tolist(), batch.response_mask.sum(-1).tolist()
+def counted(batch) -> dict[str, int]:
+    """Real tokens of a Batch's completions."""
+    return {"tokens": int(batch.response_mask.sum())}
 
 
 def load(folder: str, auto_class, args: Workload, dtype: str):
@@ -310,22 +297,18 @@ def load(folder: str, auto_class, args: Workload, dtype: str):
     return auto_class.from_pretrained(folder, **options).to(args.device).eval()
 
 
-def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -> dict:
+def decode_job(folder: str, args: dict, vllm_name: str, out: str) -> dict:
     """The lanes of decode."""
     import rloo
 
     args = Args(**args)
     set_up(args)
-    k, size, stops = args.rloo_k, args.micro_batch, stop_ids(args) or [NEVER]
+    k, stops = args.rloo_k, stop_ids(args) or [NEVER]
     model, rows = load(f"{folder}/policy", AutoModelForCausalLM, args, args.dtype), prompt_rows(args)
-    prompts = [len(row["prompt_ids"]) for row in rows]
-
-    def counted(lengths: list[list[int]]) -> dict:
-        return work("decode", sizes, args.dtype, prompts, lengths)
 
     def group_engine(length: int) -> dict:
-        batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, stops, "group", size)
-        return counted(lengths_of(batch)[1])
+        batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, stops, "group", args.prompts * k)
+        return counted(batch)
 
     def generate(length: int, cache: str | None) -> dict:
         in_layout("plain", model)
@@ -335,7 +318,7 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
         ids, mask = (x.to(args.device).repeat(k, 1) for x in (ids, mask.long()))
         out = model.generate(input_ids=ids, attention_mask=mask, **options)
         batch = rloo.make_batch(rows, out[:, ids.shape[1] :].unflatten(0, (k, len(rows))), stops)
-        return counted(lengths_of(batch)[1])
+        return counted(batch)
 
     versions = itertools.count()
 
@@ -347,7 +330,7 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
         rloo.rollout(model, [{"prompt_ids": [0]}], k, TEMPERATURE, 1, **fixed)  # new weights: drops cached prompts
         begin = clock(args.device)
         batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, **fixed)
-        return {"seconds": clock(args.device) - begin} | counted(lengths_of(batch)[1])
+        return {"seconds": clock(args.device) - begin} | counted(batch)
 
     engines: dict[str, Callable] = {"group engine": group_engine}
     if "generate" not in args.skip:
@@ -359,34 +342,17 @@ def decode_job(folder: str, args: dict, sizes: dict, vllm_name: str, out: str) -
     return {"decode": timed(lanes, args.repetitions, args.device, memory=False)}
 
 
-def phases_job(folder: str, args: dict, sizes: dict, out: str) -> dict:
-    """The lanes of phases."""
-    import rloo
-
+def phases_job(folder: str, args: dict, out: str) -> dict:
+    """The lanes of training."""
     args = Args(**args)
     set_up(args)
     batch = random_batch(args, stop_ids(args) or [NEVER])
     policy = load(f"{folder}/policy", AutoModelForCausalLM, args, "float32")
-    reference = load(f"{folder}/policy", AutoModelForCausalLM, args, args.dtype)
-    reward = load(f"{folder}/reward", AutoModelForSequenceClassification, args, args.dtype)
-
-    @torch.no_grad()
-    def read(function: Callable, model, options: list, layout: str):
-        for part in batch.chunks(args.micro_batch):
-            function(in_layout(layout, model), part, *options, layout)
-
-    phases = {
-        "reference": partial(read, rloo.completion_logprobs, reference, [TEMPERATURE]),
-        "reward model": partial(read, rloo.model_scores, reward, []),
-        "training": partial(train, policy, batch, args.dtype, args.micro_batch),
-    }
-    found = {}
-    for name, phase in phases.items():
-        lanes = {f"{layout} rows": partial(phase, layout) for layout in LAYOUTS}
-        found[name] = timed(lanes, args.repetitions, args.device)
-        for one in itertools.chain(*found[name].values()):
-            one |= work(name, sizes, args.dtype, *lengths_of(batch))
-    return found
+    lanes = {f"{layout} rows": partial(train, policy, batch, args.dtype, layout) for layout in LAYOUTS}
+    found = timed(lanes, args.repetitions, args.device)
+    for one in itertools.chain(*found.values()):
+        one |= counted(batch)
+    return {"training": found}
 
 
 # ---- Whole updates ---------------------------------------------------------------------------------------------------
@@ -395,7 +361,6 @@ def phases_job(folder: str, args: dict, sizes: dict, out: str) -> dict:
 def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
     """Flags of rloo.py to train on the inputs in `folder`, with a batch of all prompts."""
     total = args.prompts * args.rloo_k
-    micro = getattr(args, "micro_batch", total)
     return {
         "sft_model_path": f"{folder}/policy",
         "reward_model_path": f"{folder}/reward",
@@ -406,9 +371,9 @@ def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
         "temperature": TEMPERATURE,
         "kl_coef": KL_COEF,
         "learning_rate": LEARNING_RATE,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": total // micro,
-        "local_rollout_forward_batch_size": micro,
+        "per_device_train_batch_size": total,
+        "gradient_accumulation_steps": 1,
+        "local_rollout_forward_batch_size": total,
         "total_episodes": updates * total,
         "num_eval_prompts": 0,
         "num_sample_generations": 0,
@@ -420,14 +385,14 @@ def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
 
 
 def rloo_job(flags: dict, stops: list[int], out: str) -> dict:
-    """Median seconds of an update of rloo.py with these stop tokens, peak GiB, and the lengths of the last update."""
+    """Median seconds of an update of rloo.py with these stop tokens, peak GiB, and the tokens of the last update."""
     import rloo
 
-    lengths, rollout = [], rloo.rollout
+    found, rollout = {}, rloo.rollout
 
     def noted(*args, **options):
         batch, logprobs = rollout(*args, **options)
-        lengths.append(lengths_of(batch))
+        found.update(counted(batch))
         return batch, logprobs
 
     with mock.patch.object(rloo, "rollout", noted), mock.patch.object(rloo, "stop_token_ids", lambda *_: stops):
@@ -435,7 +400,7 @@ def rloo_job(flags: dict, stops: list[int], out: str) -> dict:
     lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
     ends = [line["episode"] / line["eps"] for line in lines]  # seconds since the first update began
     seconds = [b - a for a, b in itertools.pairwise(ends)]
-    return {"seconds": median(seconds), "peak_gb": lines[-1]["memory/peak_gb"], "lengths": lengths[-1]}
+    return {"seconds": median(seconds), "peak_gb": lines[-1]["memory/peak_gb"]} | found
 
 
 def trl_job(folder: str, flags: dict, out: str) -> dict:
@@ -450,16 +415,15 @@ def trl_job(folder: str, flags: dict, out: str) -> dict:
     prompts = [json.loads(line)["prompt"] for line in Path(folder, "data", "train.jsonl").read_text().splitlines()]
     theirs = {"optim": "adamw_torch_fused", "logging_strategy": "no"}
     rloo_trainer(flags, folder, out, prompts, Marks(), **theirs).train()
-    size = flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"]
-    assert len(marks) == flags["total_episodes"] // size, f"{len(marks)} updates"
+    assert len(marks) == flags["total_episodes"] // flags["per_device_train_batch_size"], f"{len(marks)} updates"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     peak = peak if on_cpu else torch.cuda.max_memory_allocated() / 2**30
     return {"seconds": median(b - a for a, b in itertools.pairwise(marks)), "peak_gb": peak}
 
 
-def measure_updates(folder: Path, args: Args, sizes: dict, trl_names: dict[str, str], vllm_name: str) -> dict:
-    """For each trainer and round: median seconds of an update, peak GiB, and the work of an update."""
-    full = [len(row["prompt_ids"]) for row in prompt_rows(args)], [[args.response_length] * args.prompts] * args.rloo_k
+def measure_updates(folder: Path, args: Args, trl_names: dict[str, str], vllm_name: str) -> dict:
+    """For each trainer and round: median seconds of an update, peak GiB, and the tokens of an update."""
+    full = {"tokens": args.prompts * args.rloo_k * args.response_length}
     flags = rloo_flags(folder, args, args.updates + 1)
     stops = stop_ids(args)
     lanes = {f"rloo.py, {layout} rows": (sys.executable, {"layout": layout}) for layout in LAYOUTS}
@@ -477,7 +441,7 @@ def measure_updates(folder: Path, args: Args, sizes: dict, trl_names: dict[str, 
             # vLLM would refuse an id that no token has, and needs none
             never = [] if more.get("rollout_engine") else [NEVER]
             one = run_job(python, __file__, out, "rloo", flags=flags | more, stops=stops or never)
-        found[name].append(one | work("whole update", sizes, args.dtype, *one.pop("lengths", full)))
+        found[name].append(full | one)
     return {"whole update": found}
 
 
@@ -495,22 +459,18 @@ def compare(args: Args) -> dict:
     """Decoding, phases and whole updates."""
     trl_names = {} if "updates" in args.skip else trl_versions(args.trl)
     vllm_name = vllm_version(args.vllm) if args.vllm else ""
-    found, rates = {}, []
+    found = {}
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         folder = Path(temporary)
-        sizes = write_inputs(args, folder)
-        given = {"folder": folder, "args": dataclasses.asdict(args), "sizes": sizes}
-        rates.append(machine_rates(args.device, args.dtype))
+        write_inputs(args, folder)
+        given = {"folder": folder, "args": dataclasses.asdict(args)}
         for part, python, more in (("decode", args.vllm, {"vllm_name": vllm_name}), ("phases", None, {})):
             if part not in args.skip:
                 print(part, flush=True)
                 found |= run_job(python or sys.executable, __file__, folder / part, part, **given, **more)
-                rates.append(machine_rates(args.device, args.dtype))
         if "updates" not in args.skip:
-            found |= measure_updates(folder, args, sizes, trl_names, vllm_name)
-            rates.append(machine_rates(args.device, args.dtype))
-    machine = {name: max(one[name] for one in rates) for name in rates[0]}
-    return {"args": dataclasses.asdict(args), "machine": describe(args), "rates": machine, "found": found}
+            found |= measure_updates(folder, args, trl_names, vllm_name)
+    return {"args": dataclasses.asdict(args), "machine": describe(args), "found": found}
 
 
 # ---- length -------------------------------------------------------------------------------------------------------
@@ -526,7 +486,7 @@ def length_job(args: dict, response_lengths: list[int], out: str) -> dict:
     found = {}
     for R in (min(response_lengths), *response_lengths):  # once more at first: libraries set themselves up
         batch = random_batch(dataclasses.replace(args, response_length=R), [NEVER])
-        lanes = {layout: partial(train, policy, batch, args.dtype, args.rloo_k, layout) for layout in LAYOUTS}
+        lanes = {layout: partial(train, policy, batch, args.dtype, layout) for layout in LAYOUTS}
         found[R] = timed(lanes, args.repetitions, args.device)
     return found
 
@@ -570,30 +530,24 @@ def tokens_per_second(rounds: list[dict]) -> float:
     return median(one["tokens"] / one["seconds"] for one in rounds)
 
 
-PARTS = ("decode", "reference", "reward model", "training", "whole update")
+PARTS = ("decode", "training", "whole update")
 
 
 def table(result: dict) -> str:
     from study import markdown
 
-    rows = [["", "ms", "tokens per second", "peak, GiB", "times the first", "of FLOP/s", "of GB/s"]]
+    rows = [["", "ms", "peak, GiB", "times the first"]]
     for part in (part for part in PARTS if part in result["found"]):
         lanes = result["found"][part]
         for name, rounds in lanes.items():
             peaks = [one["peak_gb"] for one in rounds if one.get("peak_gb")]
-            shares = ["", ""]
-            for place, (done, rate) in enumerate((("flop", "flop_per_s"), ("bytes", "bytes_per_s"))):
-                if done in rounds[0]:
-                    per_second = median(one[done] / one["seconds"] for one in rounds)
-                    shares[place] = f"{per_second / result['rates'][rate]:.0%}"
             cells = [
                 f"{part}: {name}",
                 f"{1e3 * median(one['seconds'] for one in rounds):,.0f}",
-                f"{tokens_per_second(rounds):,.0f}",
                 f"{max(peaks):.2f}" if peaks else "",
                 f"{median(ratios(lanes)[name]):.2f}",
             ]
-            rows.append([*cells, *shares])
+            rows.append(cells)
     return markdown(rows)
 
 

@@ -1,5 +1,5 @@
-"""Tests of throughput.py and limits.py: the commands run on a tiny model; work is counted right; the page has the
-tables of the records; mistakes are one line."""
+"""Tests of throughput.py: the commands run on a tiny model; the page has the tables of the records; mistakes are one
+line."""
 
 import importlib.util
 import json
@@ -9,12 +9,9 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
-import limits
 import pytest
 import throughput
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).resolve().parent
 SIZES = ["--prompts", 2, "--min_prompt", 4, "--max_prompt", 8, "--rloo_k", 2, "--response_length", 6, "--threads", 1]
@@ -22,8 +19,8 @@ SIZES = ["--prompts", 2, "--min_prompt", 4, "--max_prompt", 8, "--rloo_k", 2, "-
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Only trainers are started, since each process takes seconds, and a machine is not measured again and again. What
-    is left of the threads and the environment is undone."""
+    """Only trainers are started, since each process takes seconds. What is left of the threads and the environment is
+    undone."""
     threads, start = torch.get_num_threads(), throughput.run_job
 
     def run_job(python, file, out, name, **arguments):
@@ -33,7 +30,6 @@ def in_this_process(monkeypatch):
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(throughput, "run_job", run_job)
-    monkeypatch.setattr(throughput, "machine_rates", lambda *_: {"flop_per_s": 1e9, "bytes_per_s": 1e9})
     yield
     torch.set_num_threads(threads)
 
@@ -51,9 +47,9 @@ def test_decoding_phases_and_updates_of_a_tiny_model(tmp_path, in_this_process, 
     assert list(first["found"]) == list(throughput.PARTS) and list(second["found"]) == ["decode"]
     for part, lanes in first["found"].items():
         assert {len(rounds) for rounds in lanes.values()} == {1 if part == "whole update" else 2}
-        assert all(one["flop"] > 0 and one["seconds"] > 0 for rounds in lanes.values() for one in rounds)
+        assert all(one["seconds"] > 0 for rounds in lanes.values() for one in rounds)
     sampled = [one for rounds in first["found"]["decode"].values() for one in rounds]
-    assert all(4 <= one["tokens"] <= 4 * one["steps"] <= 24 for one in sampled)
+    assert all(4 <= one["tokens"] <= 24 for one in sampled)
     assert len({one["tokens"] for one in sampled}) > 1
     assert all(one["tokens"] == 24 for (one,) in second["found"]["decode"].values())
     group, plain = first["found"]["whole update"].values()
@@ -84,11 +80,10 @@ def test_the_page_has_the_tables_of_the_records():
     whole = first["found"]["whole update"]
     names = ["rloo.py, plain rows", *(name for name in whole if "TRL" in name)]
     peaks = {name: max(one["peak_gb"] or 0 for one in rounds) for name, rounds in whole.items()}
-    times = [1 / throughput.median(throughput.ratios(whole)[name]) for name in names]
-    memory = [peaks["rloo.py, group rows"] / peaks[name] for name in names]
-    assert f"takes {times[0]:.2f} of the time of plain rows" in said
-    assert "{:.2f} of TRL 0.19.1's and {:.2f} of TRL 1.16.0's".format(*times[1:]) in said
-    assert "needs {:.2f}, {:.2f} and {:.2f} of their memory".format(*memory) in said
+    times = [throughput.median(throughput.ratios(whole)[name]) for name in names]
+    memory = [peaks[name] / peaks["rloo.py, group rows"] for name in names]
+    assert "takes {:.2f} times as long, by TRL 0.19.1 {:.2f} and by TRL 1.16.0 {:.2f} times".format(*times) in said
+    assert "needs {:.1f}, {:.1f} and {:.1f} times the memory".format(*memory) in said
     worst = [
         1 / throughput.median(throughput.ratios(lengths["512"])["plain"])
         for part, lengths in json.loads((HERE / "length.json").read_text())["found"].items()
@@ -100,14 +95,9 @@ def test_the_page_has_the_tables_of_the_records():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--prompts", "0"], "--prompts and --min_prompt must be at least 1"),
-        (["--rloo_k", "0"], "--rloo_k and --response_length must be at least 2"),
         (["--max_prompt", "2040"], "must be a range within 2,048 positions"),
-        (["--rloo_k", "4", "--micro_batch", "6"], "--micro_batch 6: must be a multiple"),
-        (["--skip", "decode", "--skip", "phases", "--skip", "updates"], "nothing is left to measure"),
-        (["--stop_share", "0.01", "--trl", "python"], "--stop_share 0.01: must be"),
+        (["--stop_share", "0.01", "--trl", "python"], "--stop_share: not with --trl"),
         (["--vllm", "no/such/python"], "no/such/python: cannot be run"),
-        (["length", "--output", "x.txt"], "must end in .json"),
     ],
 )
 def test_mistakes_are_one_line(words, message, monkeypatch):
@@ -115,59 +105,6 @@ def test_mistakes_are_one_line(words, message, monkeypatch):
     with pytest.raises(SystemExit) as end:
         throughput.command_line(words)
     assert message in str(end.value) and "\n" not in str(end.value)
-
-
-# ---- Work ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_machine_is_measured():
-    found = limits.machine_rates("cpu", "float32")
-    assert list(found) == ["flop_per_s", "bytes_per_s"] and min(found.values()) > 0
-
-
-@pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
-def test_flops_of_one_completion_are_those_that_torch_counts(shape):
-    """Except that eager attention multiplies all pairs of tokens, and for the products of rotary embeddings."""
-    config = throughput.shape_config(throughput.Workload(shape=shape))
-    config.num_labels, config.pad_token_id = 1, 0
-    options = {"attn_implementation": "eager"}
-    policy = AutoModelForCausalLM.from_config(config, **options)
-    reward = AutoModelForSequenceClassification.from_config(config, **options)
-    sizes, n, length = limits.model_sizes(policy), 5, 4
-    needed = limits.needed_flops(sizes, [n], [[length]])
-
-    def counted(function, tokens: int, passes: int) -> int:
-        with FlopCounterMode(display=False) as counter:
-            function(torch.randint(config.vocab_size, (1, tokens)))
-        by_module = counter.get_flop_counts()
-        rotary = sum(sum(flops.values()) for name, flops in by_module.items() if name.endswith("rotary_emb"))
-        masked = tokens**2 - tokens * (tokens + 1) // 2
-        return counter.get_total_flops() - rotary - passes * 4 * sizes["queries"] * masked
-
-    def logits(ids):
-        return policy.get_output_embeddings()(policy.base_model(ids)[0][:, n - 1 :])
-
-    read = n + length - 1
-    assert counted(logits, read, passes=1) == needed["decode"] == needed["reference"]
-    assert counted(lambda ids: logits(ids).sum().backward(), read, passes=3) == needed["training"]
-    assert counted(lambda ids: reward.score(reward.base_model(ids)[0][:, -1]), read + 1, 1) == needed["reward model"]
-    assert needed["whole update"] == 5 * needed["decode"] + needed["reward model"]
-
-
-def test_work_of_a_group_by_hand():
-    sizes = {"body": 1000, "head": 100, "hidden": 10, "queries": 1, "cached": 8}
-
-    def flops(prompts, responses):
-        return limits.needed_flops(sizes, prompts, responses)["decode"]
-
-    # Read: 7 + 3 + 2 tokens; head: 1 + 3 + 2; seen: 1 … 7 by the prompt, 8 … 10 and 8 … 9 by the completions.
-    group = flops([7], [[4], [3]])
-    assert group == 2 * 1000 * 12 + 2 * 100 * 6 + 4 * (28 + 27 + 17)
-    assert flops([7, 5], [[4, 2], [3, 6]]) == group + flops([5], [[2], [6]])
-    # 4 steps read the weights. Prompt of 7: read in 3 steps, completion of 4: 0 + 1 + 2 tokens, of 3: 0 + 1.
-    # Prompt of 5: read in 1 step, completion of 2 sees no token from earlier steps, completion of 1 takes no step.
-    cached = 3 * 7 + (0 + 1 + 2) + (0 + 1) + 1 * 5
-    assert limits.needed_bytes(sizes, 4, [7, 5], [[4, 2], [3, 1]]) == 4 * (4 * 1100 + 8 * cached)
 
 
 # ---- Other programs, where they are installed ------------------------------------------------------------------------

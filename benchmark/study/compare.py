@@ -139,8 +139,8 @@ class Trial:
 
 def planned(first: Trial, number: int, win: Callable[[Trial], float | None]) -> list[Trial]:
     """The trials of a row as far as they are known; `win` of a trial is None while it has not been made."""
-    trials = [replace(first, lr=first.lr * factor) for factor in (1, 0.5, 2)]
-    if number == 3 or None in [win(trial) for trial in trials]:
+    trials = [replace(first, lr=first.lr * factor) for factor in (1, 0.5, 2)][:number]
+    if number <= 3 or None in [win(trial) for trial in trials]:
         return trials
     best, second, _ = [trial.lr for trial in sorted(trials, key=win, reverse=True)]
     if best == min(trial.lr for trial in trials):
@@ -169,7 +169,7 @@ class Comparison(study.Study):
         self.rows = {row.name: row for row in rows}
         self.base = BASES[kind]
         self.pythons = {"": ""} | (pythons or {})
-        self.trials_each = 3 if quick or kind == "options" else 6
+        self.trials_each = 1 if quick else 3 if kind == "options" else 6
         self.episodes = 128 if quick else 6_400
         self.validation_posts = 50 if quick else 2_000
         self.test_posts = 100 if quick else {"options": 2_000, "peers": 5_000}[kind]
@@ -177,9 +177,7 @@ class Comparison(study.Study):
 
     # Choosing.
     def win(self, trial: Trial) -> float | None:
-        """What a trial is chosen by; 0 if it diverged, None if it has not been made."""
-        if self.records.value(f"{trial.name}__1", "diverged"):
-            return 0.0
+        """What a trial is chosen by; None if it has not been made."""
         return self.records.value(f"{trial.name}__1", "validation", "sampled", "win", "mean")
 
     def trials(self, row: Row) -> list[Trial]:

@@ -1,18 +1,12 @@
-"""Models that the studies need beside those of mini TL;DR: a reward model from noisy comparisons, and the SFT policy
-fine-tuned on the best of its own samples. reach.py and compare.py make them."""
+"""A reward model from noisy comparisons; reach.py and compare.py make them."""
 
 import random
 import time
 from pathlib import Path
 
 import study
-import torch
 import transformers
-from study import TASK, Engine, mini_tldr
-
-import rloo
-
-# ---- A reward model from noisy comparisons ---------------------------------------------------------------------------
+from study import TASK, mini_tldr
 
 
 def train_reward_model(folder: Path, noise: float, posts: int) -> dict[str, float]:
@@ -58,57 +52,3 @@ def agreement(reward_model, tokenizer, policy, posts: list[dict]) -> dict[str, f
     pairs = [(i, i + 1) for i in range(0, len(texts), 2) if gold[i] != gold[i + 1]]
     agree = sum((gold[i] > gold[j]) == (score[i] > score[j]) for i, j in pairs)
     return {"pairs": len(pairs), "agreement": agree / len(pairs)}
-
-
-# ---- The SFT policy fine-tuned on the best of n ----------------------------------------------------------------------
-
-
-def distil(folder: Path, n: int, prompts: int, learning_rate: float = 5e-4, epochs: int = 3):
-    """Can the policy's network hold what best-of-n reaches? Of n completions of each training prompt the one with the
-    highest score is kept, and the policy is trained to maximise its likelihood, at the temperature of sampling. No
-    policy gradient is in it, so only the network and the number of prompts limit what it reaches."""
-    transformers.set_seed(1)
-    engine = Engine()
-    pairs = sample_best(engine, engine.rows(rloo.load_rows(str(TASK), "train")[:prompts]), n)
-    policy = engine.policy(TASK / "sft", trained=True)
-    fine_tune(engine, policy, pairs, learning_rate, epochs)
-    policy.save_pretrained(folder)
-    engine.tokenizer.save_pretrained(folder)
-
-
-def sample_best(engine: Engine, rows: list[dict], n: int) -> list[tuple[dict, list[int], float]]:
-    """The best of n samples of each row by the reward model: the row, its token ids and its score."""
-    rows, size, found = sorted(rows, key=lambda row: len(row["prompt_ids"])), max(1, engine.chunk_size // n), []
-    for begin in range(0, len(rows), size):
-        part = rows[begin : begin + size]
-        batch, _ = engine.rollout(engine.reference, part, n, study.TEMPERATURE)
-        scores, ids = engine.scores(engine.rewards["score"], part, batch), study.token_ids(batch)
-        for b, j in enumerate(scores.argmax(0).tolist()):
-            found.append((part[b], ids[j * len(part) + b], float(scores[j, b])))
-    return found
-
-
-def nll(engine: Engine, policy, pairs: list[tuple]) -> torch.Tensor:
-    """Negative log-likelihood of each completion, (b,), in nats, at the temperature of sampling."""
-    ids = [row["prompt_ids"] + tokens for row, tokens, _ in pairs]
-    batch = engine.tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt")
-    logprobs = (policy(**batch).logits[:, :-1] / study.TEMPERATURE).log_softmax(-1)
-    chosen = logprobs.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    slots = torch.arange(1, batch["input_ids"].shape[1])
-    begin = torch.tensor([len(row["prompt_ids"]) for row, *_ in pairs])[:, None]
-    return -(chosen * ((slots >= begin) & batch["attention_mask"][:, 1:].bool())).sum(-1)
-
-
-def fine_tune(engine: Engine, policy, pairs: list[tuple], learning_rate: float, epochs: int, size: int = 32):
-    """Maximises the log-likelihood of the pairs; the learning rate falls linearly to 0."""
-    steps = epochs * (len(pairs) // size)
-    optimizer = torch.optim.AdamW(policy.parameters(), learning_rate, weight_decay=0.0)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, steps)
-    for _ in range(epochs):
-        order = torch.randperm(len(pairs)).tolist()
-        for begin in range(0, len(pairs) - size + 1, size):
-            nll(engine, policy, [pairs[i] for i in order[begin : begin + size]]).mean().backward()
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 10.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()

@@ -8,85 +8,45 @@ and CPU seconds of each update. It appears when complete.
 """
 
 import argparse
-import json
 import shutil
-import time
+import sys
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-TASK = Path(__file__).resolve().parents[1] / "mini_tldr"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trl"))
+from environment import (  # noqa: E402
+    MINI_TLDR,
+    Marks,
+    common_config,
+    copy_settings,
+    dataset_of,
+    scored_by_ids,
+    training_prompts,
+    write_model,
+)
+
 MICRO = 64  # completions per forward and backward pass, as in rloo.py
 TEMPERATURE, RESPONSE_LENGTH = 0.7, 53  # rloo.py's defaults
 
 
-class Marks(transformers.TrainerCallback):
-    """Writes metrics.jsonl: a line for each update."""
-
-    def __init__(self, path: Path, size: int):
-        self.file = path.open("w")
-        self.size = size
-        self.updates = 0
-
-    def on_train_begin(self, *args, **options):
-        self.begin = time.process_time()
-
-    def on_log(self, args, state, control, logs, **options):
-        score = logs.get("objective/scores", logs.get("reward"))  # PPO's name, GRPO's name
-        if score is None:  # the summary at the end
-            return
-        now = time.process_time()
-        self.updates += 1
-        line = {"update": self.updates, "episode": self.updates * self.size, "objective/scores": score}
-        self.file.write(json.dumps(line | {"cpu_seconds": now - self.begin}) + "\n")
-        self.file.flush()
-        self.begin = now
-
-
-def common_config(args, out: Path) -> dict:
-    """What both trainers are told. All of it is rloo.py's default, and most of it is TRL's as well."""
+def flags_of(args) -> dict:
+    """What both trainers are told, by rloo.py's names. All of it is its default, and most of it is TRL's as well."""
     return {
-        "output_dir": str(out),
         "seed": args.seed,
         "learning_rate": args.learning_rate,
         "lr_scheduler_type": "linear",
-        "adam_epsilon": 1e-8,
+        "adam_eps": 1e-8,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,  # 0.19's PPO does not read it
         "temperature": TEMPERATURE,
         "per_device_train_batch_size": min(MICRO, args.size),
         "gradient_accumulation_steps": max(1, args.size // MICRO),
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
+        "dtype": "float32",
+        "device": "cpu",
     }
-
-
-def training_prompts():
-    import datasets
-
-    lines = (TASK / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    return datasets.Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines])
-
-
-def write_model(source: Path, target: Path):
-    """A model for any transformers: config and tokenizer by the names of version 4 as well."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    for file, more in (
-        ("config", {"torch_dtype": "float32", "rotary_pct": 0.25, "rotary_emb_base": 10000}),
-        ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"}),
-    ):
-        path = target / f"{file}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | more | {"padding_side": "left"}))
 
 
 def ppo(args, models: Path, out: Path, marks: Marks):
@@ -96,10 +56,10 @@ def ppo(args, models: Path, out: Path, marks: Marks):
     def load(auto_class, name: str, **options):
         return auto_class.from_pretrained(models / name, torch_dtype=torch.float32, **options)
 
-    tokenizer = AutoTokenizer.from_pretrained(models / "sft", padding_side="left")
-    prompts = training_prompts().map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"])
+    tokenizer = AutoTokenizer.from_pretrained(models / "policy", padding_side="left")
+    prompts = dataset_of(training_prompts(), tokenizer)
     config = trl.PPOConfig(
-        **common_config(args, out),
+        **common_config(flags_of(args), str(out)),
         total_episodes=args.episodes,
         num_ppo_epochs=args.epochs,
         kl_coef=args.beta,
@@ -108,12 +68,12 @@ def ppo(args, models: Path, out: Path, marks: Marks):
         local_rollout_forward_batch_size=MICRO,
         num_sample_generations=0,
     )
-    policy = load(AutoModelForCausalLM, "sft")
+    policy = load(AutoModelForCausalLM, "policy")
     trl.PPOTrainer(
         args=config,
         processing_class=tokenizer,
         model=policy,
-        ref_model=load(AutoModelForCausalLM, "sft"),
+        ref_model=load(AutoModelForCausalLM, "policy"),
         reward_model=load(AutoModelForSequenceClassification, "reward", num_labels=1),
         value_model=load(AutoModelForSequenceClassification, "value", num_labels=1),
         train_dataset=prompts,
@@ -127,18 +87,8 @@ def grpo(args, models: Path, out: Path, marks: Marks):
     """The policy that GRPO has trained."""
     import trl
 
-    tokenizer = AutoTokenizer.from_pretrained(models / "sft", padding_side="left")
-    reward_model = AutoModelForSequenceClassification.from_pretrained(models / "reward").eval()
-
-    @torch.no_grad()
-    def reward(prompts, completions, completion_ids, **columns) -> list[float]:
-        """Of token ids, which may end in a stop token: TRL's own use of a reward model drops it."""
-        rows = [p + c for p, c in zip(tokenizer(prompts)["input_ids"], completion_ids)]
-        batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
-        return reward_model(**batch).logits[:, 0].tolist()
-
     config = trl.GRPOConfig(
-        **common_config(args, out),
+        **common_config(flags_of(args), str(out)),
         max_steps=-(-args.episodes // args.size),
         num_generations=args.k,
         beta=args.beta,
@@ -146,11 +96,11 @@ def grpo(args, models: Path, out: Path, marks: Marks):
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
     )
     trainer = trl.GRPOTrainer(
-        model=str(models / "sft"),
-        reward_funcs=reward,
+        model=str(models / "policy"),
+        reward_funcs=scored_by_ids(str(models)),
         args=config,
-        train_dataset=training_prompts(),
-        processing_class=tokenizer,
+        train_dataset=dataset_of(training_prompts()),
+        processing_class=AutoTokenizer.from_pretrained(models / "policy", padding_side="left"),
         callbacks=[marks],
     )
     trainer.train()
@@ -180,14 +130,14 @@ def main(args: argparse.Namespace):
     transformers.set_seed(args.seed)
     out = args.output_dir.with_name(args.output_dir.name + ".unfinished")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was ended
-    value = {"reward": TASK / "reward", "policy": TASK / "sft"}.get(args.value_model, Path(args.value_model))
-    for name, source in (("sft", TASK / "sft"), ("reward", TASK / "reward"), ("value", value)):
+    ours = {"policy": MINI_TLDR / "sft", "reward": MINI_TLDR / "reward"}
+    value = ours.get(args.value_model, Path(args.value_model))
+    for name, source in (ours | {"value": value}).items():
         write_model(source, out / "models" / name)
-    marks = Marks(out / "metrics.jsonl", args.size)
+    marks = Marks(out, args.size)
     policy = {"ppo": ppo, "grpo": grpo}[args.trainer](args, out / "models", out, marks)
     policy.save_pretrained(out)
-    for path in (TASK / "sft").glob("*.json"):  # TRL writes other names, and a generation config without eos
-        shutil.copy(path, out)
+    copy_settings(out)
     shutil.rmtree(out / "models")
     out.rename(args.output_dir)
 

@@ -10,7 +10,6 @@ The stages, in their order:
     default    the default and the one before it: ten other seeds on fresh test posts, five of them along the way
     long       25,600 episodes for each β, and 100,000, along the way
     noisy      the same for reward models from noisy comparisons
-    distil     the SFT policy fine-tuned on the best of n, without any policy gradient
     best_of_n  the best of n samples, of the SFT policy and of a trained one, by the reward model
     report     table and pictures of what is there
 
@@ -30,7 +29,7 @@ import torch
 import tyro
 from study import TASK, Run, Setting
 
-Stage = Literal["choice", "default", "long", "noisy", "distil", "best_of_n", "report"]
+Stage = Literal["choice", "default", "long", "noisy", "best_of_n", "report"]
 DEFAULT = Setting()  # rloo.py's, by this study
 OLD = Setting(5e-4, 128, 0.05)  # rloo.py's before it
 SHORT_LIST = [OLD, Setting(5e-4, beta=0.05), Setting(3.5e-4, beta=0.05), DEFAULT]
@@ -63,12 +62,10 @@ class Plan:
     most: int = 64
     """n of best-of-n, at most"""
     best_of_n_posts: int = 2_000
-    distil_prompts: int = 10_000
 
 
 QUICK = Plan((1, 2), (7, 8), (7,), 128, (0.0, 0.05), 256, (1,), 0, (), 0.05, ("noisy25",), (0.0,), 200)
 QUICK = replace(QUICK, validation_posts=50, test_posts=60, curve_posts=30, points=2, most=8, best_of_n_posts=30)
-QUICK = replace(QUICK, distil_prompts=64)
 
 
 def name_of(setting: Setting, seed: int, reward: str = "") -> str:
@@ -129,13 +126,6 @@ class Reach(study.Study):
             for beta in self.plan.noisy_betas:
                 self.run(self.of(self.plan.long_episodes, beta), 1, "test", curve=True, reward=reward)
 
-    def distil(self):
-        if self.records.value("distilled16", "test") is None:
-            folder = self.folder / "distilled16"
-            if not folder.is_dir():
-                models.distil(folder, 16, self.plan.distil_prompts)
-            self.records.add("distilled16", test=self.grade(folder, "test", self.plan.best_of_n_posts, 1, True)[0])
-
     def best_of_n(self):
         trained = name_of(self.of(self.plan.long_episodes, self.plan.long_beta), 1)
         for name, folder, most, posts in (
@@ -188,26 +178,8 @@ def best_of_n_weights(scores: np.ndarray, n: int) -> np.ndarray:
 
 
 def kl_bound(n: int) -> float:
-    """KL of best-of-n from what it samples from, in nats, if no completion is ever drawn twice; else less."""
+    """KL of best-of-n from what it samples from, in nats, if no completion is ever drawn twice, which is rare here."""
     return math.log(n) - (n - 1) / n
-
-
-def kl_below_bound(probability: np.ndarray, quantile: np.ndarray, n: int) -> np.ndarray:
-    """By how much completions of a certain `probability` lower the KL of best-of-n below its bound.
-
-    Completions are points on [0, 1] in the order of their scores, each an interval [a, b] as long as it is probable; b
-    is its quantile. Best-of-n has the density n u^(n-1) there, and the bound is its KL from the uniform density. A
-    completion is one outcome, whatever point of its interval was drawn, so that what the density does within the
-    interval does not count: E[log n u^(n-1)] - log((b^n - a^n) / (b - a)), the mean over the interval."""
-    b = np.clip(np.maximum(quantile, probability), 1e-12, 1.0)
-    a = np.maximum(b - probability, 0.0)
-    r = a / b
-    mass = -np.expm1(n * np.log(np.maximum(r, 1e-300)))  # 1 - r^n
-    edge = np.where(r > 0, r**n * np.log(np.maximum(r, 1e-300)), 0.0)
-    mean_log = np.log(b) - edge / np.maximum(mass, 1e-300) - 1 / n
-    inside = math.log(n) + (n - 1) * mean_log
-    atom = n * np.log(b) + np.log(np.maximum(mass, 1e-300)) - np.log(np.maximum(b - a, 1e-300))
-    return np.where(probability < 1e-6, 0.0, np.maximum(inside - atom, 0.0))
 
 
 def best_of(grades: dict[str, np.ndarray], n: int) -> dict[str, dict[str, float]]:
@@ -215,12 +187,9 @@ def best_of(grades: dict[str, np.ndarray], n: int) -> dict[str, dict[str, float]
 
     "kl" is that from the SFT policy: the log-ratio, policy to SFT policy, of the completions chosen, plus that of
     best-of-n from the policy that it samples."""
-    scores = grades["score"]
-    weights = best_of_n_weights(scores, n)
-    quantile = (scores[..., None, :] <= scores[..., :, None]).mean(-1)
-    own = kl_bound(n) - kl_below_bound(np.exp(grades["logprob"]), quantile, n) if n > 1 else 0.0
-    values = grades | {"kl": grades["kl"] + own}
-    return {name: study.mean_over_posts((weights * x).sum(-1)) for name, x in values.items() if name != "logprob"}
+    weights = best_of_n_weights(grades["score"], n)
+    values = grades | {"kl": grades["kl"] + kl_bound(n)}
+    return {name: study.mean_over_posts((weights * x).sum(-1)) for name, x in values.items()}
 
 
 # ---- Table and pictures ----------------------------------------------------------------------------------------------
@@ -246,7 +215,7 @@ def reached_table(found: Reach) -> str:
             rows.append([title, str(len(values[0])) if seeds else "", *cells])
 
     line("SFT", ["sft"], "test", seeds=False)
-    for n in ("4", "16", "32", "64"):
+    for n in ("4", "16", "64"):
         by_n = records.value("sft", "best_of_n", "by_n", n)
         if by_n:
             cells = [
@@ -254,7 +223,6 @@ def reached_table(found: Reach) -> str:
                 for _, mode, measure, factor, decimals in COLUMNS
             ]
             rows.append([f"best of {n} of SFT", "", *cells])
-    line("fine-tuned on the best of 16", ["distilled16"], "test")
     default = found.of(plan.episodes)
     line(f"**RLOO, default**: β = 0.02, {plan.episodes:,}", found.names(default, plan.default_seeds), "second_test")
     for beta in plan.betas:

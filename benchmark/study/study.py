@@ -22,7 +22,6 @@ import json
 import math
 import os
 import random
-import resource
 import subprocess
 import sys
 import time
@@ -50,7 +49,6 @@ SAMPLES = 2  # completions sampled for each post
 FRESH = {"validation": 2_000, "test": 5_000, "second_test": 5_000}  # posts of each kind; later ones avoid earlier ones
 # A run evaluates itself on one post: measuring is done here.
 QUIET = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
-DIVERGED = ("is not finite", "probability tensor contains")  # what rloo.py and `generate` say of NaN
 
 
 # ---- Runs and records ------------------------------------------------------------------------------------------------
@@ -195,20 +193,11 @@ class Study:
         self.records = Records(results)
 
     def make(self, run: Run):
-        """Trains and measures a run unless it has its record. A run that ends with NaN is a result as well."""
+        """Trains and measures a run unless it has its record."""
         record = self.records.all.get(run.name, {})
-        if "diverged" in record or (run.part in record and ("curve" in record or not run.checkpoints)):
+        if run.part in record and ("curve" in record or not run.checkpoints):
             return
-        try:
-            folder = self.train(run)
-        except subprocess.CalledProcessError:
-            said = Path(f"{self.folder / run.name}.log").read_text(encoding="utf-8")[-2_000:]
-            if not any(words in said for words in DIVERGED):
-                raise
-            print(f"{run.name}: diverged", flush=True)
-            self.records.add(run.name, command=shown(run), seed=run.seed, diverged=True)
-            return
-        found = self.measured(run, folder)
+        found = self.measured(run, self.train(run))
         self.records.add(run.name, **found)
         print(f"{run.name}: win {found[run.part]['sampled']['win']['mean']:.4f} on {run.part} posts", flush=True)
 
@@ -217,13 +206,9 @@ class Study:
         folder = self.folder / run.name
         if not (folder / "model.safetensors").is_file():
             print(f"{time.strftime('%T')} training {run.name}", flush=True)
-            begun, before = folder.exists(), cpu_seconds_of_children()
             run_logged(run.full_command(folder), Path(f"{folder}.log"))
-            if not begun:  # of a run that was resumed they are not known
-                self.records.add(run.name, cpu_seconds=round(cpu_seconds_of_children() - before, 1))
-        lines = read_lines(folder / "metrics.jsonl")
-        if "cpu_seconds" in lines[0]:  # of the updates alone
-            self.records.add(run.name, cpu_seconds=round(sum(line["cpu_seconds"] for line in lines), 1))
+        seconds = sum(line["cpu_time"] for line in read_lines(folder / "metrics.jsonl"))
+        self.records.add(run.name, cpu_seconds=round(seconds, 1))
         return folder
 
     def measured(self, run: Run, folder: Path) -> dict:
@@ -267,11 +252,6 @@ def shown(run: Run) -> str:
     """The command in a run's record; `trl0` and `trl1` are environments with TRL 0.19 and 1.x."""
     python = {"": "python"}.get(run.python, f"{Path(run.python).parents[1].name}/bin/python" if run.python else "")
     return " ".join([python, *run.command])
-
-
-def cpu_seconds_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 # ---- Posts -----------------------------------------------------------------------------------------------------------
@@ -341,36 +321,17 @@ class Engine:
     def complete(self, policy, rows: list[dict], k: int, temperature: float):
         """k completions of each row: their texts, number j·B + b, and by name what is measured of them, (k, B)."""
         batch, logprobs = self.rollout(policy, rows, k, temperature)
-        found = {name: self.scores(model, rows, batch) for name, model in self.rewards.items()}
+        found = {name: self.scores(model, batch) for name, model in self.rewards.items()}
         found["length"] = batch.response_mask.sum(-1)
-        found["logprob"] = logprobs.sum(-1)
-        found["kl"] = torch.zeros_like(found["logprob"])
+        found["kl"] = torch.zeros(found["length"].shape)
         if temperature and policy is not self.reference:
             reference = rloo.chunked_logprobs(self.reference, batch, temperature, "group", self.chunk_size)
             found["kl"] = (logprobs - reference).sum(-1)
-        texts = self.tokenizer.batch_decode(
-            token_ids(batch), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return texts, found
+        return rloo.completion_texts(batch, self.tokenizer), found
 
-    @torch.no_grad()
-    def scores(self, model, rows: list[dict], batch) -> torch.Tensor:
-        """A reward model's scores (k, B): one row per completion, with its stop token."""
-        ids = [rows[i % len(rows)]["prompt_ids"] + tokens for i, tokens in enumerate(token_ids(batch))]
-        found = []
-        for begin in range(0, len(ids), self.chunk_size):
-            part = ids[begin : begin + self.chunk_size]
-            padded = self.tokenizer.pad({"input_ids": part}, padding_side="right", return_tensors="pt")
-            hidden = model.base_model(**padded).last_hidden_state
-            last = padded["attention_mask"].sum(1) - 1
-            found.append(model.score(hidden[torch.arange(len(part)), last])[:, 0])
-        return torch.cat(found).view(batch.responses.shape[:2])
-
-
-def token_ids(batch) -> list[list[int]]:
-    """The tokens of the k·B completions, each up to and with its stop token, in the order j·B + b."""
-    tokens, real = batch.responses.flatten(0, 1), batch.response_mask.flatten(0, 1)
-    return [line[mask].tolist() for line, mask in zip(tokens, real)]
+    def scores(self, model, batch) -> torch.Tensor:
+        """A reward model's scores (k, B)."""
+        return rloo.token_reward(model, "group", self.chunk_size, batch)
 
 
 @lru_cache(maxsize=1)
@@ -382,10 +343,10 @@ def engine_with(reward: str = "") -> Engine:
 def grade(engine: Engine, policy, posts: list[dict], samples: int, seed: int, temperature: float = TEMPERATURE) -> dict:
     """Measure -> its values (posts, samples), with the same random numbers for all policies:
 
-    score, length, logprob   the reward model's; in tokens; of the whole completion under the policy
-    gold                     the gold judge's
-    win                      1 where the gold score is above that of the post's reference, 0.5 where equal, else 0
-    kl                       Σ_t log π(y_t) - log π_SFT(y_t) at this temperature, in nats
+    score, length   the reward model's; in tokens
+    gold            the gold judge's
+    win             1 where the gold score is above that of the post's reference, 0.5 where equal, else 0
+    kl              Σ_t log π(y_t) - log π_SFT(y_t) at this temperature, in nats
     """
     rows, reference = engine.rows(posts), gold([p["completion"] for p in posts], posts)
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["prompt_ids"]), i))  # little padding
@@ -414,7 +375,7 @@ def wins(ours: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 def summaries(grades: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
     """Means over posts, of the mean over a post's samples, and their standard errors over posts."""
-    return {name: mean_over_posts(values.mean(1)) for name, values in grades.items() if name != "logprob"}
+    return {name: mean_over_posts(values.mean(1)) for name, values in grades.items()}
 
 
 def mean_over_posts(per_post: np.ndarray) -> dict[str, float]:
@@ -449,13 +410,6 @@ def t_quantile(freedom: float, outside: float = 0.05) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if two_sided_p(middle, freedom) > outside else (low, middle)
     return high
-
-
-def interval(values) -> tuple[float, float]:
-    """The 95% interval of a mean over seeds."""
-    mean, error = mean_and_error(values)
-    half = t_quantile(len(values) - 1) * error if len(values) > 1 else math.nan
-    return mean - half, mean + half
 
 
 class Difference(NamedTuple):

@@ -1,4 +1,4 @@
-"""rloo.py with an advantage that it does not have, and with the CPU seconds of each update in metrics.jsonl.
+"""rloo.py with an advantage that it does not have.
 
     python benchmark/study/variants.py raft --rloo_k 4 --kl_coef 0 --output_dir runs/raft   # and any flag of rloo.py
 
@@ -13,7 +13,6 @@ chosen by score - β·KL.
 """
 
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -35,21 +34,10 @@ def best_of_group(rewards, *_):
 ADVANTAGES = {"plain": rloo.advantage, "no_baseline": no_baseline, "raft": best_of_group}
 
 
-def timed(update):
-    """rloo.update with one more metric."""
-
-    def with_seconds(*arguments):
-        begin = time.process_time()
-        return update(*arguments) | {"cpu_seconds": time.process_time() - begin}
-
-    return with_seconds
-
-
 def main(argv: list[str]):
     if not argv or argv[0] not in ADVANTAGES:
         sys.exit(f"variants.py: the first argument must be one of {', '.join(ADVANTAGES)}")
     rloo.advantage = ADVANTAGES[argv[0]]
-    rloo.update = timed(rloo.update)
     rloo.command_line(argv[1:])
 
 

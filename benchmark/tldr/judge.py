@@ -171,6 +171,7 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: str | None, b
     """Scores by a sequence classifier and its tokenizer, read at a text's last token: eos if the text ended."""
     import torch
     import transformers
+    from text_reward import scores_of
 
     import rloo
 
@@ -179,27 +180,14 @@ def model_scores(path: str, texts: list[Text], dtype: str, device: str | None, b
     model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         path, num_labels=1, dtype=getattr(torch, dtype), output_loading_info=True
     )
-    require(
-        not info["missing_keys"], f"model:{path}: is not a trained reward model, {[*info['missing_keys']]} is missing"
-    )
-    model.to(device).eval()
+    missing = [*info["missing_keys"]]
+    require(not missing, f"model:{path}: is not a trained reward model, {missing} is missing")
     ids = []
     for text in texts:
         prompt = rloo.prepare_row({"prompt": text.prompt}, tokenizer)["prompt_ids"]
         completion = tokenizer(text.text, add_special_tokens=False)["input_ids"]
         ids.append(prompt + completion + [tokenizer.eos_token_id] * text.ended)
-    scores = [math.nan] * len(texts)
-    order = sorted(range(len(texts)), key=lambda i: len(ids[i]))  # little padding
-    for begin in tqdm(range(0, len(texts), batch_size), desc=f"model:{path}", unit="batch"):
-        part = order[begin : begin + batch_size]
-        tokens, real = (x.to(device) for x in rloo.pad([ids[i] for i in part]))
-        with torch.no_grad():
-            hidden = model.base_model(tokens, attention_mask=real.long()).last_hidden_state
-            last = hidden[torch.arange(len(part)), real.sum(-1) - 1]
-            found = model.score(last)[:, 0].tolist()
-        for i, score in zip(part, found):
-            scores[i] = score
-    return scores
+    return scores_of(model.to(device).eval(), ids, batch_size)
 
 
 # ---- The judge that is asked -----------------------------------------------------------------------------------------

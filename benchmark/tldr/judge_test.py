@@ -275,22 +275,6 @@ def test_killed_and_repeated_it_asks_nothing_twice(tmp_path, monkeypatch):
         assert run(monkeypatch, url, path, output, **flags)["asked_now"] == n
 
 
-def test_a_server_that_stays_broken_ends_it_and_keeps_the_answers(tmp_path, monkeypatch):
-    path, output = write_completions(tmp_path, "ours", [f" good {i}" for i in range(10)]), tmp_path / "found.json"
-    healthy = []
-
-    def answer(prompt, times):
-        return prefers_good(prompt) if healthy or "number 9\n" not in prompt else (502, {}, b"bad gateway")
-
-    with server(answer) as (url, came, _):
-        message = r"no answer after 2 attempts; the last: HTTP 502 .*\. 9 of 10 answers are in .*; the same command"
-        with pytest.raises(SystemExit, match=message):
-            run(monkeypatch, url, path, output, max_attempts=2, concurrency=1)
-        assert not output.exists() and came.total() == 11
-        healthy.append(True)
-        assert run(monkeypatch, url, path, output)["asked_now"] == 1 and came.total() == 12
-
-
 # ---- The key ---------------------------------------------------------------------------------------------------------
 
 

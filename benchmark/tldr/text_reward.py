@@ -38,8 +38,11 @@ def text_reward(prompts, completions, completion_ids, **columns) -> list[float]:
     sequences = [tokens(prompt, text, tokenizer) for prompt, text in zip(prompts, completions)]
     if any(len(ids) > longest for ids in sequences):
         say_once(f"text_reward.py: texts of more than {longest} tokens are cut from the left")
-    sequences = [ids[-longest:] for ids in sequences]
-    size = int(os.environ.get("TEXT_REWARD_BATCH", 16))
+    return scores_of(model, [ids[-longest:] for ids in sequences], int(os.environ.get("TEXT_REWARD_BATCH", 16)))
+
+
+def scores_of(model, sequences: list[list[int]], size: int) -> list[float]:
+    """The score of each sequence, `size` of them per forward pass."""
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # texts of like length need little padding
     scores = [0.0] * len(sequences)
     for begin in range(0, len(order), size):

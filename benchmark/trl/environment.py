@@ -12,13 +12,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-MINI_TLDR = Path(__file__).resolve().parents[1] / "mini_tldr"
+BENCHMARK = Path(__file__).resolve().parents[1]
+MINI_TLDR = BENCHMARK / "mini_tldr"
+sys.path.append(str(BENCHMARK / "tldr"))
+from text_reward import scores_of  # noqa: E402
 
 
 def fail(message: str):
@@ -93,7 +98,36 @@ def write_mini_tldr(folder: Path):
     write_model(MINI_TLDR / "reward", folder / "reward")
 
 
+def copy_settings(folder: Path):
+    """The embedded policy's config and tokenizer into the folder of one that TRL has trained: TRL writes other names,
+    and a generation config without eos."""
+    for path in (MINI_TLDR / "sft").glob("*.json"):
+        shutil.copy(path, folder)
+
+
 # ---- In an environment with TRL --------------------------------------------------------------------------------------
+
+
+class Marks(transformers.TrainerCallback):
+    """Writes metrics.jsonl: a line for each update, by rloo.py's names, with its CPU seconds."""
+
+    def __init__(self, folder: str | Path, size: int):
+        self.path = Path(folder, "metrics.jsonl")
+        self.size = size
+        self.lines: list[dict] = []
+
+    def on_train_begin(self, *args, **options):
+        self.begin = time.process_time()
+
+    def on_log(self, args, state, control, logs, **options):
+        score = logs.get("objective/scores", logs.get("reward"))  # the name in 0.19, in 1.x
+        if score is None:  # the summary at the end
+            return
+        now, update = time.process_time(), len(self.lines) + 1
+        line = {"update": update, "episode": update * self.size, "objective/scores": score}
+        self.lines.append(line | {"cpu_time": now - self.begin})
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        self.begin = now
 
 
 def common_config(flags: dict, out: str) -> dict:
@@ -144,21 +178,27 @@ def rloo_config(flags: dict, out: str) -> dict:
     }
 
 
+def dataset_of(prompts: list[str], tokenizer=None):
+    """A dataset of prompts, as texts or, with a tokenizer, as TRL 0.19 wants them: as token ids."""
+    import datasets
+
+    found = datasets.Dataset.from_list([{"prompt": text} for text in prompts])
+    return found.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"]) if tokenizer else found
+
+
 def rloo_trainer(flags: dict, models: str, out: str, prompts: list[str], callback, reward=None, **theirs):
     """An RLOOTrainer of the TRL that is installed, on the policy and the reward model in `models`.
 
     flags: all of rloo.py's, and perhaps `weights` and `frozen`, the dtypes that the policy and the other models are
     loaded in. theirs: arguments of TRL's config. reward: what TRL 1.x scores by, if not the reward model's folder."""
-    import datasets
     import trl
 
     tokenizer = AutoTokenizer.from_pretrained(f"{models}/policy", padding_side="left")
     config = trl.RLOOConfig(**rloo_config(flags, out) | theirs)
-    dataset = datasets.Dataset.from_list([{"prompt": text} for text in prompts])
     common = {"processing_class": tokenizer, "callbacks": [callback]}
     if not trl.__version__.startswith("0."):
         reward = reward or f"{models}/reward"
-        return trl.RLOOTrainer(f"{models}/policy", reward, args=config, train_dataset=dataset, **common)
+        return trl.RLOOTrainer(f"{models}/policy", reward, args=config, train_dataset=dataset_of(prompts), **common)
 
     def load(auto_class, name: str, dtype: str, **options):
         options |= {"attn_implementation": "sdpa", "torch_dtype": getattr(torch, dtype)}
@@ -171,7 +211,7 @@ def rloo_trainer(flags: dict, models: str, out: str, prompts: list[str], callbac
         policy=load(AutoModelForCausalLM, "policy", weights),
         ref_policy=load(AutoModelForCausalLM, "policy", frozen),
         reward_model=load(AutoModelForSequenceClassification, "reward", frozen, num_labels=1),
-        train_dataset=dataset.map(lambda row: tokenizer(row["prompt"]), remove_columns=["prompt"]),
+        train_dataset=dataset_of(prompts, tokenizer),
         **common,
     )
 
@@ -182,11 +222,9 @@ def scored_by_ids(models: str, missing_eos_penalty: float | None = None) -> Call
     tokenizer = AutoTokenizer.from_pretrained(f"{models}/policy")
     model = AutoModelForSequenceClassification.from_pretrained(f"{models}/reward").eval()
 
-    @torch.no_grad()
     def reward_model(prompts, completions, completion_ids, **columns) -> list[float]:
         rows = [p + c for p, c in zip(tokenizer(prompts)["input_ids"], completion_ids)]
-        batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
-        scores, penalty = model(**batch).logits[:, 0].tolist(), missing_eos_penalty or 0.0
+        scores, penalty = scores_of(model, rows, len(rows)), missing_eos_penalty or 0.0
         return [score - penalty * (ids[-1] != tokenizer.eos_token_id) for score, ids in zip(scores, completion_ids)]
 
     return reward_model

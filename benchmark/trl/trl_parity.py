@@ -24,7 +24,6 @@ import itertools
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,9 @@ import torch
 import transformers
 from environment import (
     MINI_TLDR,
+    Marks,
     answer_job,
+    copy_settings,
     default_flags,
     fail,
     rloo_trainer,
@@ -52,6 +53,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = HERE / "golden.json"
+WORK = Path("runs/trl_parity")
 UPDATES, PROMPTS, K, LENGTH = 3, 4, 4, 20  # of `same`: updates, prompts per update, completions each, tokens each
 BASE = {  # rloo.py's flags for `same`, which a Row may change
     "rloo_k": K,
@@ -73,6 +75,7 @@ SETTING = {  # of train
     "gradient_accumulation_steps": 2,
     "device": "cpu",
 }
+SEEDS, EPISODES = (1, 2, 3), 6_400
 AGREE = 1e-6  # largest difference of a weight between trainers that do the same
 
 
@@ -378,8 +381,8 @@ def same_trl(models: str, out: str, prompts: list, completions: list, rows: list
     return found
 
 
-def same(args: "Args", trl: dict[str, str]):
-    work = Path(args.work) / "same"
+def same(trl: dict[str, str]):
+    work = WORK / "same"
     write_mini_tldr(work)
     prompts, completions = given_prompts(), sample_completions()
     start = load_file(MINI_TLDR / "sft" / "model.safetensors")
@@ -427,54 +430,26 @@ def same(args: "Args", trl: dict[str, str]):
 def learn_trl(models: str, out: str, prompts: list, flags: dict, by_ids: bool) -> dict:
     """Trains freely, and saves the model. The CPU seconds of training alone."""
     torch.set_num_threads(1)
-    times = []
-
-    class Marks(transformers.TrainerCallback):
-        def on_train_begin(self, *args, **options):
-            times.append(time.process_time())
-
-        def on_step_end(self, *args, **options):
-            times.append(time.process_time())
-
+    marks = Marks(out, flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"])
     reward = scored_by_ids(models) if by_ids else None
-    trainer = rloo_trainer(flags, models, out, prompts, Marks(), reward)
+    trainer = rloo_trainer(flags, models, out, prompts, marks, reward)
     trainer.train()
     trainer.accelerator.unwrap_model(trainer.model).save_pretrained(out)
-    return {"cpu_seconds": times[-1] - times[0]}
-
-
-def learn_rloo(flags: dict, out: Path) -> dict:
-    """The same by rloo.py."""
-    import rloo
-
-    seconds, update = [], rloo.update
-
-    def timed(*arguments):
-        begin = time.process_time()
-        metrics = update(*arguments)
-        seconds.append(time.process_time() - begin)
-        return metrics
-
-    rloo.update = timed
-    try:
-        train_rloo(flags, out)
-    finally:
-        rloo.update = update
-    return {"cpu_seconds": sum(seconds)}
+    return {"cpu_seconds": sum(line["cpu_time"] for line in marks.lines)}
 
 
 def evaluate(model: Path, seed: int) -> dict[str, float]:
     """Any trainer's model on the 500 test posts, by the evaluation of rloo.py in float32."""
     output = model / "evaluation"
     shutil.rmtree(output, ignore_errors=True)
-    for path in (MINI_TLDR / "sft").glob("*.json"):  # TRL writes other names, and a generation config without eos
-        shutil.copy(path, model)
+    copy_settings(model)
     flags = {"sft_model_path": model, "output_dir": output, "total_episodes": 0, "seed": seed}
     return run_rloo(flags | {"kl_coef": 0, "device": "cpu"})["before"]
 
 
-def train(args: "Args", trl: dict[str, str]):
-    work = Path(args.work) / "train"
+def train(trl: dict[str, str]):
+    """Finished runs are not repeated."""
+    work = WORK / "train"
     write_mini_tldr(work / "models")
     trainers: dict[str, tuple] = {"rloo.py": (None, False)}
     for title, python in trl.items():
@@ -482,24 +457,21 @@ def train(args: "Args", trl: dict[str, str]):
         trainers[name] = (python, False)
         if name.startswith("TRL 1."):
             trainers[f"{name}, scored by ids"] = (python, True)
-    found: dict[str, list] = {name: [] for name in ("before", *trainers)}
-    for seed, (trainer, (python, by_ids)) in itertools.product(range(1, args.seeds + 1), trainers.items()):
-        flags = SETTING | {"seed": seed, "total_episodes": args.episodes, "dtype": "float32"}
-        out = work / f"{trainer}-{args.episodes}-{seed}".replace(" ", "")
+    found: dict[str, list] = {name: [] for name in trainers}
+    for seed, (trainer, (python, by_ids)) in itertools.product(SEEDS, trainers.items()):
+        flags = SETTING | {"seed": seed, "total_episodes": EPISODES, "dtype": "float32"}
+        out = work / f"{trainer}-{seed}".replace(" ", "")
         if not (out / "learned.json").is_file():
             shutil.rmtree(out, ignore_errors=True)
             if python:
                 given = {"models": work / "models", "prompts": training_prompts(), "by_ids": by_ids}
                 seconds = run_job(python, __file__, out, "train", flags=default_flags(**flags), **given)
             else:
-                seconds = learn_rloo(flags, out)
+                seconds = {"cpu_seconds": sum(line["cpu_time"] for line in train_rloo(flags, out))}
             (out / "learned.json").write_text(json.dumps(seconds | evaluate(out, seed)))
         found[trainer].append(json.loads((out / "learned.json").read_text()))
         print(f"{trainer}, seed {seed}: {found[trainer][-1]}", flush=True)
-        if trainer == "rloo.py":
-            shutil.copytree(MINI_TLDR / "sft", work / "before", dirs_exist_ok=True)
-            found["before"].append(evaluate(work / "before", seed))
-    path = Path(args.output or HERE / "train.json")
+    path = HERE / "train.json"
     result = {"command": command(), "torch": torch.__version__, "found": found}
     path.write_text(json.dumps(rounded(result), indent=1, ensure_ascii=False) + "\n")
     print(f"numbers: {path}")
@@ -553,14 +525,6 @@ class Args:
     """what to compare; report: write the tables into README.md, from the numbers that are there"""
     trl: tuple[str, ...] = ()
     """python of an environment with TRL 0.19 or 1.x; may be given several times"""
-    seeds: int = 3
-    """train: runs of each trainer, with seeds 1, 2, ..."""
-    episodes: int = 6_400
-    """train: completions per run"""
-    work: str = "runs/trl_parity"
-    """folder for the runs; finished runs are not repeated"""
-    output: str | None = None
-    """train: .json file for the numbers; if not given, beside this file"""
 
 
 def command() -> str:
@@ -577,10 +541,6 @@ def main(args: Args):
         return
     if not args.trl:
         fail("--trl is needed: python of an environment with TRL, see benchmark/requirements.txt")
-    if args.seeds < 1 or args.episodes < 128:
-        fail("--seeds must be at least 1, --episodes at least 128")
-    if args.output and not args.output.endswith(".json"):
-        fail(f"--output {args.output}: must end in .json")
     trl = trl_versions(args.trl)
     for title in trl:
         if not title.startswith(("TRL 0.19", "TRL 1.")):
@@ -588,7 +548,7 @@ def main(args: Args):
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    {"same": same, "train": train}[args.part](args, trl)
+    {"same": same, "train": train}[args.part](trl)
 
 
 if __name__ == "__main__":
