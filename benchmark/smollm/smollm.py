@@ -157,7 +157,7 @@ def course(folder: Path) -> dict:
         sum(line.get(f"time/{x}", 0) for x in ("rollout", "reference", "reward", "train")) for line in lines
     )
     found["seconds_per_update"] = round(seconds[len(seconds) // 2], 1)  # the median
-    cpu = sorted(line["cpu_seconds"] for line in lines if "cpu_seconds" in line)
+    cpu = sorted(line["cpu_time"] for line in lines if "cpu_time" in line)
     if cpu:
         found["cpu_seconds_per_update"] = round(cpu[len(cpu) // 2], 1)
     found["peak_gb"] = round(max(line.get("memory/peak_gb", 0) for line in lines), 1)

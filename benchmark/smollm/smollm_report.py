@@ -20,6 +20,7 @@ LABELS = {
     "lora8-beta0.02": "LoRA of rank 8, β = 0.02",
     "trl-beta0.02": "TRL 1.16, all weights, β = 0.02",
 }
+SHOWN = ("base", "full-beta0", "full-beta0.02", "full-beta0.1")  # in the tables of samples
 COLOURS = dict(zip(LABELS, ("tab:grey", "tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple")))
 
 
@@ -90,18 +91,19 @@ def reversal_table(found: dict) -> str:
 
 
 def cost_table(found: dict) -> str:
-    rows = [["task", "policy", "seconds of an update", "peak memory, GB"]]
+    rows = [["task", "policy", "seconds of an update", "CPU seconds of an update", "peak memory, GB"]]
     for task, of_task in found.items():
         for setting, records in of_task.items():
             if setting != "base":
-                costs = [cell(records, key, decimals=1) for key in ("seconds_per_update", "peak_gb")]
+                keys = ("seconds_per_update", "cpu_seconds_per_update", "peak_gb")
+                costs = [cell(records, key, decimals=1) for key in keys]
                 rows.append([task, LABELS[setting], *costs])
     return markdown(rows)
 
 
 def samples_table(found: dict) -> str:
     """Greedy completions of the same prompts, of the first seed, with their scores."""
-    settings = [x for x in found if found[x][0].get("examples")]
+    settings = [x for x in SHOWN if x in found and found[x][0].get("examples")]
     rows = [["prompt", *(LABELS[x] for x in settings)]]
     for i, example in enumerate(found["base"][0]["examples"]):
         line = [example["prompt"]]

@@ -32,7 +32,7 @@ class Metrics(transformers.TrainerCallback):
             return
         line = {ours: logs[theirs] for theirs, ours in self.NAMES.items() if theirs in logs}
         line |= {"update": state.global_step, "time/train": time.time() - self.seconds}
-        line |= {"cpu_seconds": time.process_time() - self.cpu}
+        line |= {"cpu_time": time.process_time() - self.cpu}
         line |= {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
