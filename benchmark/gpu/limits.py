@@ -1,4 +1,4 @@
-"""What a machine can do, and FLOPs that sampling, scoring and training on it cannot do without; for gpu/check.py."""
+"""What a machine can do, and what sampling, scoring and training on it cannot do without, for check.py."""
 
 import time
 from collections.abc import Callable
@@ -86,3 +86,18 @@ def needed_flops(sizes: dict[str, int], prompts: list[int], responses: list[list
         "training": 3 * logprobs,
         "whole update": 5 * logprobs + scores,
     }
+
+
+def needed_bytes(sizes: dict[str, int], itemsize: int, prompts: list[int], responses: list[list[int]]) -> int:
+    """Bytes that decoding has to read, for prompts and completions as above.
+
+    Each step reads the weights of the layers' linear maps and of the head once, keys and values of each prompt once
+    while one of its completions runs, and those that each running completion has from earlier steps. The first step
+    reads the prompts; a completion of L tokens takes part in L - 1 more.
+    """
+    steps = max(map(max, responses))
+    cached = 0  # tokens whose keys and values are read, over all steps
+    for n, lengths in zip(prompts, zip(*responses)):
+        cached += n * (max(lengths) - 1)
+        cached += sum((length - 1) * (length - 2) // 2 for length in lengths)
+    return itemsize * (steps * (sizes["body"] + sizes["head"]) + sizes["cached"] * cached)
