@@ -89,6 +89,16 @@ RUNS = [
         chunk=256,
     ),
     Run(
+        "Qwen2.5-1.5B, 80 GB",
+        Model("Qwen2.5", 1544e6, 28, 1536, 8960, 256, 151_936),
+        k=8,
+        micro_batch=16,
+        P=256,
+        R=512,
+        learning_rate="1e-6",
+        chunk=256,
+    ),
+    Run(
         "Qwen2.5-7B, 4 × 80 GB",
         Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064),
         k=8,
@@ -184,15 +194,15 @@ def needed(run: Run) -> dict[str, float]:
 
 def table(runs: list[Run]) -> str:
     """The table of README.md."""
-    head = ["model, GPU", "k", "m", "P, R", "states", "copies", "activations", "logits", "rest", "training"]
-    head += ["rollout (cache)", "learning rate"]
+    head = ["model, GPU", "k, m", "P, R", "weights, AdamW", "activations, logits", "training", "rollout (cache)"]
+    head += ["learning rate"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for run in runs:
-        found = {name: f"{value / GIB:.1f}" for name, value in needed(run).items()}
-        cells = [run.name, run.k, run.micro_batch, f"{run.P}, {run.R}"]
-        cells += [found[name] for name in ("states", "copies", "activations", "logits", "rest", "training")]
-        cells += [f"{found['rollout']} ({found['cache']})", run.learning_rate]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        found = {name: value / GIB for name, value in needed(run).items()}
+        cells = [run.name, f"{run.k}, {run.micro_batch}", f"{run.P}, {run.R}"]
+        cells += [f"{found['states'] + found['copies']:.1f}", f"{found['activations'] + found['logits']:.1f}"]
+        cells += [f"{found['training']:.1f}", f"{found['rollout']:.1f} ({found['cache']:.1f})", run.learning_rate]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
