@@ -3529,7 +3529,7 @@ def test_every_bug_of_the_page_has_its_test():
         assert bug and where and trl and found and len(found) == len(set(found)) == names.count("`") // 2, row
         assert all(f"\ndef {name}(" in tests for name in found), row
     readme = (HERE / "README.md").read_text()
-    assert f"[{len(rows)} bugs of this field]" in readme and page.count(f"{len(rows)} bugs that ") == 1
+    assert f"[{len(rows)} bugs that other trainers" in readme and page.count(f"{len(rows)} bugs that ") == 1
 
 
 def test_ci_runs_the_second_shell_line_of_the_readme():
