@@ -3358,6 +3358,45 @@ def test_readme_flags_are_the_published_objectives():
         assert found[j, b].item() == pytest.approx(centered[b][j] / stdev(everything), abs=1e-5)
 
 
+def first_word_is_early(prompts, completions, completion_ids, **columns):
+    """1 or 0: of the alphabet."""
+    return [float(text.strip()[:1] in ("a", "b", "c", "d", "e", "f")) for text in completions]
+
+
+OBJECTIVES = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in (HERE / "README.md").read_text().split("| objective | how |")[1].split("\n\n")[0].splitlines()[2:]
+]
+
+
+@pytest.mark.parametrize("objective, how", OBJECTIVES, ids=[row[0].split(" (")[0] for row in OBJECTIVES])
+def test_readme_every_objective_runs_as_its_row_says(tiny, tmp_path, monkeypatch, objective, how):
+    """What a reader does: the block that has the function, that function chosen, and the flags of the row."""
+    words = re.findall(r"`([^`]*)`", how)
+    flags = [word.split() for word in words if word.startswith("--")]
+    if "the flags above" in how:
+        flags = [readme_flags("DAPO")]
+    (flags,) = flags or [[]]
+    monkeypatch.setattr(rloo, "say_once", lambda text: None)
+    for name in CHANGED_BY_README:
+        monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
+    text = "import rloo\nrloo.command_line()\n"
+    if not words[0].startswith("--"):
+        (text,) = [block for block in readme_examples() if f"def {words[0]}(" in block]
+        code, _, choices = text.partition("\n\n\nrloo.")
+        (target,) = re.findall(rf"rloo\.(\w+) = .*\b{words[0]}\b", "rloo." + choices)
+        text = f"{code}\n\n\nrloo.{target} = {words[0]}\nrloo.command_line()\n"
+    (tmp_path / "mine.py").write_text(text)
+    line = command(tiny, tmp_path / "out", kl_coef=0.1, rloo_k=4, total_episodes=32)
+    line = [word for word in line if word not in ("--reward_model_path", str(tiny / "reward"))]
+    line += ["--reward_fns", f"{__file__}:first_word_is_early", *flags]
+    monkeypatch.setattr(sys, "argv", ["mine.py", *line])
+    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    updates = read_metrics(tmp_path / "out")
+    assert all(math.isfinite(value) for update in updates for value in update.values())
+    assert all(0 < update["objective/scores"] < 1 and update["grad_norm"] > 0 for update in updates)
+
+
 def test_readme_metric_and_top_p(readme, train, monkeypatch):
     """What is drawn is among the likeliest tokens that make 0.9 together; its log-prob is that of the whole softmax."""
     monkeypatch.setattr(rloo, "policy_loss", readme.ppo)
