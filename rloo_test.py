@@ -3467,6 +3467,7 @@ def test_readme_gpu_commands_are_those_of_the_memory_table():
         name = re.search(r"Qwen2.5-[\d.]+B|pythia-1b", line)[0]
         lora = args.lora_rank > 0
         (run,) = [run for run in gpu_memory.RUNS if run.name.startswith(name) and (run.lora_rank > 0) == lora]
+        assert f"--nproc_per_node {run.gpus} " in line or run.gpus == 1
         sizes = (args.rloo_k, args.per_device_train_batch_size, args.max_prompt_length, args.response_length)
         assert sizes == (run.k, run.micro_batch, run.P, run.R), name
         assert args.local_rollout_forward_batch_size == run.chunk and args.lora_rank == run.lora_rank
@@ -3549,13 +3550,22 @@ def test_readme_real_model_is_that_of_its_page():
 
 def test_readme_numbers_are_those_of_the_records():
     """Those outside of tables that the scripts of benchmark/ write or test; a number is written as on its page."""
-    readme, index = ((HERE / path).read_text() for path in ("README.md", "benchmark/README.md"))
-    (times,) = re.findall(r"\| time of an update: [^|]* \| ([^|]*) \|", index)
-    plain, _, newest, _ = (float(x) for x in times.split(", "))
-    assert f"{newest:.1f} times as long" in readme and f"{1 / plain:.2f} of the time of an update" in readme
-    (largest,) = re.findall(r"\| largest difference of a weight [^|]*, (\d+ settings) \| ", index)
-    (difference,) = re.findall(r"\| largest difference of a weight [^|]* \| (\S+) \|", index)
-    assert f"{largest} within {difference}" in readme
+    sys.path.append(str(HERE / "benchmark" / "speed"))
+    import throughput
+
+    def read(path: str) -> dict:
+        return json.loads((HERE / "benchmark" / path).read_text())
+
+    def times(ending: str) -> float:
+        record = next(iter(read("speed/throughput.json").values()))
+        (rounds,) = (x for name, x in throughput.ratios(record["found"]["whole update"]).items() if ending in name)
+        return throughput.median(rounds)
+
+    readme = (HERE / "README.md").read_text()
+    assert f"{times('TRL 1.16.0'):.1f} times as long" in readme
+    assert f"{1 / times('plain rows'):.2f} of the time of an update" in readme
+    same = [row["difference"] for row in read("trl/golden.json")["table"] if not row["why"]]
+    assert f"{len(same)} settings within {max(same):.1e}".replace("e-0", "e-") in readme
 
 
 def test_every_bug_of_the_page_has_its_test():
