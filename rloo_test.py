@@ -31,7 +31,7 @@ import weakref
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: a name that is no folder is not asked for
 
@@ -308,6 +308,22 @@ def test_equal_rewards_have_no_advantage_that_normalisation_could_blow_up(estima
         kl, mask = torch.zeros(k, 4, 2), torch.ones(k, 4, 2, dtype=torch.bool)
         for normalize, level in itertools.product((False, True), ("sequence", "token")):
             assert not advantages_of(scores, kl, mask, 0.1, level, normalize, estimator).any()
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "drgrpo", "reinforce"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_one_reward_apart_from_equal_siblings_has_a_moderate_advantage(estimator, normalize):
+    """Without it the deviation of the group would be 0, and in float32, as the mean of squares less the square of the
+    mean, not quite 0: it must not be divided by."""
+    scores = torch.tensor([[0.0, 0.35]] + [[0.95, 0.95]] * 7)
+    kl, mask = torch.zeros(8, 2, 1), torch.ones(8, 2, 1, dtype=torch.bool)
+    found = advantages_of(scores, kl, mask, 0.0, "sequence", normalize, estimator)
+    args = Args(response_length=1, kl_coef=0.0, normalize_advantage=normalize, advantage_estimator=estimator)
+    completions = [*itertools.product(range(8), range(2))]
+    expected = plain_advantages(args, {c: scores[c].item() for c in completions}, {c: [0.0] for c in completions})
+    assert found.abs().max() < 4
+    for c in completions:
+        assert found[c].item() == pytest.approx(expected[(*c, 0)], abs=1e-4)
 
 
 def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
@@ -3120,19 +3136,6 @@ def test_each_question_has_a_folder_with_a_page_and_the_index_has_them_all():
     assert {path.resolve() for path in top.rglob("*.png")} == shown
 
 
-def test_the_python_examples_of_the_readme_run(tiny, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(HERE)
-    for name in ("advantage", "rollout"):
-        monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
-    examples = readme_blocks("python")
-    for i, text in enumerate(examples):
-        (tmp_path / f"example{i}.py").write_text(text)
-        monkeypatch.setattr(sys, "argv", [f"example{i}.py", *command(tiny, tmp_path / f"out{i}")])
-        runpy.run_path(str(tmp_path / f"example{i}.py"), run_name="__main__")
-        assert capfd.readouterr().out
-    assert len(examples) == 3
-
-
 def edited(folder: Path, *blocks: str):
     """rloo.py as a module of its own, after edits in the form of diffs: lines that begin with - become those with +."""
     source = (HERE / "rloo.py").read_text()
@@ -3151,22 +3154,466 @@ def edited(folder: Path, *blocks: str):
     return module
 
 
-def test_the_edits_of_the_readme_do_what_they_say(train, tmp_path, monkeypatch):
-    flags = {"reward_model_path": None, "kl_coef": 0.0, "max_grad_norm": 0.0}
-    entropy, *dynamic = readme_blocks("diff")
-    for name, blocks, function in (("bonus", [entropy], constant_reward), ("groups", dynamic, constant_for_even_rows)):
-        (tmp_path / name).mkdir()
-        flags["reward_fns"] = (f"{__file__}:{function.__name__}",)
-        (plain,), _ = train(**flags)
+def readme_examples() -> list[str]:
+    """The Python files of the README that end in rloo.command_line(), and its examples of a library."""
+    return readme_blocks("python")
+
+
+@pytest.fixture
+def readme(monkeypatch) -> types.SimpleNamespace:
+    """All names of the files mine.py of the README, which run up to their last line."""
+    for name in CHANGED_BY_README:
+        monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
+    names = {}
+    files = [text for text in readme_examples() if text.endswith("rloo.command_line()\n")]
+    assert len(files) == 3
+    for text in files:
+        exec(text.removesuffix("rloo.command_line()\n"), names)
+    return types.SimpleNamespace(**names)
+
+
+CHANGED_BY_README = ("advantage", "policy_loss", "kl_penalty", "improve", "update", "generate")
+
+
+def test_the_python_examples_of_the_readme_run(tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(HERE)
+    for i, text in enumerate(readme_examples()):
+        (tmp_path / f"example{i}.py").write_text(text)
+        line = command(tiny, tmp_path / f"out{i}", rollout_engine="hf", rloo_k=4)
         with monkeypatch.context() as patch:
-            module = edited(tmp_path / name, *blocks)
-            patch.setattr(rloo, "main", lambda args, signals, module=module: module.main(args, signals))
-            (changed,), _ = train(**flags)
-        if name == "bonus":
-            assert plain["grad_norm"] == 0 < changed["grad_norm"]
-        else:  # equal groups have no advantage; without them the mean is over fewer completions
-            share = changed["completions/in_loss"]
-            assert 0 < share < 1 and changed["grad_norm"] == pytest.approx(plain["grad_norm"] / share, rel=1e-4)
+            for name in CHANGED_BY_README:
+                patch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
+            patch.setattr(sys, "argv", [f"example{i}.py", *line])
+            runpy.run_path(str(tmp_path / f"example{i}.py"), run_name="__main__")
+        assert capfd.readouterr().out
+    assert len(readme_examples()) == 4
+
+
+def test_readme_mine_py_runs_beside_a_copy_of_the_file(tiny, tmp_path):
+    """... and is used: with advantages of 0 nothing is learned."""
+    shutil.copy(HERE / "rloo.py", tmp_path)
+    text = readme_examples()[0].replace("rloo.advantage = median", "rloo.advantage = lambda rewards, name: 0 * rewards")
+    (tmp_path / "mine.py").write_text(text)
+    done = shell(["mine.py", *command(tiny, "out")], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "out")[0]["grad_norm"] == 0
+
+
+def rewards_of_all_kinds(k: int, B: int) -> torch.Tensor:
+    """0 or 1 (k, B): all wrong, all right, and between."""
+    shares = torch.linspace(0, 1, B)
+    return (torch.rand(k, B, generator=torch.Generator().manual_seed(1)) < shares).float()
+
+
+def test_readme_leave_one_out_median_equals_the_loops(readme):
+    rewards = torch.randn(5, 4, 3)
+    found = readme.median(rewards, "rloo")
+    for j, b, t in itertools.product(range(5), range(4), range(3)):
+        siblings = [rewards[i, b, t].item() for i in range(5) if i != j]
+        assert found[j, b, t].item() == pytest.approx(rewards[j, b, t].item() - median(siblings), abs=1e-6)
+    rewards[0, 0], rewards[1:, 1] = math.nan, math.nan
+    found = readme.median(rewards, "rloo")
+    assert found[0, 0].isnan().all() and found[1:, 0].isfinite().all() and found[:, 1].isnan().all()
+
+
+def test_readme_maxrl_equals_the_loops(readme):
+    """Tajwar et al. 2026, arXiv:2602.02710: (r - mean) / mean, and 0 where no completion is right."""
+    rewards = rewards_of_all_kinds(6, 7)
+    rewards[0, 3] = math.nan
+    found = readme.maxrl(rewards, "rloo")
+    for b in range(7):
+        scored = [x for x in rewards[:, b].tolist() if not math.isnan(x)]
+        for j in range(6):
+            if not rewards[j, b].isnan():
+                expected = (rewards[j, b].item() - mean(scored)) / mean(scored) if any(scored) else 0.0
+                assert found[j, b].item() == pytest.approx(expected, abs=1e-6)
+    assert found[0, 3].isnan() and not found[:, 0].any() and found.nan_to_num().max() > 1
+
+
+@pytest.mark.parametrize("K", [1, 2, 4, 8])
+def test_readme_pass_at_k_equals_all_groups_of_k(readme, K):
+    """Chen et al. 2025, arXiv:2508.10751, section 2.4, without its binomials: over all choices of K completions, of
+    which each is right if one of them is. The mean over those with completion j, less the mean over all, divided by
+    the standard deviation over all."""
+    k = 8
+    rewards = rewards_of_all_kinds(k, 9)
+    readme.pass_at_k.__globals__["K"] = K
+    found = readme.pass_at_k(rewards, "rloo")
+    for b in range(9):
+        groups = [*itertools.combinations(range(k), K)]
+        right = [max(rewards[i, b].item() for i in group) for group in groups]
+        scale = math.sqrt(mean(right) * (1 - mean(right)))
+        for j in range(k):
+            with_j = mean(x for x, group in zip(right, groups) if j in group)
+            expected = (with_j - mean(right)) / scale if scale else 0.0
+            assert found[j, b].item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_readme_shrinkage_equals_the_loops(readme):
+    """Zeng et al. 2025, arXiv:2511.03710, equations 10 and 13 to 16."""
+    k, B = 3, 5
+    rewards = torch.randn(k, B, generator=torch.Generator().manual_seed(0))
+    found = readme.shrinkage(rewards, "rloo")
+    columns = rewards.T.tolist()
+    for b in range(B):
+        others = [column for i, column in enumerate(columns) if i != b]
+        center = mean(map(mean, others))
+        within = mean(stdev(column) ** 2 / k for column in others)
+        between = mean((mean(column) - center) ** 2 for column in others)
+        share = (B - 1) / B * within / (within + between)
+        for j in range(k):
+            siblings = [x for i, x in enumerate(columns[b]) if i != j]
+            expected = columns[b][j] - (1 - share) * mean(siblings) - share * center
+            assert found[j, b].item() == pytest.approx(expected, abs=1e-5)
+    changed = rewards.clone()
+    changed[0, 0] += 5  # the baseline of a completion does not know its own reward
+    assert (readme.shrinkage(changed, "rloo") - found)[0, 0].item() == pytest.approx(5, abs=1e-5)
+
+
+def log_probs_apart(k=3, B=4, R=5):
+    """New log-probs with a gradient, old ones, advantages (k, B, 1) and a mask of unequal lengths."""
+    generator = torch.Generator().manual_seed(0)
+    new = (torch.randn(k, B, R, generator=generator) * 0.4).requires_grad_()
+    old = torch.randn(k, B, R, generator=generator) * 0.4
+    mask = torch.arange(R) < torch.randint(1, R + 1, (k, B, 1), generator=generator)
+    return new, old, torch.randn(k, B, 1, generator=generator), mask
+
+
+def test_readme_cispo_equals_the_loops(readme):
+    """MiniMax-M1, arXiv:2506.13585: -min(ρ_t, cap) A log π(y_t), where the factor before the log has no gradient."""
+    new, old, advantages, mask = log_probs_apart()
+    losses, log_ratio, clipped = readme.cispo(new, old, advantages, mask, 0.2, 0.3, "token", 0.5)
+    losses.sum().backward()
+    factors, ratios = torch.zeros_like(old), []
+    for c in itertools.product(*map(range, mask.shape)):
+        if mask[c]:
+            ratio = math.exp(new[c].item() - old[c].item())
+            factors[c] = -0.5 * min(ratio, 1.3) * advantages[c[0], c[1], 0].item()
+            ratios.append(ratio)
+    assert torch.allclose(new.grad, factors, atol=1e-6)
+    assert torch.allclose(losses, (factors * new).sum(-1), atol=1e-5)
+    assert log_ratio.exp().tolist() == pytest.approx(ratios, rel=1e-5)
+    assert clipped.tolist() == [ratio > 1.3 for ratio in ratios] and 0 < clipped.sum() < len(ratios)
+
+
+def test_readme_gspo_equals_the_loops(readme):
+    """Zheng et al. 2025, arXiv:2507.18071: the clipped objective of s = (π / π_old)^(1/|y|), one for a completion."""
+    new, old, advantages, mask = log_probs_apart()
+    losses, log_ratio, clipped = readme.gspo(new, old, advantages, mask, 0.05, 0.1, "sequence", 1.0)
+    losses.sum().backward()
+    clips = []
+    for j, b in itertools.product(*map(range, mask.shape[:2])):
+        length, a = int(mask[j, b].sum()), advantages[j, b].item()
+        ratio = math.exp(sum(new[j, b, t].item() - old[j, b, t].item() for t in range(length)) / length)
+        plain, clip = -a * ratio, -a * min(max(ratio, 0.95), 1.1)
+        assert losses[j, b].item() == pytest.approx(max(plain, clip), abs=1e-6)
+        slope = plain / length if plain >= clip or clip == plain else 0.0
+        assert new.grad[j, b].tolist() == pytest.approx([slope] * length + [0.0] * (5 - length), abs=1e-6)
+        clips.append(clip > plain)
+    assert clipped.tolist() == clips and 0 < sum(clips) < len(clips) and log_ratio.shape == (12,)
+
+
+def test_readme_unbiased_k3_has_the_gradient_of_the_kl(readme):
+    """DeepSeek-V3.2, arXiv:2512.02556: ρ (e^-kl - 1 + kl). Over all tokens of a vocabulary, weighted by their
+    probability, its gradient is that of KL(π ‖ π_ref), and that of k3 alone is another."""
+    logits = torch.randn(7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ref = torch.randn(7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    new = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((new.exp() * (new - ref)).sum(), logits, retain_graph=True)
+
+    def gradient(penalty):
+        values = penalty(new.view(7, 1, 1), ref.view(7, 1, 1), torch.ones(7, 1, 1))
+        return torch.autograd.grad((new.detach().exp() * values[:, 0]).sum(), logits, retain_graph=True)[0]
+
+    assert torch.allclose(gradient(readme.unbiased_k3), exact, atol=1e-6)
+    assert (gradient(rloo.kl_penalty) - exact).abs().max() > 1e-2
+
+    new, ref, _, mask = log_probs_apart()
+    found = readme.unbiased_k3(new, ref, mask)
+    found.sum().backward()
+    for j, b in itertools.product(*map(range, mask.shape[:2])):
+        kl = [(new - ref)[j, b, t].item() for t in range(5) if mask[j, b, t]]
+        assert found[j, b].item() == pytest.approx(sum(math.exp(-x) - 1 + x for x in kl), abs=1e-5)
+        slopes = [math.exp(-x) - 1 + x + 1 - math.exp(-x) for x in kl]  # of ρ, and of what it is multiplied by
+        assert new.grad[j, b].tolist() == pytest.approx(slopes + [0.0] * (5 - len(kl)), abs=1e-5)
+
+
+def test_readme_groups_of_equal_scores_leave_the_loss(readme, train, monkeypatch):
+    """They have no advantage. Without them the mean is over the tokens of the others."""
+    flags = {"reward_model_path": None, "kl_coef": 0.0, "max_grad_norm": 0.0, "loss_aggregation": "token"}
+    flags |= {"advantage_estimator": "grpo", "reward_fns": (f"{__file__}:constant_for_even_rows",)}
+    monkeypatch.setattr(rloo, "policy_loss", readme.ppo)  # the file has set CISPO
+    seen = spy(monkeypatch, "improve")
+    (plain,), _ = train(**flags)
+    ((*_, batch, _, _, _, advantages, _, _), _) = seen[0]
+    lengths, kept = batch.response_mask.sum(-1), 0
+    for b, row in enumerate(batch.rows):
+        kept += int(lengths[:, b].sum()) if row["columns"]["n"] % 2 else 0
+    monkeypatch.setattr(rloo, "improve", readme.without_equal_groups)
+    (changed,), _ = train(**flags)
+    assert 0 < kept < int(lengths.sum()) and plain["grad_norm"] > 0
+    assert changed["grad_norm"] == pytest.approx(plain["grad_norm"] * int(lengths.sum()) / kept, rel=1e-4)
+
+
+def test_readme_entropy_bonus_is_the_gradient_of_the_entropy(train, tmp_path, monkeypatch):
+    """... of completions whose scores are equal: -0.01 times its mean over completions, by loops over them."""
+    flags = {"reward_model_path": None, "reward_fns": (f"{__file__}:constant_reward",), "kl_coef": 0.0}
+    flags["max_grad_norm"] = 0.0
+    seen = spy(monkeypatch, "rollout")
+    (plain,), _ = train(**flags)
+    module = edited(tmp_path, *readme_blocks("diff"))
+    with monkeypatch.context() as patch:
+        patch.setattr(rloo, "main", lambda args, signals: module.main(args, signals))
+        (changed,), _ = train(**flags)
+    batch, _ = seen[0][1]
+    policy, total = tiny_model(), 0.0
+    for j, b in itertools.product(range(2), range(8)):
+        completion = batch.responses[j, b][batch.response_mask[j, b]].tolist()
+        total = total + token_logprobs(policy, batch.rows[b]["prompt_ids"], completion, 1.0)[1].sum()
+    expected = 0.01 * flat_grad(total / 16, policy).norm().item()
+    assert plain["grad_norm"] == 0 and changed["grad_norm"] == pytest.approx(expected, rel=1e-3)
+
+
+def readme_flags(name: str) -> list[str]:
+    """The flags in the row of an objective."""
+    (row,) = [line for line in (HERE / "README.md").read_text().splitlines() if line.startswith(f"| {name}")]
+    return re.findall(r"`(--[^`]*)`", row)[-1].split()
+
+
+def test_readme_flags_are_the_published_objectives():
+    for name in ("GRPO", "Dr. GRPO", "DAPO", "MaxRL", "pass@K", "CISPO", "GSPO", "unbiased k3"):
+        assert isinstance(rloo.parse_args(readme_flags(name)), Args), name
+    args = rloo.parse_args(readme_flags("REINFORCE++-baseline"))  # Hu 2025, arXiv:2501.03262
+    scores = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    nothing, mask = torch.zeros(3, 4, 2), torch.ones(3, 4, 2, dtype=torch.bool)
+    found = advantages_of(scores, nothing, mask, 0.0, args.kl_level, args.normalize_advantage, args.advantage_estimator)
+    centered = [[x - mean(column) for x in column] for column in scores.T.tolist()]
+    everything = [x for column in centered for x in column]
+    for j, b in itertools.product(range(3), range(4)):
+        assert found[j, b].item() == pytest.approx(centered[b][j] / stdev(everything), abs=1e-5)
+
+
+def first_word_is_early(prompts, completions, completion_ids, **columns):
+    """1 or 0: of the alphabet."""
+    return [float(text.strip()[:1] in ("a", "b", "c", "d", "e", "f")) for text in completions]
+
+
+OBJECTIVES = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in (HERE / "README.md").read_text().split("| objective | how |")[1].split("\n\n")[0].splitlines()[2:]
+]
+
+
+@pytest.mark.parametrize("objective, how", OBJECTIVES, ids=[row[0].split(" (")[0] for row in OBJECTIVES])
+def test_readme_every_objective_runs_as_its_row_says(tiny, tmp_path, monkeypatch, objective, how):
+    """What a reader does: the block that has the function, that function chosen, and the flags of the row."""
+    words = re.findall(r"`([^`]*)`", how)
+    flags = [word.split() for word in words if word.startswith("--")]
+    if "the flags above" in how:
+        flags = [readme_flags("DAPO")]
+    (flags,) = flags or [[]]
+    monkeypatch.setattr(rloo, "say_once", lambda text: None)
+    for name in CHANGED_BY_README:
+        monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
+    text = "import rloo\nrloo.command_line()\n"
+    if not words[0].startswith("--"):
+        (text,) = [block for block in readme_examples() if f"def {words[0]}(" in block]
+        code, _, choices = text.partition("\n\n\nrloo.")
+        (target,) = re.findall(rf"rloo\.(\w+) = .*\b{words[0]}\b", "rloo." + choices)
+        text = f"{code}\n\n\nrloo.{target} = {words[0]}\nrloo.command_line()\n"
+    (tmp_path / "mine.py").write_text(text)
+    line = command(tiny, tmp_path / "out", kl_coef=0.1, rloo_k=4, total_episodes=32)
+    line = [word for word in line if word not in ("--reward_model_path", str(tiny / "reward"))]
+    line += ["--reward_fns", f"{__file__}:first_word_is_early", *flags]
+    monkeypatch.setattr(sys, "argv", ["mine.py", *line])
+    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    updates = read_metrics(tmp_path / "out")
+    assert all(math.isfinite(value) for update in updates for value in update.values())
+    assert all(0 < update["objective/scores"] < 1 and update["grad_norm"] > 0 for update in updates)
+
+
+def test_readme_metric_and_top_p(readme, train, monkeypatch):
+    """What is drawn is among the likeliest tokens that make 0.9 together; its log-prob is that of the whole softmax."""
+    monkeypatch.setattr(rloo, "policy_loss", readme.ppo)
+    seen = spy(monkeypatch, "rollout")
+    (metrics,), output = train(rollout_engine="hf", response_length=8, learning_rate=0.0, save_steps=1)
+    norm = final_weights(output).norm().item()
+    assert metrics["weights/norm"] == pytest.approx(norm, rel=1e-5)
+    (batch, logprobs), policy, outside = seen[0][1], tiny_model(), 0
+    for j, b in itertools.product(range(2), range(8)):
+        ids = batch.responses[j, b][batch.response_mask[j, b]].tolist()
+        prompt = batch.rows[b]["prompt_ids"]
+        table = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        for t, token in enumerate(ids):
+            likelier = table[t][table[t] > table[t, token]].exp().sum().item()
+            assert likelier < 0.9 and logprobs[j, b, t].item() == pytest.approx(table[t, token].item(), abs=1e-4)
+            outside += 1 - table[t].exp().sort(descending=True).values.cumsum(0)[0].item() > 0.1
+    assert outside > 20  # tokens that could have been others
+
+
+def readme_shell_file(name: str) -> str:
+    """The file that a shell block of the README writes."""
+    (text,) = re.findall(rf"cat > {re.escape(name)} <<'END'\n(.*?)^END$", "\n".join(readme_blocks("sh")), re.M | re.S)
+    return text
+
+
+def test_readme_length_penalty_grows_with_the_updates(tmp_path, train):
+    (tmp_path / "shorter.py").write_text(readme_shell_file("shorter.py"))
+    function = {}
+    exec(readme_shell_file("shorter.py"), function)
+    for done, weight in ((0, 0.0), (50, 0.5), (100, 1.0), (1000, 1.0)):
+        found = function["shorter"](None, None, [[1, 2, 3], [4]], updates_done=done, n=[1])
+        assert found == pytest.approx([-0.003 * weight, -0.001 * weight])
+    metrics, _ = train(reward_fns=(f"{tmp_path}/shorter.py:shorter",), total_episodes=32)
+    assert metrics[0]["rewards/shorter/mean"] == 0 > metrics[1]["rewards/shorter/mean"]
+
+
+def test_readme_gsm8k_is_prepared_for_its_reward_function(tmp_path):
+    """The block runs with a stand-in for the package datasets, and rows and reward fit together."""
+    (block,) = [text for text in readme_blocks("sh") if "openai/gsm8k" in text]
+    (tmp_path / "datasets.py").write_text(
+        "def load_dataset(name, config, split):\n"
+        "    assert (name, config) == ('openai/gsm8k', 'main') and split in ('train', 'test')\n"
+        "    return [{'question': 'How many?', 'answer': 'It is 1 + 2 = 3.\\n#### 1,203'}] * 3\n"
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    lines = block.replace("pip install datasets\n", "")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path}
+    subprocess.run(["bash", "-ec", lines], cwd=tmp_path, check=True, env=environment)
+    args = Args(dataset_name=str(tmp_path / "gsm8k"))
+    train, test = rloo.load_data(args, chat_tokenizer())
+    assert len(train) == len(test) == 3 and train[0]["prompt"][0]["content"].startswith("How many? Think")
+    function = {}
+    exec(readme_shell_file("last_number.py"), function)
+    answers = [row["columns"]["answer"] for row in train]
+    found = function["right_number"](None, ["So it is 1203.", "1,203 of 4", "none"], None, answer=answers, n=None)
+    assert found == [1.0, 0.0, 0.0]
+
+
+def test_readme_gpu_commands_are_those_of_the_memory_table():
+    sys.path.append(str(HERE / "benchmark" / "speed"))
+    import gpu_memory
+
+    blocks = "\n".join(readme_blocks("sh")).replace("\\\n", " ").splitlines()
+    commands = [line for line in blocks if "rloo.py " in line and ("Qwen/" in line or "pythia" in line)]
+    assert len(commands) == 5
+    for line in commands:
+        args = rloo.resolve_args(rloo.parse_args(line.partition("rloo.py ")[2].split()))
+        name = re.search(r"Qwen2.5-[\d.]+B|pythia-1b", line)[0]
+        lora = args.lora_rank > 0
+        (run,) = [run for run in gpu_memory.RUNS if run.name.startswith(name) and (run.lora_rank > 0) == lora]
+        assert f"--nproc_per_node {run.gpus} " in line or run.gpus == 1
+        sizes = (args.rloo_k, args.per_device_train_batch_size, args.max_prompt_length, args.response_length)
+        assert sizes == (run.k, run.micro_batch, run.P, run.R), name
+        assert args.local_rollout_forward_batch_size == run.chunk and args.lora_rank == run.lora_rank
+        assert args.gradient_checkpointing == run.checkpointing
+        assert args.learning_rate == pytest.approx(float(run.learning_rate))
+        size = int(re.search(r"(\d+) GB", run.name)[1])
+        assert size in gpu_memory.fitting(run) and f"{size} GB" in (HERE / "README.md").read_text()
+
+
+def test_readme_library_example_is_a_step_of_rloo(monkeypatch):
+    """Its losses and gradient are those of loops over the completions."""
+    monkeypatch.chdir(HERE)
+    (text,) = [text for text in readme_examples() if "rloo.command_line()" not in text]
+    torch.manual_seed(0)
+    names = {}
+    exec(text, names)
+    batch, model, k, B = names["batch"], names["model"], 4, 2
+    texts = rloo.completion_texts(batch, names["tokenizer"])
+    rewards = {(j, b): -float(len(texts[j * B + b])) for j in range(k) for b in range(B)}
+    before = AutoModelForCausalLM.from_pretrained(names["path"]).eval()
+    loss = 0.0
+    for (j, b), reward in rewards.items():
+        advantage = reward - mean(x for c, x in rewards.items() if c[1] == b and c[0] != j)
+        ids = batch.responses[j, b][batch.response_mask[j, b]].tolist()
+        new, _ = token_logprobs(before, batch.rows[b]["prompt_ids"], ids, 0.7)
+        loss = loss - advantage * new.sum() / (k * B)
+        assert names["losses"][j, b].item() == pytest.approx(-advantage, rel=1e-5)  # ρ is 1
+    expected = flat_grad(loss, before)
+    found = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    moved = torch.cat([(p - q).detach().flatten() for p, q in zip(model.parameters(), before.parameters())])
+    assert 0 < moved.abs().max() < 2e-4
+
+
+def test_readme_fields_of_a_batch_and_keys_of_a_row():
+    tables = (HERE / "README.md").read_text().split("| field of a Batch |")[1].split("\n\n")
+    fields, keys = (re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", t))) for t in tables[:2])
+    assert fields == list(Batch._fields)
+    assert sorted(keys) == sorted(rloo.prepare_row({"prompt": "a"}, tiny_tokenizer()))
+
+
+def test_readme_functions_and_lines_are_those_of_the_file():
+    """Within a tenth, so that an edit need not count."""
+    readme, source = (HERE / "README.md").read_text(), (HERE / "rloo.py").read_text()
+    begin, end = source.index("# ---- The maths"), source.index("# ---- The run")
+    algorithm = source[begin:end]
+    stated = int(re.search(r"(\d+) lines of algorithm", readme)[1])
+    assert stated == pytest.approx(algorithm.count("\n"), rel=0.1)
+    where = re.search(r"\*\*Where the algorithm stands\.\*\*(.*?)\n\n", readme, re.S)[1]
+    assert "# ---- One update" in algorithm
+    for name in re.findall(r"`(\w+)`", where):
+        assert f"\ndef {name}(" in algorithm, name
+    formulas = readme.split("| formula | function |")[1].split("\n\n")[0]
+    for name in re.findall(r"`(\w+)`", formulas):
+        assert f"\ndef {name}(" in source, name
+
+
+def test_readme_real_model_is_that_of_its_page():
+    """Numbers, number of seeds and samples of SmolLM2."""
+    readme, page = ((HERE / path).read_text() for path in ("README.md", "benchmark/smollm/README.md"))
+    block = readme.split("<!-- real model -->")[1].split("<!-- end of real model -->")[0]
+    *samples, scores = [[x.strip() for x in line.split("|")[1:-1]] for line in block.strip().splitlines()[2:]]
+
+    def rows(name):
+        part = page.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
+        head, _, *body = [[x.strip() for x in line.split("|")[1:-1]] for line in part.splitlines()]
+        return head, {row[0]: row for row in body}
+
+    _, table = rows("sentiment")
+    before, after = table["before training"], table["all weights, β = 0.02"]
+    assert scores[1:] == [row[2].partition(";")[0] for row in (before, after)]
+    assert f"(seeds: {len(after[1].split(','))})" in scores[0]
+    head, shown = rows("samples")
+    for prompt, *answers in samples:
+        for answer, column in zip(answers, ("before training", "all weights, β = 0.02"), strict=True):
+            text, score = re.fullmatch(r"(.*) … (\*\*\S+\*\*)", answer).groups()
+            cell = shown[prompt][head.index(column)]
+            assert cell.startswith(text) and cell.endswith(score), prompt
+
+
+def test_readme_numbers_are_those_of_the_records():
+    """Those outside of tables that the scripts of benchmark/ write or test; a number is written as on its page."""
+    sys.path.append(str(HERE / "benchmark" / "speed"))
+    import throughput
+
+    def read(path: str) -> dict:
+        return json.loads((HERE / "benchmark" / path).read_text())
+
+    def times(ending: str) -> float:
+        record = next(iter(read("speed/throughput.json").values()))
+        (rounds,) = (x for name, x in throughput.ratios(record["found"]["whole update"]).items() if ending in name)
+        return throughput.median(rounds)
+
+    readme = (HERE / "README.md").read_text()
+    assert f"{times('TRL 1.16.0'):.1f} times as long" in readme
+    assert f"{1 / times('plain rows'):.2f} of the time of an update" in readme
+    same = [row["difference"] for row in read("trl/golden.json")["table"] if not row["why"]]
+    assert f"{len(same)} settings within {max(same):.1e}".replace("e-0", "e-") in readme
+
+
+def test_every_bug_of_the_page_has_its_test():
+    """... each test is named once in a row, and README says how many bugs there are."""
+    page, tests = ((HERE / path).read_text() for path in ("benchmark/bugs/README.md", "rloo_test.py"))
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "| test here |" not in line]
+    for row in rows:
+        bug, where, trl, names = (cell.strip() for cell in row.split("|")[1:-1])
+        found = re.findall(r"`(test_\w+)`", names)
+        assert bug and where and trl and found and len(found) == len(set(found)) == names.count("`") // 2, row
+        assert all(f"\ndef {name}(" in tests for name in found), row
+    readme = (HERE / "README.md").read_text()
+    assert f"[{len(rows)} bugs that other trainers" in readme and page.count(f"{len(rows)} bugs that ") == 1
 
 
 def test_ci_runs_the_second_shell_line_of_the_readme():
@@ -3944,6 +4391,33 @@ def test_prompts_are_shown_as_the_model_reads_them(train, tiny, tmp_path, capsys
         sft_model_path=str(folder), num_eval_prompts=2, total_episodes=0, reward_model_path=None, reward_fns=functions
     )
     assert re.search(r"\nprompt +\[UNK\]\n", capsys.readouterr().out)
+
+
+def begins_with_l(prompts, completions, completion_ids, **columns):
+    return [float(text.strip().startswith("l m")) for text in completions]
+
+
+def test_a_reward_for_what_the_template_writes_is_said_to_teach_nothing(train, tiny, tmp_path, capfd):
+    """A template that begins the answer, as those do that write <think>: the completions are without its beginning, so
+    a reward that asks for it is 0 everywhere. The end of a prompt is shown as the model reads it."""
+    folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}l m"
+    tokenizer.save_pretrained(folder)
+    rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (metrics,), output = train(
+        sft_model_path=str(folder),
+        dataset_name=str(tmp_path / "chat.jsonl"),
+        reward_model_path=None,
+        reward_fns=(f"{__file__}:begins_with_l",),
+        num_eval_prompts=1,
+        kl_coef=0.0,
+    )
+    said = "".join(capfd.readouterr())
+    assert metrics["objective/scores"] == 0 and "an update gave no learning signal" in said
+    assert re.search(r"\nprompt +\w l m\n", said)
+    assert all(sample["prompt"].endswith(" l m") for sample in read_metrics(output, "completions"))
 
 
 def third_call(prompts, completions, completion_ids, calls=itertools.count(1), **columns):  # noqa: B008, counts calls

@@ -55,3 +55,7 @@ def test_work_of_a_group_by_hand():
     group = flops([7], [[4], [3]])
     assert group == 2 * 1000 * 12 + 2 * 100 * 6 + 4 * (28 + 27 + 17)
     assert flops([7, 5], [[4, 2], [3, 6]]) == group + flops([5], [[2], [6]])
+    # 4 steps read the weights. Prompt of 7: read in 3 steps, completion of 4: 0 + 1 + 2 tokens, of 3: 0 + 1.
+    # Prompt of 5: read in 1 step, completion of 2 sees no token from earlier steps, completion of 1 takes no step.
+    cached = 3 * 7 + (0 + 1 + 2) + (0 + 1) + 1 * 5
+    assert limits.needed_bytes(sizes, 4, [7, 5], [[4, 2], [3, 1]]) == 4 * (4 * 1100 + 8 * cached)

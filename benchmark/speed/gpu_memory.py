@@ -58,6 +58,7 @@ class Run:
 
 
 QWEN_05B = Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936)
+QWEN_15B = Model("Qwen2.5", 1544e6, 28, 1536, 8960, 256, 151_936)
 QWEN_3B = Model("Qwen2.5", 3086e6, 36, 2048, 11_008, 256, 151_936)
 QWEN_7B = Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064)
 PYTHIA_410M = Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304, 354e6)
@@ -67,6 +68,7 @@ RUNS = [
     Run("Qwen2.5-0.5B, 24 GB", QWEN_05B, 8, 8, 256, 400, "1e-6", chunk=256),
     Run("pythia-410m, 24 GB", PYTHIA_410M, 4, 32, 512, 53, "3e-6"),
     Run("pythia-1b, 80 GB", PYTHIA_1B, 4, 64, 512, 53, "3e-6", chunk=256),
+    Run("Qwen2.5-1.5B, 80 GB", QWEN_15B, 8, 16, 256, 512, "1e-6", chunk=256),
     Run("Qwen2.5-7B, 4 × 80 GB", QWEN_7B, 8, 16, 256, 512, "1e-6", gpus=4, checkpointing=True),
     Run("Qwen2.5-3B, 24 GB, LoRA of rank 32", QWEN_3B, 8, 8, 256, 512, "1e-5", chunk=32, **LORA_32),
     Run("Qwen2.5-7B, 80 GB, LoRA of rank 32", QWEN_7B, 8, 16, 256, 512, "1e-5", **LORA_32),
@@ -132,15 +134,15 @@ def needed(run: Run) -> dict[str, float]:
 
 def table(runs: list[Run]) -> str:
     """The table of README.md."""
-    head = ["model, GPU", "k", "m", "P, R", "states", "copies", "activations", "logits", "rest", "training"]
-    head += ["rollout (cache)", "learning rate"]
+    head = ["model, GPU", "k, m", "P, R", "weights, AdamW", "activations, logits", "training", "rollout (cache)"]
+    head += ["learning rate"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for run in runs:
-        found = {name: f"{value / GIB:.1f}" for name, value in needed(run).items()}
-        cells = [run.name, run.k, run.micro_batch, f"{run.P}, {run.R}"]
-        cells += [found[name] for name in ("states", "copies", "activations", "logits", "rest", "training")]
-        cells += [f"{found['rollout']} ({found['cache']})", run.learning_rate]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        found = {name: value / GIB for name, value in needed(run).items()}
+        cells = [run.name, f"{run.k}, {run.micro_batch}", f"{run.P}, {run.R}"]
+        cells += [f"{found['states'] + found['copies']:.1f}", f"{found['activations'] + found['logits']:.1f}"]
+        cells += [f"{found['training']:.1f}", f"{found['rollout']:.1f} ({found['cache']:.1f})", run.learning_rate]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -82,28 +82,6 @@ def test_readme_has_the_table():
     assert gpu_memory.table(gpu_memory.RUNS) in readme
 
 
-def test_the_tables_runs_are_the_commands_of_readme():
-    """All but pythia-410m's, which is in benchmark/tldr."""
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    lines = readme.replace("\\\n", " ").splitlines()
-    commands = [line.split() for line in lines if "rloo.py --dataset_name" in line and "--sft_model_path" in line]
-    compared = 0
-    for words in commands:
-        args = rloo.parse_args(words[words.index("rloo.py") + 1 :])
-        gpus = int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words else 1
-        for run in gpu_memory.RUNS:
-            model = run.name.partition(",")[0].lower()
-            if model not in args.sft_model_path.lower() or (run.lora_rank, run.gpus) != (args.lora_rank, gpus):
-                continue
-            assert (run.k, run.micro_batch) == (args.rloo_k, args.per_device_train_batch_size), run.name
-            assert (args.max_prompt_length, args.response_length) == (run.P, run.R), run.name
-            assert run.checkpointing == args.gradient_checkpointing, run.name
-            if "--local_rollout_forward_batch_size" in words:
-                assert run.chunk == args.local_rollout_forward_batch_size, run.name
-            compared += 1
-    assert compared == len(gpu_memory.RUNS) - 1
-
-
 def test_a_configuration_gives_the_sizes_of_the_table(tmp_path, capsys):
     """Qwen2.5-0.5B's."""
     config = transformers.Qwen2Config(
