@@ -764,6 +764,7 @@ def open_output(args, output: Path, state, resumed: Path | None):
         output.mkdir(parents=True, exist_ok=True)
         lock = (output / "metrics.jsonl").open("a")  # the first file, since it marks the folder as a run's
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.register_at_fork(after_in_child=lock.close)  # a pool of a reward function that outlives the run has no lock
     require(
         newest_checkpoint(output) == resumed,
         f"--output_dir {output}: another run has saved a checkpoint since this one began to load; start it again",

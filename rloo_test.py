@@ -3814,6 +3814,24 @@ def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run
     assert "sampled/win_rate" in said
 
 
+def test_a_process_that_outlives_the_run_does_not_keep_its_folder(tmp_path):
+    """... such as one of a pool, after the run itself was killed."""
+    output, state = tmp_path / "out", rloo.new_state(tmp_path / "out", {})
+    with rloo.open_output(Args(), output, state, None):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        with pytest.raises(InputError, match="another run is using it"), rloo.open_output(Args(), output, state, None):
+            pass
+    try:
+        with rloo.open_output(Args(), output, state, None):
+            pass
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
 def test_a_second_live_run_in_a_folder_is_refused_and_one_after_it_is_not(train, tiny, tmp_path, monkeypatch, capfd):
     ends, output = [], tmp_path / "out"
 
