@@ -3818,10 +3818,13 @@ def test_a_process_that_outlives_the_run_does_not_keep_its_folder(tmp_path):
     """... such as one of a pool, after the run itself was killed."""
     output, state = tmp_path / "out", rloo.new_state(tmp_path / "out", {})
     with rloo.open_output(Args(), output, state, None):
+        read, write = os.pipe()
         child = os.fork()
         if not child:
+            os.write(write, b"begun")
             time.sleep(60)
             os._exit(0)
+        os.read(read, 5)
         with pytest.raises(InputError, match="another run is using it"), rloo.open_output(Args(), output, state, None):
             pass
     try:
