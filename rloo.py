@@ -599,8 +599,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     batch_size = args.rloo_k * B * world
     if args.total_episodes is None:
         args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
-    data = json.dumps([row["columns"] for row in train_rows], default=lambda value: None).encode()
-    flags = vars(args) | {"completions per update": batch_size, "training data": hashlib.sha256(data).hexdigest()[:16]}
+    flags = vars(args) | {"completions per update": batch_size}
+    flags |= {"training data": hash_of(train_rows), "held-out data": hash_of(test_rows)}
     resumed = on_first_rank(lambda: newest_checkpoint(output)) if args.resume else None
     state = load_state(resumed, flags) if resumed else new_state(output, flags)
     first = state["update"]
@@ -1349,9 +1349,9 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
         ids = tokens[b][j]
         numbers = [0.0] * len(ids) if logprobs is None else logprobs[b][j]
         expected_length = next((t + 1 for t, token in enumerate(ids[:R]) if token in stop_ids), R)
-        tokens_exist = all(0 <= token < vocabulary for token in ids)
+        tokens_exist = all(token in range(vocabulary) for token in ids)
         require(
-            len(ids) == len(numbers) == expected_length and tokens_exist and all(map(math.isfinite, numbers)),
+            len(ids) == len(numbers) == expected_length and tokens_exist and all(-math.inf < x < 0.01 for x in numbers),
             f"--rollout_engine: completion {j} of prompt {b} must have {R} tokens of the model or end with its first "
             f"stop token, and one finite log-prob for each token; it has {len(ids)} tokens, {len(numbers)} log-probs",
         )
@@ -1738,6 +1738,12 @@ def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
     return kept
 
 
+def hash_of(rows) -> str:
+    """A hash of rows that were prepared, apart from what is not JSON in them."""
+    data = json.dumps([row["columns"] for row in rows], default=lambda value: None)
+    return hashlib.sha256(data.encode()).hexdigest()[:16]
+
+
 def prepare_row(row, tokenizer) -> dict:
     """A dataset row as the dict returned below. If `prompt` is missing, it is the `messages` up to the user's first; if
     `completion` is missing, the reference is the assistant's first message after the prompt."""
@@ -1942,7 +1948,10 @@ def check_sizes(model, args, rows):
     config, name = model.config.get_text_config(), type(model).__name__
     longest = max(len(row["prompt_ids"]) for row in rows)
     highest = max(max(row["prompt_ids"] + row.get("reference_ids", [])) for row in rows)
-    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    limits = [getattr(config, f"{kind}max_position_embeddings", None) for kind in ("", "original_")]
+    positions = min(
+        limit or sys.maxsize for limit in limits
+    )  # beyond the original ones, rows change each other's numbers
     require(
         longest + args.response_length <= positions,
         f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and --response_length "
@@ -2201,7 +2210,7 @@ def clock(device) -> float:
 # checkpoint-<update>/ holds policy and tokenizer as save_pretrained leaves them, or with LoRA only the adapters, see
 # save_adapters; optimizer.pt; and in state.json:
 #   update   None from an update's first optimizer step until the update is complete (never written to a file)
-#   flags    resolved, with the number of completions per update and a hash of the training data
+#   flags    resolved, with the number of completions per update and hashes of the data
 #   run_id   for Weights & Biases
 #   before   the evaluation before training
 #   modes    those of the evaluation after this update, [] if there is none

@@ -2470,6 +2470,14 @@ def test_a_model_without_a_body_of_its_own_is_named():
         rloo.choose_layout(Headed(tiny_model().config).eval(), Args(device="cpu"), [{"prompt_ids": [3, 4]}])
 
 
+def test_positions_beyond_the_original_ones_are_refused():
+    """With them, long-RoPE chooses other frequencies for all rows of a forward pass."""
+    config = AutoConfig.for_model("phi3", **HEADS, vocab_size=16, pad_token_id=0, original_max_position_embeddings=16)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(InputError, match="^Phi3ForCausalLM: has 16 positions"):
+        rloo.choose_layout(model, Args(device="cpu", response_length=15), [{"prompt_ids": [3, 4]}])
+
+
 def test_a_policy_that_reads_padding_is_refused():
     """... as RWKV does, which ignores the mask."""
     config = AutoConfig.for_model("rwkv", vocab_size=16, hidden_size=16, num_hidden_layers=2, context_length=99)
@@ -4071,6 +4079,17 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(train, monkeypatch, tmp_pa
     assert end_of(output) == end_of(train(**LONG)[1])
 
 
+def test_other_held_out_data_are_not_shown_as_before_and_after(train, tiny, tmp_path, capsys):
+    data = shutil.copytree(tiny / "data", tmp_path / "data")
+    flags = {"dataset_name": str(data), "output_dir": str(tmp_path / "out"), "num_eval_prompts": 4}
+    train(**flags)
+    (data / "test.jsonl").write_text("".join(reversed((data / "test.jsonl").read_text().splitlines(keepends=True))))
+    capsys.readouterr()
+    train(**flags, resume=True, total_episodes=32)
+    said = capsys.readouterr().out
+    assert "held-out data" in said and "the closing table is without the evaluation before training" in said
+
+
 def test_a_full_disk_at_the_very_end_is_one_line_and_resume_repairs_it(train, monkeypatch, tmp_path):
     flags = {"output_dir": str(tmp_path / "out"), "num_eval_prompts": 0}
     line = f"^{tmp_path}/out: the policy cannot be saved; free disk space and continue with --resume"
@@ -4158,6 +4177,8 @@ def test_an_engine_of_ones_own_samples_for_updates_and_evaluations(train, tmp_pa
         ([[[5, 0], []]], None, "completion 1 .* it has 0 tokens"),
         ([[[5, 0], [0]]], [[[0.0, 0.0], [0.0, 0.0]]], "completion 1 .* it has 1 tokens, 2 log-probs"),
         ([[[5, 0], [0]]], [[[0.0, math.nan], [0.0]]], "completion 0 .* one finite log-prob for each"),
+        ([[[5, 0], [0]]], [[[0.0, 0.3], [0.0]]], "completion 0 .* one finite log-prob for each"),
+        ([[[5.5, 0], [0]]], None, "completion 0 .* must have 3 tokens of the model or"),
     ],
 )
 def test_what_an_engine_may_not_return(tokens, logprobs, message):
