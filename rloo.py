@@ -1621,10 +1621,8 @@ def load_function(spec, label) -> Callable:
     source, _, name = spec.rpartition(":")
     path = Path(source)
     is_file = path.suffix == ".py"
-    require(
-        path.is_file() if is_file else source,
-        f"{label}: must be file.py:function or module:function of a file; add :function",
-    )
+    require(source, f"{label}: must be file.py:function or module:function; add :function")
+    require(path.is_file() or not is_file, f"{label}: there is no file {source}")
     sys.path.append(str(path.resolve().parent))
     module_name = path.stem if is_file else source
     try:
@@ -1674,6 +1672,8 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
 
 def load_rows(name, split) -> list[dict] | None:
     """Rows of a split, None if it does not exist. `name`: a .jsonl file (its split: train), a folder, or a Hub id."""
+    is_path = name.startswith(("/", "./", "../"))
+    require(not is_path or Path(name).exists(), f"--dataset_name {name}: there is no such file or folder")
     with explained(f"--dataset_name {name}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:

@@ -2287,7 +2287,8 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "must name one of the model's 16": ["--stop_token zebra", "--stop_token_id 99"],
     "1 finite numbers, not all 0": ["--reward_weights 1 2", "--reward_weights nan", "--reward_weights 0"],
     "another reward is called boom; rename one of them": ["--reward_fns {x}/fns.py:boom {x}/fns.py:boom"],
-    "must be file.py:function or module:function of a file": ["--reward_fns {x}/no.py:f", "--reward_fns fns"],
+    "there is no file {x}/no.py": ["--reward_fns {x}/no.py:f"],
+    "must be file.py:function or module:function; add :function": ["--reward_fns fns", "--reward_fns {x}/fns.py"],
     "there is no module no": ["--reward_fns no:f", "--rollout_engine no.where:f"],
     "is loaded under the same name; rename the file": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
     "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
@@ -2302,7 +2303,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "is not empty; choose a new": ["--output_dir {x}"],
     "if it holds a run": ["--output_dir {x} --resume"],
     "cannot be used": ["--device meta", "--device gpu", "--device cuda:99"],
-    "No such file": ["--dataset_name {x}/nowhere.jsonl"],
+    "there is no such file or folder": ["--dataset_name {x}/nowhere.jsonl", "--dataset_name ./nowhere"],
     "pip install datasets": ["--dataset_name " + name for name in ("nobody/nothing", "{x}/rows.json")],
     "its split dev has no rows; choose one with --dataset_train_split": ["--dataset_train_split dev"],
     "{data} has no rows in tset": ["--dataset_test_split tset"],
@@ -3557,9 +3558,11 @@ def test_readme_functions_and_lines_are_those_of_the_file():
     readme, source = (HERE / "README.md").read_text(), (HERE / "rloo.py").read_text()
     begin, end = source.index("# ---- The maths"), source.index("# ---- The run")
     algorithm = source[begin:end]
-    stated = int(re.search(r"(\d+) lines of algorithm", readme)[1])
+    stated = int(re.search(r"of which the algorithm takes (\d+)", readme)[1])
+    whole = int(re.search(r"one file of ([\d,]+) lines", readme)[1].replace(",", ""))
+    assert whole == pytest.approx(source.count("\n"), rel=0.1)
     assert stated == pytest.approx(algorithm.count("\n"), rel=0.1)
-    where = re.search(r"\*\*Where the algorithm stands\.\*\*(.*?)\n\n", readme, re.S)[1]
+    where = re.search(r"\*\*Where to find the algorithm\.\*\*(.*?)\n\n", readme, re.S)[1]
     assert "# ---- One update" in algorithm
     for name in re.findall(r"`(\w+)`", where):
         assert f"\ndef {name}(" in algorithm, name
@@ -3621,7 +3624,7 @@ def test_every_bug_of_the_page_has_its_test():
         assert bug and where and trl and found and len(found) == len(set(found)) == names.count("`") // 2, row
         assert all(f"\ndef {name}(" in tests for name in found), row
     readme = (HERE / "README.md").read_text()
-    assert f"[{len(rows)} bugs that other trainers" in readme and page.count(f"{len(rows)} bugs that ") == 1
+    assert f"[{len(rows)} known bugs of other trainers" in readme and page.count(f"{len(rows)} bugs that ") == 1
 
 
 def test_ci_runs_the_second_shell_line_of_the_readme():
