@@ -722,7 +722,7 @@ def make_optimizer(args, policy, num_updates):
     return optimizer, learning_rate
 
 
-def evaluation_modes(num_updates, between, first=0, of_first=()) -> dict[int, list[str]]:
+def evaluation_modes(num_updates, between, first, of_first) -> dict[int, list[str]]:
     """The updates after which the policy is evaluated, and how: 0 and the last, also greedily, and up to `between`
     others, 5 or more apart. A resumed run repeats the evaluation after its `first` update, in the modes `of_first`."""
     apart = max(5, math.ceil(num_updates / (between + 1)))
@@ -765,11 +765,11 @@ def open_output(args, output: Path, state, resumed: Path | None):
         lock = (output / "metrics.jsonl").open("a")  # the first file, since it marks the folder as a run's
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.register_at_fork(after_in_child=lock.close)  # a pool of a reward function that outlives the run has no lock
-    require(
-        newest_checkpoint(output) == resumed,
-        f"--output_dir {output}: another run has saved a checkpoint since this one began to load; start it again",
-    )
     with lock:
+        require(
+            newest_checkpoint(output) == resumed,
+            f"--output_dir {output}: another run has saved a checkpoint since this one began to load; start it again",
+        )
         made_by = {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -1080,7 +1080,7 @@ def group_attention(sdpa, query, key, value, mask):
     """Attention of group rows, n = P + k·R: query (B, H, n, D), key and value (B, h, n, D); returns (B, n, H, D). A
     prompt attends to itself; a lane, to its prompt and itself. The mask is that of a prompt and one completion, bool
     (B, 1, P + R, P + R), with `mask.lanes` = (P, k). That costs P² + k·R·(P + R) products; one mask over the row would
-    cost (P + k·R)²."""
+    cost (P + k·R)². `sdpa` takes query, key, value and mask."""
     P, k = mask.lanes
     prompts, _ = sdpa(query[:, :, :P], key[:, :, :P], value[:, :, :P], mask[:, :, :P, :P])
 
@@ -1783,7 +1783,7 @@ def prepare_row(row, tokenizer) -> dict:
         "prompt_text": text,  # as the model reads it
         "prompt_ids": ids,
         "reference": reference,  # text or None
-        "reference_ids": continuation_ids(reference or "", tokenizer),
+        "reference_ids": continuation_ids(reference, tokenizer) if reference else [],
         "columns": row,
     }
 
@@ -1948,10 +1948,9 @@ def check_sizes(model, args, rows):
     config, name = model.config.get_text_config(), type(model).__name__
     longest = max(len(row["prompt_ids"]) for row in rows)
     highest = max(max(row["prompt_ids"] + row.get("reference_ids", [])) for row in rows)
+    # Beyond its original positions a model with long-RoPE gives a row other numbers, depending on the other rows.
     limits = [getattr(config, f"{kind}max_position_embeddings", None) for kind in ("", "original_")]
-    positions = min(
-        limit or sys.maxsize for limit in limits
-    )  # beyond the original ones, rows change each other's numbers
+    positions = min(limit or sys.maxsize for limit in limits)
     require(
         longest + args.response_length <= positions,
         f"{name}: has {positions} positions; the longest prompt, {longest} tokens, and --response_length "
@@ -2525,10 +2524,7 @@ def command_line(argv: list[str] | None = None):
         told = min(told, time.monotonic())
         if rank == 0 and not signals:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
-                os.write(
-                    2,
-                    b"\nrloo.py will save and stop: after this update, or before it has changed weights\n",
-                )
+                os.write(2, b"\nrloo.py will save and stop: after this update, or before it changes weights\n")
         signals.append(number)
 
     # Forked processes of reward functions get no signal that is sent to the run's group: it waits for their results.

@@ -3847,12 +3847,15 @@ def test_a_process_that_outlives_the_run_does_not_keep_its_folder(tmp_path):
 
 
 def test_a_second_live_run_in_a_folder_is_refused_and_one_after_it_is_not(train, tiny, tmp_path, monkeypatch, capfd):
-    ends, output = [], tmp_path / "out"
+    ends, inside, output = [], [], tmp_path / "out"
 
     def start_another(inputs, metrics):
+        assert not inside, "two runs train in one folder"
+        inside.append(True)
         with pytest.raises(SystemExit) as end:
             rloo.command_line([*command(tiny, output), "--resume"])
         ends.append(end.value.code)
+        inside.clear()
         return metrics
 
     with monkeypatch.context() as patch:
@@ -4925,6 +4928,21 @@ def test_fsdp_gathers_in_dtype_and_adds_gradients_up_in_float32(monkeypatch):
     assert {(x.param_dtype, x.reduce_dtype) for x in policies} == {(torch.bfloat16, torch.float32)}
 
 
+def runs_in(folder: Path, base: dict) -> tuple:
+    """Two functions that give the flags of a run in a folder of its own: of a new one, and of one that goes on from
+    checkpoint 2 of another."""
+
+    def flags(name: str, size: int = 8, **more) -> dict:
+        return {**base, "output_dir": str(folder / name), "per_device_train_batch_size": size, **more}
+
+    def resumed(name: str, source: str, size: int = 8, **more) -> dict:
+        shutil.copytree(folder / source, folder / name)
+        shutil.rmtree(folder / name / "checkpoint-3")
+        return flags(name, size, resume=True, **more)
+
+    return flags, resumed
+
+
 @pytest.mark.skipif(OLD_FSDP, reason="--sharding fsdp refuses this torch")
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_path, monkeypatch):
     """ddp and fsdp on gloo: three updates on the same prompts and completions, then two + one across numbers of
@@ -4969,13 +4987,7 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
     for name in ("tied model", "falcon"):
         tiny_tokenizer().save_pretrained(tmp_path / name)
 
-    def flags(name: str, size: int = 8, **more) -> dict:
-        return {**base, "output_dir": str(tmp_path / name), "per_device_train_batch_size": size, **more}
-
-    def resumed(name: str, source: str, size: int = 8, **more) -> dict:
-        shutil.copytree(tmp_path / source, tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoint-3")
-        return flags(name, size, resume=True, **more)
+    flags, resumed = runs_in(tmp_path, base)
 
     monkeypatch.setattr(rloo.Decoder, "append", ranked)
     rloo.main(Args(**flags("one", 16)))
@@ -5362,13 +5374,7 @@ def test_adapters_on_two_processes_equal_those_on_one(tiny, tmp_path, monkeypatc
     tiny_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "tied model")
     tiny_tokenizer().save_pretrained(tmp_path / "tied model")
 
-    def flags(name: str, size: int = 8, **more) -> dict:
-        return {**base, "output_dir": str(tmp_path / name), "per_device_train_batch_size": size, **more}
-
-    def resumed(name: str, source: str, size: int = 8, **more) -> dict:
-        shutil.copytree(tmp_path / source, tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoint-3")
-        return flags(name, size, resume=True, **more)
+    flags, resumed = runs_in(tmp_path, base)
 
     monkeypatch.setattr(rloo.Decoder, "append", ranked)
     rloo.main(Args(**flags("one", 16)))
@@ -5807,6 +5813,8 @@ def test_a_run_that_goes_on_while_another_one_loads_is_not_overwritten(train, tm
     with pytest.raises(InputError, match="another run has saved a checkpoint since this one began to load; start it"):
         train(**flags, total_episodes=80)
     assert len(read_metrics(tmp_path / "out")) == 4
+    train(**flags, total_episodes=80)  # the refused run has let go of the folder
+    assert len(read_metrics(tmp_path / "out")) == 5
 
 
 def test_samplers_that_disagree_with_training_are_said(train, monkeypatch, capfd):
