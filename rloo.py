@@ -846,17 +846,18 @@ def track(args, metrics: dict, update):
 def warn_about(metrics: dict, args):
     """Warns once about metrics of an update that are most likely due to a mistake."""
     in_groups = args.advantage_estimator != "reinforce" and args.missing_eos_penalty is None
-    if metrics["grad_norm"] == 0 or in_groups and metrics.get("frac_reward_zero_std") == 1:
+    if metrics["grad_norm"] == 0 or in_groups and metrics.get("frac_reward_zero_std", 0) > 0.9:
         say_once(
-            "the scores of an update gave no learning signal: within each group all are equal, or none is used (None, "
-            "reward weight 0, or completion outside the loss)"
+            "the scores of an update gave hardly any learning signal: in over 90% of the groups all are equal, or none "
+            "is used (None, reward weight 0, or completion outside the loss)"
         )
     if metrics.get("objective/kl", 0) > metrics["completions/mean_length"]:
         say_once(
             "the KL divergence from the reference is above 1 nat per token: training may be destroying the policy; "
             "lower --learning_rate"
         )
-    if args.device == "cpu" and metrics["time/train"] > metrics["cpu_time"]:
+    waits = metrics["time/train"] > metrics["cpu_time"] and torch.get_num_threads() > 1  # threads wait by spinning
+    if args.device == "cpu" and waits:
         say_once(
             "updates take much longer than their CPU time, since other processes use the cores: try "
             "OMP_WAIT_POLICY=PASSIVE or OMP_NUM_THREADS=1"
@@ -945,7 +946,7 @@ def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
     shown = {
         "reward": metrics.get("objective/rlhf_reward"),
         "kl": metrics.get("objective/kl"),
-        "win": evaluation.get("sampled/judge_win_rate", evaluation.get("sampled/win_rate")),
+        "eval_win": evaluation.get("sampled/judge_win_rate", evaluation.get("sampled/win_rate")),
     }
     bar.set_postfix({name: value for name, value in shown.items() if value is not None}, refresh=False)
     if bar.disable and is_first_rank():
@@ -1607,7 +1608,8 @@ def load_functions(specs: Sequence[str], flag, tokenizer, row) -> dict[str, Call
     for spec in specs:
         label = f"--{flag} {spec}"
         function = load_function(spec, label)
-        with explained(f"{label}: is given {', '.join(given)}; add **columns for those that it does not need"):
+        hint = f"; it is given {', '.join(given)}: add **columns for those that it does not need"
+        with explained(f"{label}: does not take what it is given", hint):
             signature = inspect.signature(function, follow_wrapped=False)
             signature.bind(**dict.fromkeys([*given, *{"updates_done"} & {*signature.parameters}]))
         name = spec.rpartition(":")[2]
@@ -2363,10 +2365,15 @@ ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; dashes 
 }
 
 
+LENGTHS = ("__max_steps", "__num_train_epochs", "__num_epochs", "__epochs")  # other trainers' flags
+
+
 def by_own_name(word: str) -> str:
     """A word of the command line, --flag or --flag=value, with an alias replaced."""
     flag, equals, value = word.partition("=")
-    return ALIASES.get(flag.replace("-", "_"), flag) + equals + value
+    name = flag.replace("-", "_")
+    require(name not in LENGTHS, f"{word}: give --total_episodes, completions in all; default: each prompt once")
+    return ALIASES.get(name, flag) + equals + value
 
 
 def parse_args(argv: list[str] | None = None) -> Args:

@@ -2292,11 +2292,14 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "there is no module no": ["--reward_fns no:f", "--rollout_engine no.where:f"],
     "is loaded under the same name; rename the file": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
     "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
-    "completion_ids, completion, n; add **columns for those that it does not need (TypeError: missing a required": [
+    "does not take what it is given (TypeError: missing a required argument: 'a'); it is given prompts, ": [
         "--reward_fns {x}/fns.py:sum",
         "--judge_fn {x}/fns.py:sum",
     ],
-    "got an unexpected keyword argument 'prompts'": ["--reward_fns {x}/fns.py:few"],
+    "got an unexpected keyword argument 'prompts'); it is given prompts, completions, completion_ids, ": [
+        "--reward_fns {x}/fns.py:few"
+    ],
+    "--total_episodes, completions in all": ["--max_steps 3", "--num-train-epochs=1"],
     "there is no nothing in {x}/fns.py": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "--resume needs --output_dir": ["--resume"],
     "cannot be written to": ["--output_dir {x}/fns.py/x"],
@@ -2739,7 +2742,7 @@ def test_updates_without_an_advantage_are_survived_and_said_once(train, capfd):
     )
     said = "".join(capfd.readouterr())
     row = read_metrics(output, "completions")[-1]
-    assert said.count("the scores of an update gave no learning signal: within each group all are equal") == 1
+    assert said.count("the scores of an update gave hardly any learning signal: in over 90% of the groups all") == 1
     assert [update["grad_norm"] for update in metrics] == [0, 0, 0]
     assert metrics[0]["rewards/never/applied"] == 0 and "rewards/never/mean" not in metrics[0]
     assert (row["score"], row["win_rate"]) == (1, 0.5)  # a tie
@@ -2966,8 +2969,8 @@ def test_the_closing_table_has_before_on_the_left(capsys):
 
 
 def test_the_bar_shows_the_win_rate_by_the_judge_if_there_is_one():
-    for evaluation, shown in (({"sampled/win_rate": 0.2}, ["win=0.2"]), ({}, [])):
-        for judged, win in ((evaluation, shown), (evaluation | {"sampled/judge_win_rate": 0.7}, ["win=0.7"])):
+    for evaluation, shown in (({"sampled/win_rate": 0.2}, ["eval_win=0.2"]), ({}, [])):
+        for judged, win in ((evaluation, shown), (evaluation | {"sampled/judge_win_rate": 0.7}, ["eval_win=0.7"])):
             bar = rloo.tqdm(total=2, file=io.StringIO())
             rloo.show_progress(bar, {"objective/rlhf_reward": 1.5, "objective/kl": 0.5}, judged)
             assert bar.n == 1 and bar.postfix.split(", ") == ["reward=1.5", "kl=0.5", *win]
@@ -4270,13 +4273,13 @@ def test_completions_that_are_mostly_cut_are_said_once(train, monkeypatch, capfd
     assert said.count(cut) == (share > 0.5)
 
 
-@pytest.mark.parametrize("metrics", [{"grad_norm": 0.0}, {"frac_reward_zero_std": 1.0}, {}])
+@pytest.mark.parametrize("metrics", [{"grad_norm": 0.0}, {"frac_reward_zero_std": 0.92}, {}])
 def test_an_update_that_teaches_nothing_is_said_and_no_other(train, monkeypatch, capfd, metrics):
-    usual = {"grad_norm": 1.0, "objective/scores": 0.0, "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.5}
+    usual = {"grad_norm": 1.0, "objective/scores": 0.0, "completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.9}
     usual |= {"completions/mean_length": 1.0, "time/train": 0.0, "cpu_time": 0.0}
     monkeypatch.setattr(rloo, "update", lambda *args: usual | metrics)
     train()
-    assert ("of an update gave no learning signal" in "".join(capfd.readouterr())) == bool(metrics)
+    assert ("of an update gave hardly any learning signal" in "".join(capfd.readouterr())) == bool(metrics)
 
 
 @pytest.mark.parametrize(
@@ -4383,7 +4386,9 @@ def test_a_kl_of_weight_0_in_the_loss_adds_nothing(train, monkeypatch):
 
 def test_a_run_in_which_nothing_can_be_scored_says_so(train, capfd):
     train(reward_model_path=None, reward_fns=(f"{__file__}:never",))
-    assert "gave no learning signal: within each group all are equal, or none is used" in "".join(capfd.readouterr())
+    assert "gave hardly any learning signal: in over 90% of the groups all are equal, or none is used" in "".join(
+        capfd.readouterr()
+    )
 
 
 def test_metrics_say_how_many_completions_have_a_score_and_how_many_a_loss(train):
@@ -4463,7 +4468,7 @@ def test_a_reward_for_what_the_template_writes_is_said_to_teach_nothing(train, t
         kl_coef=0.0,
     )
     said = "".join(capfd.readouterr())
-    assert metrics["objective/scores"] == 0 and "an update gave no learning signal" in said
+    assert metrics["objective/scores"] == 0 and "an update gave hardly any learning signal" in said
     assert re.search(r"\nprompt +\w l m\n", said)
     assert all(sample["prompt"].endswith(" l m") for sample in read_metrics(output, "completions"))
 
@@ -5656,7 +5661,7 @@ def test_a_reward_function_may_not_return_what_has_no_order(returned):
 def test_equal_scores_are_no_mistake_where_something_else_tells_completions_apart(train, capfd, flags, said):
     function = f"{__file__}:constant_for_even_rows" if "advantage_estimator" in flags else f"{__file__}:constant_reward"
     metrics, _ = train(reward_model_path=None, reward_fns=(function,), kl_coef=0.0, **flags)
-    assert ("gave no learning signal" in "".join(capfd.readouterr())) == said == (metrics[0]["grad_norm"] == 0)
+    assert ("gave hardly any learning signal" in "".join(capfd.readouterr())) == said == (metrics[0]["grad_norm"] == 0)
 
 
 def test_a_screen_that_is_not_utf_8_shows_samples(tiny, tmp_path):
@@ -5752,8 +5757,9 @@ def test_a_run_that_destroys_its_policy_is_told_so(train, capfd):
 
 
 def test_updates_that_wait_for_the_cores_are_explained_once(train, capfd, monkeypatch):
-    for seconds, times in ((1000, 0), (0, 1)):  # of CPU time between two readings
+    for seconds, threads, times in ((1000, 2, 0), (0, 1, 0), (0, 2, 1)):  # of CPU time between two readings
         with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             patch.setattr(time, "process_time", itertools.count(0, seconds).__next__)
             train(total_episodes=48)
         assert "".join(capfd.readouterr()).count("OMP_WAIT_POLICY=PASSIVE") == times
@@ -5834,7 +5840,7 @@ def test_a_screen_that_is_no_terminal_gets_a_line_per_update(train, tmp_path, ca
     said = capfd.readouterr()
     lines = [line for line in said.err.splitlines() if line.startswith("update ")]
     assert [line.partition(":")[0] for line in lines] == [f"update {n} of 3" for n in (1, 2, 3)]
-    assert all(re.fullmatch(r"update . of 3: reward=\S+, kl=\S+, win=\S+", line) for line in lines)
+    assert all(re.fullmatch(r"update . of 3: reward=\S+, kl=\S+, eval_win=\S+", line) for line in lines)
     assert "update/s" not in said.err
 
     (tmp_path / "x.jsonl").write_text('{"prompt": "b c"}\n' * 30)  # without references
