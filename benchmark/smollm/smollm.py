@@ -52,24 +52,26 @@ TASKS = {
 @dataclass(frozen=True)
 class Run:
     task: str
-    method: str  # full: all weights; lora<rank>; trl: all weights by TRL
+    method: str  # full: all weights; lora<rank>; trl, trl-lora<rank>: by TRL
     beta: float
     seed: int
     updates: int = 40
+    rate: float = 1  # times the task's learning rate
 
     @property
     def name(self) -> str:
+        rate = "" if self.rate == 1 else f"-rate{self.rate:g}"
         short = "" if self.updates == 40 else f"-{self.updates}updates"
-        return f"{self.task}-{self.method}-beta{self.beta:g}-seed{self.seed}{short}"
+        return f"{self.task}-{self.method}-beta{self.beta:g}{rate}-seed{self.seed}{short}"
 
     @property
     def lora_rank(self) -> int:
-        return int(self.method.removeprefix("lora")) if self.method.startswith("lora") else 0
+        return int(self.method.partition("lora")[2] or 0)
 
     def flags(self, prepared: Path) -> list[str]:
         task = TASKS[self.task]
         values = {
-            "learning_rate": task.learning_rate * (10 if self.lora_rank else 1),
+            "learning_rate": task.learning_rate * self.rate * (10 if self.lora_rank else 1),
             "kl_coef": self.beta,
             "rloo_k": K,
             "total_episodes": self.updates * SIZE,
@@ -106,6 +108,9 @@ def planned() -> list[Run]:
         runs += [Run("sentiment", "full", beta, seed) for beta in (0, 0.1)]
         runs += [Run(task, "lora8", 0.02, seed) for task in both]
         runs += [Run("sentiment", "trl", 0.02, seed)]
+    runs += [Run("sentiment", method, 0.02, 1, rate=rate) for method in ("lora8", "full") for rate in (3, 0.3)]
+    runs += [Run("sentiment", "trl-lora8", 0.02, 1)]
+    runs += [Run(task, f"lora{rank}", 0.02, 1) for task in both for rank in (1, 32)]
     return runs
 
 
@@ -130,7 +135,7 @@ def train(run: Run, runs: Path, prepared: Path, trl: str | None) -> Path:
     if (folder / "model.safetensors").is_file():
         return folder
     model = ["--sft_model_path", prepared / "smollm2"]
-    if run.method == "trl":
+    if run.method.startswith("trl"):
         script = [trl, HERE / "smollm_trl.py", *run.flags(prepared), *model, "--output_dir", folder]
         call(script, runs / f"{run.name}.log")
     else:
@@ -300,12 +305,14 @@ def make(runs: list[Run], folder: Path, prepared: Path, records: Path, trl: str 
         path = records / f"{run.name}.json"
         if path.is_file():
             continue
-        if run.method == "trl" and not trl:
+        if run.method.startswith("trl") and not trl:
             print(f"{run.name}: left out, needs --trl (see benchmark/requirements.txt)")
             continue
         print(f"training and measuring {run.name}", flush=True)
         policy = train(run, folder, prepared, trl)
-        command = " ".join(["rloo.py" if run.method != "trl" else "smollm_trl.py", *run.flags(Path("prepared"))])
+        command = " ".join(
+            ["smollm_trl.py" if run.method.startswith("trl") else "rloo.py", *run.flags(Path("prepared"))]
+        )
         found = {"command": command.replace(f"{HERE}/", ""), "seed": run.seed, **course(policy)}
         write_record(path, found | measure(run.name, run.task, policy, folder, prepared, limit))
 

@@ -17,21 +17,36 @@ LABELS = {
     "full-beta0": "all weights, β = 0",
     "full-beta0.02": "all weights, β = 0.02",
     "full-beta0.1": "all weights, β = 0.1",
+    "lora1-beta0.02": "LoRA of rank 1, β = 0.02",
     "lora8-beta0.02": "LoRA of rank 8, β = 0.02",
+    "lora32-beta0.02": "LoRA of rank 32, β = 0.02",
     "trl-beta0.02": "TRL 1.16, all weights, β = 0.02",
+    "trl-lora8-beta0.02": "TRL 1.16, LoRA of rank 8, β = 0.02",
 }
+RATES = {"-rate0.3": "0.3", "": "1", "-rate3": "3"}
 SHOWN = ("base", "full-beta0", "full-beta0.02", "full-beta0.1")  # in the tables of samples
-COLOURS = dict(zip(LABELS, ("tab:grey", "tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple")))
+COLOURS = dict(
+    zip(
+        LABELS,
+        ("tab:grey", "tab:red", "tab:blue", "tab:green", "gold", "tab:orange", "tab:brown", "tab:purple", "tab:pink"),
+    )
+)
 
 
 def load(records: Path) -> dict[str, dict[str, list[dict]]]:
-    """Task -> setting -> the records of its seeds."""
+    """Task -> setting, in the order of LABELS -> the records of its seeds."""
     found = {}
     for path in sorted(records.glob("*.json")):
         task, setting = path.stem.split("-", 1)
         setting = setting.split("-seed")[0]
         found.setdefault(task, {}).setdefault(setting, []).append(json.loads(path.read_text(encoding="utf-8")))
-    return {task: {x: of_task[x] for x in LABELS if x in of_task} for task, of_task in found.items()}
+    order = [*LABELS, *(f"{setting}{rate}" for setting in LABELS for rate in RATES if rate)]
+    return {task: {x: of_task[x] for x in order if x in of_task} for task, of_task in found.items()}
+
+
+def labelled(of_task: dict) -> dict:
+    """Without the runs at other learning rates."""
+    return {setting: records for setting, records in of_task.items() if setting in LABELS}
 
 
 def value(record: dict, *keys):
@@ -66,7 +81,7 @@ def sentiment_table(found: dict) -> str:
         "distinct words of 3,000",
     ]
     rows = [[*head, "name their topic, %", "say glad, happy or love, %"]]
-    for setting, records in found.items():
+    for setting, records in labelled(found).items():
         sampled = ("test", "sampled")
         cells = [
             f"{cell(records, *sampled, 'score')}; {cell(records, 'test', 'greedy', 'score')}",
@@ -83,17 +98,29 @@ def sentiment_table(found: dict) -> str:
 def reversal_table(found: dict) -> str:
     head = ["policy", "seeds", "exact of 2 or 3 words, sampled, %", "greedy, %", "of 4 words, sampled, %", "greedy, %"]
     rows = [head]
-    for setting, records in found.items():
+    for setting, records in labelled(found).items():
         modes = [(split, mode) for split in ("test", "harder") for mode in ("sampled", "greedy")]
         cells = [cell(records, split, mode, "exact", factor=100, decimals=1) for split, mode in modes]
         rows.append([LABELS[setting], seeds(records), *cells])
     return markdown(rows)
 
 
+def rate_table(found: dict) -> str:
+    """Runs at other learning rates: each cell is one seed, the first."""
+    rows = [["policy, seed 1", *(f"{rate} × the learning rate" for rate in RATES.values())]]
+    for setting in LABELS:
+        if any(f"{setting}{rate}" in found for rate in RATES if rate):
+            line = [found.get(f"{setting}{rate}", [])[:1] for rate in RATES]
+            sampled = ("test", "sampled")
+            cells = [f"{cell(x, *sampled, 'score')}, {cell(x, *sampled, 'kl', decimals=1)}" if x else "" for x in line]
+            rows.append([LABELS[setting], *cells])
+    return markdown(rows)
+
+
 def cost_table(found: dict) -> str:
     rows = [["task", "policy", "seconds of an update", "CPU seconds of an update", "peak memory, GB"]]
     for task, of_task in found.items():
-        for setting, records in of_task.items():
+        for setting, records in labelled(of_task).items():
             if setting != "base":
                 keys = ("seconds_per_update", "cpu_seconds_per_update", "peak_gb")
                 costs = [cell(records, key, decimals=1) for key in keys]
@@ -119,6 +146,7 @@ def tables(found: dict) -> dict[str, str]:
     made = {}
     if "sentiment" in found:
         made |= {"sentiment": sentiment_table(found["sentiment"]), "samples": samples_table(found["sentiment"])}
+        made |= {"rates": rate_table(found["sentiment"])}
     if "reversal" in found:
         made |= {"reversal": reversal_table(found["reversal"]), "reversal samples": samples_table(found["reversal"])}
     return made | {"cost": cost_table(found)}
@@ -142,7 +170,7 @@ def draw(found: dict, path: Path):
     figure.get_layout_engine().set(wspace=0.06)
     titles = {"sentiment": "Sentiment: score in training", "reversal": "Reversing lists: verifier's score in training"}
     for axis, task in zip((axes[0], axes[2]), titles):
-        for setting, records in found.get(task, {}).items():
+        for setting, records in labelled(found.get(task, {})).items():
             for i, record in enumerate(records):
                 line = smooth(record.get("reward", []))
                 label = LABELS[setting] if i == 0 and line else None
@@ -153,7 +181,7 @@ def draw(found: dict, path: Path):
         axis.set(title=titles[task], xlabel="update (32 completions)", ylabel="mean score of 5 updates")
         if axis.lines:
             axis.legend(fontsize=7)
-    for setting, records in found.get("sentiment", {}).items():
+    for setting, records in labelled(found.get("sentiment", {})).items():
         points = [(value(x, "test", "sampled", "kl"), value(x, "test", "sampled", "score")) for x in records]
         points = [point for point in points if None not in point]
         if points:

@@ -197,7 +197,10 @@ def test_runs_of_adapters_have_ten_times_the_learning_rate():
     assert float(lora.pop("--learning_rate")) == 10 * float(full.pop("--learning_rate"))
     assert lora.pop("--lora_rank") == "8"
     assert lora == full
-    assert flags("trl") == flags("full")
+    assert flags("trl") == flags("full") and flags("trl-lora8") == flags("lora8")
+    swept = smollm.Run("sentiment", "lora8", 0.02, 3, rate=3)
+    assert swept.name == "sentiment-lora8-beta0.02-rate3-seed3"
+    assert swept.flags(Path())[swept.flags(Path()).index("--learning_rate") + 1] == "0.0006"
     names = [run.name for run in smollm.planned()]
     assert len(set(names)) == len(names)
 
@@ -214,13 +217,17 @@ def test_tables_give_no_error_of_few_seeds(tmp_path):
         smollm.write_record(tmp_path / f"sentiment-full-beta0-seed{seed}.json", record(seed, score))
     for seed, score in ((1, 0.2), (2, 0.3), (3, 0.4)):
         smollm.write_record(tmp_path / f"sentiment-full-beta0.02-seed{seed}.json", record(seed, score))
+    smollm.write_record(tmp_path / "sentiment-full-beta0-rate3-seed1.json", record(1, 0.9))
     found = smollm_report.load(tmp_path)
+    assert smollm_report.rate_table(found["sentiment"]).splitlines()[2:] == [
+        "| all weights, β = 0 |  | 0.20, 2.0 | 0.90, 2.0 |"
+    ]
     lines = smollm_report.sentiment_table(found["sentiment"]).splitlines()
     assert lines[2].startswith("| before training |  | 0.10; 0.10 |")
     assert lines[3].startswith("| all weights, β = 0 | 1, 2 | 0.30; 0.30 |")
     assert lines[4].startswith("| all weights, β = 0.02 | 1, 2, 3 | 0.30 ± 0.06; 0.30 ± 0.06 |")
     page = tmp_path / "README.md"
-    marks = "\n".join(f"<!-- {x} -->\nold\n<!-- end of {x} -->" for x in ("sentiment", "samples", "cost"))
+    marks = "\n".join(f"<!-- {x} -->\nold\n<!-- end of {x} -->" for x in ("sentiment", "samples", "rates", "cost"))
     page.write_text(f"above\n{marks}\nbelow\n")
     smollm_report.write(tmp_path, page)
     text = page.read_text()

@@ -69,6 +69,7 @@ def main():
     )
     for name in (*whole, "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--lora_rank", type=int, default=0, help="0: train all weights")
     args = parser.parse_args()
     import datasets
     import trl
@@ -80,6 +81,12 @@ def main():
     out.mkdir(parents=True)
     rows = [json.loads(line) for line in (Path(args.dataset_name) / "train.jsonl").read_text().splitlines()]
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.sft_model_path, padding_side="left")
+    adapters = None
+    if args.lora_rank:
+        import peft
+
+        # As rloo.py's: on every linear layer but the head, at the scale 32 / rank.
+        adapters = peft.LoraConfig(r=args.lora_rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = trl.RLOOTrainer(
         model=args.sft_model_path,
         reward_funcs=reward_by_text(args.reward_fns),
@@ -108,9 +115,13 @@ def main():
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[Metrics(out / "metrics.jsonl")],
+        peft_config=adapters,
     )
     trainer.train()
-    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(out)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if args.lora_rank:
+        model = model.merge_and_unload()
+    model.save_pretrained(out)
     for path in Path(args.sft_model_path).glob("*.json*"):  # tokenizer, and a generation config with its stop token
         shutil.copy(path, out)
     shutil.copy(Path(args.sft_model_path) / "chat_template.jinja", out)
