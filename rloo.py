@@ -1876,6 +1876,8 @@ def read_model(args, label, path, trained, auto_class, **options):
     trust = {"trust_remote_code": args.trust_remote_code}
     dtype = torch.float32 if trained and not args.lora_rank else forward_dtype(args)
     missing = []
+    adapters = Path(path) / "adapter_config.json"  # with peft, transformers would add them, and save nothing else
+    require(not adapters.is_file(), f"{label}: has adapters; merge them into the model by PEFT first")
     with explained(f"{label}: cannot be loaded as a folder or Hub model"):
         config = transformers.AutoConfig.from_pretrained(path, **trust, **options)
         options = {"config": config, "attn_implementation": args.attn_implementation, "dtype": dtype, **trust}
@@ -2516,7 +2518,8 @@ def command_line(argv: list[str] | None = None):
     of the terminal, with a checkpoint."""
     rank = int(os.environ.get("RANK", 0))
     signals = []
-    told = math.inf  # when the first came
+    told = math.inf  # when the newest came
+    interrupted = False
     if rank > 0:  # only the first process prints
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stdout.reconfigure(errors="replace")  # completions may have characters that it cannot print
@@ -2524,21 +2527,25 @@ def command_line(argv: list[str] | None = None):
     transformers.logging.disable_progress_bar()
 
     def note(number: int, frame):
-        nonlocal told
-        # torchrun sends each twice, and `timeout` at once; else a second one ends the run.
-        if time.monotonic() > told + 1 and "RANK" not in os.environ:
+        nonlocal told, interrupted
+        again = time.monotonic() > told + 1 and "RANK" not in os.environ  # torchrun and `timeout` send each twice
+        told = time.monotonic()
+        if again and interrupted:
             os._exit(128 + number)  # sys.exit could be caught by a reward function, or wait for its processes
-        told = min(told, time.monotonic())
         if rank == 0 and not signals:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
                 os.write(2, b"\nrloo.py will save and stop: after this update, or before it changes weights\n")
         signals.append(number)
+        if again:  # what a reward function waits for may never come: the first has ended the processes that it spawned
+            interrupted = True
+            raise RuntimeError("a second signal")
 
     # Forked processes of reward functions get no signal that is sent to the run's group: it waits for their results.
     os.register_at_fork(after_in_child=partial(os.setpgid, 0, 0))
     hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []  # not under nohup
+    before = {}
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
-        signal.signal(number, note)
+        before[number] = signal.signal(number, note)
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     try:
         main(parse_args(argv), signals)
@@ -2547,6 +2554,9 @@ def command_line(argv: list[str] | None = None):
         if line is None:
             raise
         sys.exit(f"rloo.py: {line}")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if dist.is_initialized():
         dist.barrier()  # none leaves while another still needs it
         dist.destroy_process_group()

@@ -5483,15 +5483,48 @@ def test_a_signal_to_all_processes_neither_hangs_nor_gives_wrong_rewards(tiny, t
     assert function == "from_a_pool" or scores == pytest.approx([1.0075] * len(scores))
 
 
-def test_a_second_signal_ends_a_run_that_is_stuck_but_not_one_that_comes_with_the_first(tiny, tmp_path):
-    with begun(tiny, tmp_path, "stuck_in_the_second_update") as process:
+def stuck_whatever_comes(*lists, **columns):
+    try:
+        return stuck_in_the_second_update(*lists, **columns)
+    except RuntimeError:
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("function, saves", [("stuck_in_the_second_update", True), ("stuck_whatever_comes", False)])
+def test_a_second_signal_saves_a_run_that_is_stuck_and_a_third_ends_it(tiny, tmp_path, function, saves):
+    """... as when the first one has ended the processes of a spawned pool, whose results never come."""
+    with begun(tiny, tmp_path, function) as process:
         process.send_signal(15)
         time.sleep(0.2)
-        process.send_signal(15)  # `timeout` sends it to the process and then to its group
+        process.send_signal(15)  # with the first: `timeout` sends it to the process and then to its group
         time.sleep(1.2)
         assert process.poll() is None
         process.send_signal(15)
-        assert process.wait(timeout=40) == 143
+        if saves:
+            said, _ = process.communicate(timeout=40)
+            assert process.returncode == 1 and "RuntimeError: a second signal" in said
+        else:
+            time.sleep(1.2)
+            assert process.poll() is None
+            process.send_signal(15)
+            assert process.wait(timeout=40) == 143
+    assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"] * saves
+
+
+def test_the_handlers_of_signals_are_those_of_before_after_a_run(tiny, tmp_path, capsys):
+    before = [signal.getsignal(number) for number in (2, 15, 1)]
+    rloo.command_line(command(tiny, tmp_path / "out", total_episodes=0))
+    with pytest.raises(SystemExit):
+        rloo.command_line(["--rloo_k", "1"])
+    assert [signal.getsignal(number) for number in (2, 15, 1)] == before
+
+
+def test_a_model_with_adapters_beside_it_is_refused(train, tiny, tmp_path):
+    """transformers would add them if peft is there, ignore them if not, and save no more than the adapters."""
+    shutil.copytree(tiny / "sft", tmp_path / "sft")
+    (tmp_path / "sft" / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=f"^--sft_model_path {tmp_path / 'sft'}: has adapters; merge them"):
+        train(sft_model_path=str(tmp_path / "sft"))
 
 
 @pytest.mark.parametrize("name, update", [("rollout", 1), ("score", 1), ("policy_loss", 1), ("average_gradients", 2)])
