@@ -3129,7 +3129,7 @@ def test_every_command_of_the_readme_parses(page, tmp_path):
             assert isinstance(rloo.parse_args(words[words.index(script) + 1 :]), Args)
             ours += 1
         assert script in ("-", "pytest", "rloo.py", "mine.py") or (HERE / script).is_file(), script
-    assert ours >= {"README.md": 9, "objectives": 11, "metrics": 1}.get(page.parent.name, 9)
+    assert ours >= {"objectives": 11, "metrics": 1}.get(page.parent.name, 8)
 
 
 PAGES = [HERE / "README.md", *sorted((HERE / "benchmark").rglob("*.md"))]
