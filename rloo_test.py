@@ -3418,14 +3418,18 @@ def test_readme_entropy_bonus_is_the_gradient_of_the_entropy(train, tmp_path, mo
     module = edited(tmp_path, diff)
     with monkeypatch.context() as patch:
         patch.setattr(rloo, "main", lambda args, signals: module.main(args, signals))
-        (changed,), _ = train(**flags)
+        (changed,), output = train(**flags)
     batch, _ = seen[0][1]
     policy, total = tiny_model(), 0.0
     for j, b in itertools.product(range(2), range(8)):
         completion = batch.responses[j, b][batch.response_mask[j, b]].tolist()
         total = total + token_logprobs(policy, batch.rows[b]["prompt_ids"], completion, 1.0)[1].sum()
-    expected = 0.01 * flat_grad(total / 16, policy).norm().item()
-    assert plain["grad_norm"] == 0 and changed["grad_norm"] == pytest.approx(expected, rel=1e-3)
+    gradient = flat_grad(total / 16, policy)
+    assert plain["grad_norm"] == 0
+    assert changed["grad_norm"] == pytest.approx(0.01 * gradient.norm().item(), rel=1e-3)
+    trained = AutoModelForCausalLM.from_pretrained(output)
+    moved = torch.cat([(p - q).detach().flatten() for p, q in zip(trained.parameters(), policy.parameters())])
+    assert moved @ gradient > 0  # the entropy becomes larger
 
 
 OBJECTIVES_OF_README = [
