@@ -3450,7 +3450,7 @@ def test_readme_names_each_objective_once():
     anchors = [re.fullmatch(r"\[\w+\]\(benchmark/objectives/README\.md#([\w-]+)\)", link)[1] for link in links]
     others = ["objectives-in-a-few-lines", "a-metric-of-your-own", "sampling-with-top-p"]
     assert sorted([*anchors, *others]) == sorted(sections_with_files())
-    assert len(OBJECTIVES_OF_README) == len(links) + 5  # four by flags, and the median
+    assert len(OBJECTIVES_OF_README) == len(links) + 4
 
 
 def test_readme_flags_are_the_published_objectives():
