@@ -3097,18 +3097,42 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path):
         assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no other name
 
 
+OBJECTIVES = HERE / "benchmark" / "objectives" / "README.md"  # whose blocks are files mine.py beside rloo.py
+METRICS = HERE / "benchmark" / "metrics" / "README.md"
+RUNS_IT = "rloo.command_line()\n"  # the last line of such a block
+
+
+def blocks_of(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
 def readme_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (HERE / "README.md").read_text(), flags=re.DOTALL)
+    return blocks_of((HERE / "README.md").read_text(), language)
 
 
-def test_every_command_of_the_readme_parses():
+def commands_of(blocks: list[str], folder: Path) -> list[list[str]]:
+    """The words of each python or torchrun command, as bash expands them. The blocks are run one after another in one
+    shell, where these two only write down their words, and nothing is installed."""
+    stubs = 'python() { printf \'%s\\t\' "$@"; echo; }\ntorchrun() { python "$@"; }\npip() { :; }\npython3() { :; }\n'
+    done = subprocess.run(["bash", "-c", stubs + "\n".join(blocks)], cwd=folder, capture_output=True, text=True)
+    return [line.split("\t")[:-1] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("page", [HERE / "README.md", OBJECTIVES, METRICS], ids=lambda page: page.parent.name)
+def test_every_command_of_the_readme_parses(page, tmp_path):
     """... and every script that it names is there. Whether they do what they say: the other tests."""
-    blocks = [block.replace("\\\n", " ") for block in readme_blocks("sh")]  # a backslash continues a line
-    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
-    commands = [line.partition("rloo.py ")[2].split() for line in lines if "rloo.py " in line]
-    assert len(commands) >= 6 and all(isinstance(rloo.parse_args(flags), Args) for flags in commands)
-    scripts = {name for line in lines for name in re.findall(r"benchmark/[\w/]+\.\w+", line)}
-    assert all((HERE / name).is_file() for name in scripts)
+    blocks = blocks_of(page.read_text(), "sh")
+    commands = commands_of(blocks, tmp_path)
+    lines = [line.lstrip() for block in blocks for line in block.splitlines()]
+    assert len(commands) == sum(line.startswith(("python ", "torchrun ")) for line in lines) > 0
+    ours = 0
+    for words in commands:
+        (script,) = [word for word in words if word == "-" or word.endswith(".py")][:1] or ["pytest"]
+        if script in ("rloo.py", "mine.py") and "--help" not in words:
+            assert isinstance(rloo.parse_args(words[words.index(script) + 1 :]), Args)
+            ours += 1
+        assert script in ("-", "pytest", "rloo.py", "mine.py") or (HERE / script).is_file(), script
+    assert ours >= {"objectives": 11, "metrics": 1}.get(page.parent.name, 8)
 
 
 PAGES = [HERE / "README.md", *sorted((HERE / "benchmark").rglob("*.md"))]
@@ -3166,47 +3190,62 @@ def edited(folder: Path, *blocks: str):
     return module
 
 
-def readme_examples() -> list[str]:
-    """The Python files of the README that end in rloo.command_line(), and its examples of a library."""
-    return readme_blocks("python")
+REPLACED = ("advantage", "policy_loss", "kl_penalty", "improve", "update", "generate")
 
 
 @pytest.fixture
-def readme(monkeypatch) -> types.SimpleNamespace:
-    """All names of the files mine.py of the README, which run up to their last line."""
-    for name in CHANGED_BY_README:
+def mine(monkeypatch):
+    """mine(name): the names of the file mine.py that has the function, which runs as far as its last line."""
+    for name in REPLACED:
         monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
-    names = {}
-    files = [text for text in readme_examples() if text.endswith("rloo.command_line()\n")]
-    assert len(files) == 3
-    for text in files:
-        exec(text.removesuffix("rloo.command_line()\n"), names)
-    return types.SimpleNamespace(**names)
+    pages = "\n".join(page.read_text() for page in (HERE / "README.md", OBJECTIVES))
+    files = [text for text in blocks_of(pages, "python") if text.endswith(RUNS_IT)]
+
+    def run(function: str) -> types.SimpleNamespace:
+        (text,) = [text for text in files if f"def {function}(" in text]
+        names = {}
+        exec(text.removesuffix(RUNS_IT), names)
+        assert names[function] in [getattr(rloo, name) for name in REPLACED]
+        return types.SimpleNamespace(**names)
+
+    return run
 
 
-CHANGED_BY_README = ("advantage", "policy_loss", "kl_penalty", "improve", "update", "generate")
+def sections_with_files() -> dict[str, str]:
+    """anchor -> text, of the sections of the page of objectives that have a file mine.py, and of README's."""
+    pages = ((HERE / "README.md").read_text() + OBJECTIVES.read_text()).replace("### ", "## ")
+    parts = re.split(r"(?m)^## ", pages)[1:]
+    anchor = {part: re.sub(r"[^\w\- ]", "", part.splitlines()[0].lower()).replace(" ", "-") for part in parts}
+    return {anchor[part]: part for part in parts if RUNS_IT in part}
 
 
-def test_the_python_examples_of_the_readme_run(tiny, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("part", sections_with_files().values(), ids=sections_with_files())
+def test_each_file_of_the_page_of_objectives_runs_with_its_command(part, tmp_path, monkeypatch):
+    """What a reader does, but only one update."""
+    (text,) = [text for text in blocks_of(part, "python") if text.endswith(RUNS_IT)]
+    *_, words = [["mine.py"], *commands_of(blocks_of(part, "sh"), tmp_path)]  # README's needs no flags
+    assert words[0] == "mine.py"
+    before = {name: getattr(rloo, name) for name in REPLACED}
+    for name, function in before.items():
+        monkeypatch.setattr(rloo, name, function)  # put back afterwards
+    monkeypatch.setattr(rloo, "say_once", lambda text: None)
     monkeypatch.chdir(HERE)
-    for i, text in enumerate(readme_examples()):
-        (tmp_path / f"example{i}.py").write_text(text)
-        line = command(tiny, tmp_path / f"out{i}", rollout_engine="hf", rloo_k=4)
-        with monkeypatch.context() as patch:
-            for name in CHANGED_BY_README:
-                patch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
-            patch.setattr(sys, "argv", [f"example{i}.py", *line])
-            runpy.run_path(str(tmp_path / f"example{i}.py"), run_name="__main__")
-        assert capfd.readouterr().out
-    assert len(readme_examples()) == 4
+    (tmp_path / "mine.py").write_text(text)
+    fewer = ["--total_episodes", "1", "--num_eval_prompts", "0", "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*words, *fewer])
+    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    assert len([name for name in REPLACED if getattr(rloo, name) is not before[name]]) == 1
+    (metrics,) = read_metrics(tmp_path / "out")
+    assert all(math.isfinite(value) for value in metrics.values()) and metrics["grad_norm"] > 0
 
 
 def test_readme_mine_py_runs_beside_a_copy_of_the_file(tiny, tmp_path):
     """... and is used: with advantages of 0 nothing is learned."""
     shutil.copy(HERE / "rloo.py", tmp_path)
-    text = readme_examples()[0].replace("rloo.advantage = median", "rloo.advantage = lambda rewards, name: 0 * rewards")
-    (tmp_path / "mine.py").write_text(text)
-    done = shell(["mine.py", *command(tiny, "out")], tmp_path)
+    (text,) = [text for text in readme_blocks("python") if text.endswith(RUNS_IT)]
+    assert text.count("rloo.advantage = median") == 1
+    (tmp_path / "mine.py").write_text(text.replace("    return rewards -", "    return 0 *"))
+    done = shell(["mine.py", *command(tiny, "out", rloo_k=4)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path / "out")[0]["grad_norm"] == 0
 
@@ -3217,22 +3256,24 @@ def rewards_of_all_kinds(k: int, B: int) -> torch.Tensor:
     return (torch.rand(k, B, generator=torch.Generator().manual_seed(1)) < shares).float()
 
 
-def test_readme_leave_one_out_median_equals_the_loops(readme):
+def test_readme_leave_one_out_median_equals_the_loops(mine):
+    objective = mine("median")
     rewards = torch.randn(5, 4, 3)
-    found = readme.median(rewards, "rloo")
+    found = objective.median(rewards, "rloo")
     for j, b, t in itertools.product(range(5), range(4), range(3)):
         siblings = [rewards[i, b, t].item() for i in range(5) if i != j]
         assert found[j, b, t].item() == pytest.approx(rewards[j, b, t].item() - median(siblings), abs=1e-6)
     rewards[0, 0], rewards[1:, 1] = math.nan, math.nan
-    found = readme.median(rewards, "rloo")
+    found = objective.median(rewards, "rloo")
     assert found[0, 0].isnan().all() and found[1:, 0].isfinite().all() and found[:, 1].isnan().all()
 
 
-def test_readme_maxrl_equals_the_loops(readme):
+def test_readme_maxrl_equals_the_loops(mine):
     """Tajwar et al. 2026, arXiv:2602.02710: (r - mean) / mean, and 0 where no completion is right."""
+    objective = mine("maxrl")
     rewards = rewards_of_all_kinds(6, 7)
     rewards[0, 3] = math.nan
-    found = readme.maxrl(rewards, "rloo")
+    found = objective.maxrl(rewards, "rloo")
     for b in range(7):
         scored = [x for x in rewards[:, b].tolist() if not math.isnan(x)]
         for j in range(6):
@@ -3243,14 +3284,14 @@ def test_readme_maxrl_equals_the_loops(readme):
 
 
 @pytest.mark.parametrize("K", [1, 2, 4, 8])
-def test_readme_pass_at_k_equals_all_groups_of_k(readme, K):
+def test_readme_pass_at_k_equals_all_groups_of_k(mine, K):
     """Chen et al. 2025, arXiv:2508.10751, section 2.4, without its binomials: over all choices of K completions, of
     which each is right if one of them is. The mean over those with completion j, less the mean over all, divided by
     the standard deviation over all."""
-    k = 8
+    k, objective = 8, mine("pass_at_k")
     rewards = rewards_of_all_kinds(k, 9)
-    readme.pass_at_k.__globals__["K"] = K
-    found = readme.pass_at_k(rewards, "rloo")
+    objective.pass_at_k.__globals__["K"] = K
+    found = objective.pass_at_k(rewards, "rloo")
     for b in range(9):
         groups = [*itertools.combinations(range(k), K)]
         right = [max(rewards[i, b].item() for i in group) for group in groups]
@@ -3261,11 +3302,12 @@ def test_readme_pass_at_k_equals_all_groups_of_k(readme, K):
             assert found[j, b].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_readme_shrinkage_equals_the_loops(readme):
+def test_readme_shrinkage_equals_the_loops(mine):
     """Zeng et al. 2025, arXiv:2511.03710, equations 10 and 13 to 16."""
+    objective = mine("shrinkage")
     k, B = 3, 5
     rewards = torch.randn(k, B, generator=torch.Generator().manual_seed(0))
-    found = readme.shrinkage(rewards, "rloo")
+    found = objective.shrinkage(rewards, "rloo")
     columns = rewards.T.tolist()
     for b in range(B):
         others = [column for i, column in enumerate(columns) if i != b]
@@ -3279,7 +3321,7 @@ def test_readme_shrinkage_equals_the_loops(readme):
             assert found[j, b].item() == pytest.approx(expected, abs=1e-5)
     changed = rewards.clone()
     changed[0, 0] += 5  # the baseline of a completion does not know its own reward
-    assert (readme.shrinkage(changed, "rloo") - found)[0, 0].item() == pytest.approx(5, abs=1e-5)
+    assert (objective.shrinkage(changed, "rloo") - found)[0, 0].item() == pytest.approx(5, abs=1e-5)
 
 
 def log_probs_apart(k=3, B=4, R=5):
@@ -3291,10 +3333,11 @@ def log_probs_apart(k=3, B=4, R=5):
     return new, old, torch.randn(k, B, 1, generator=generator), mask
 
 
-def test_readme_cispo_equals_the_loops(readme):
+def test_readme_cispo_equals_the_loops(mine):
     """MiniMax-M1, arXiv:2506.13585: -min(ρ_t, cap) A log π(y_t), where the factor before the log has no gradient."""
+    objective = mine("cispo")
     new, old, advantages, mask = log_probs_apart()
-    losses, log_ratio, clipped = readme.cispo(new, old, advantages, mask, 0.2, 0.3, "token", 0.5)
+    losses, log_ratio, clipped = objective.cispo(new, old, advantages, mask, 0.2, 0.3, "token", 0.5)
     losses.sum().backward()
     factors, ratios = torch.zeros_like(old), []
     for c in itertools.product(*map(range, mask.shape)):
@@ -3308,10 +3351,11 @@ def test_readme_cispo_equals_the_loops(readme):
     assert clipped.tolist() == [ratio > 1.3 for ratio in ratios] and 0 < clipped.sum() < len(ratios)
 
 
-def test_readme_gspo_equals_the_loops(readme):
+def test_readme_gspo_equals_the_loops(mine):
     """Zheng et al. 2025, arXiv:2507.18071: the clipped objective of s = (π / π_old)^(1/|y|), one for a completion."""
+    objective = mine("gspo")
     new, old, advantages, mask = log_probs_apart()
-    losses, log_ratio, clipped = readme.gspo(new, old, advantages, mask, 0.05, 0.1, "sequence", 1.0)
+    losses, log_ratio, clipped = objective.gspo(new, old, advantages, mask, 0.05, 0.1, "sequence", 1.0)
     losses.sum().backward()
     clips = []
     for j, b in itertools.product(*map(range, mask.shape[:2])):
@@ -3325,9 +3369,10 @@ def test_readme_gspo_equals_the_loops(readme):
     assert clipped.tolist() == clips and 0 < sum(clips) < len(clips) and log_ratio.shape == (12,)
 
 
-def test_readme_unbiased_k3_has_the_gradient_of_the_kl(readme):
+def test_readme_unbiased_k3_has_the_gradient_of_the_kl(mine):
     """DeepSeek-V3.2, arXiv:2512.02556: ρ (e^-kl - 1 + kl). Over all tokens of a vocabulary, weighted by their
     probability, its gradient is that of KL(π ‖ π_ref), and that of k3 alone is another."""
+    k3, objective = rloo.kl_penalty, mine("unbiased_k3")
     logits = torch.randn(7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     ref = torch.randn(7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     new = logits.log_softmax(-1)
@@ -3337,11 +3382,11 @@ def test_readme_unbiased_k3_has_the_gradient_of_the_kl(readme):
         values = penalty(new.view(7, 1, 1), ref.view(7, 1, 1), torch.ones(7, 1, 1))
         return torch.autograd.grad((new.detach().exp() * values[:, 0]).sum(), logits, retain_graph=True)[0]
 
-    assert torch.allclose(gradient(readme.unbiased_k3), exact, atol=1e-6)
-    assert (gradient(rloo.kl_penalty) - exact).abs().max() > 1e-2
+    assert torch.allclose(gradient(objective.unbiased_k3), exact, atol=1e-6)
+    assert (gradient(k3) - exact).abs().max() > 1e-2
 
     new, ref, _, mask = log_probs_apart()
-    found = readme.unbiased_k3(new, ref, mask)
+    found = objective.unbiased_k3(new, ref, mask)
     found.sum().backward()
     for j, b in itertools.product(*map(range, mask.shape[:2])):
         kl = [(new - ref)[j, b, t].item() for t in range(5) if mask[j, b, t]]
@@ -3350,18 +3395,17 @@ def test_readme_unbiased_k3_has_the_gradient_of_the_kl(readme):
         assert new.grad[j, b].tolist() == pytest.approx(slopes + [0.0] * (5 - len(kl)), abs=1e-5)
 
 
-def test_readme_groups_of_equal_scores_leave_the_loss(readme, train, monkeypatch):
+def test_readme_groups_of_equal_scores_leave_the_loss(mine, train, monkeypatch):
     """They have no advantage. Without them the mean is over the tokens of the others."""
     flags = {"reward_model_path": None, "kl_coef": 0.0, "max_grad_norm": 0.0, "loss_aggregation": "token"}
     flags |= {"advantage_estimator": "grpo", "reward_fns": (f"{__file__}:constant_for_even_rows",)}
-    monkeypatch.setattr(rloo, "policy_loss", readme.ppo)  # the file has set CISPO
     seen = spy(monkeypatch, "improve")
     (plain,), _ = train(**flags)
     ((*_, batch, _, _, _, advantages, _, _), _) = seen[0]
     lengths, kept = batch.response_mask.sum(-1), 0
     for b, row in enumerate(batch.rows):
         kept += int(lengths[:, b].sum()) if row["columns"]["n"] % 2 else 0
-    monkeypatch.setattr(rloo, "improve", readme.without_equal_groups)
+    mine("without_equal_groups")
     (changed,), _ = train(**flags)
     assert 0 < kept < int(lengths.sum()) and plain["grad_norm"] > 0
     assert changed["grad_norm"] == pytest.approx(plain["grad_norm"] * int(lengths.sum()) / kept, rel=1e-4)
@@ -3373,28 +3417,46 @@ def test_readme_entropy_bonus_is_the_gradient_of_the_entropy(train, tmp_path, mo
     flags["max_grad_norm"] = 0.0
     seen = spy(monkeypatch, "rollout")
     (plain,), _ = train(**flags)
-    module = edited(tmp_path, *readme_blocks("diff"))
+    (diff,) = blocks_of(OBJECTIVES.read_text(), "diff")
+    module = edited(tmp_path, diff)
     with monkeypatch.context() as patch:
         patch.setattr(rloo, "main", lambda args, signals: module.main(args, signals))
-        (changed,), _ = train(**flags)
+        (changed,), output = train(**flags)
     batch, _ = seen[0][1]
     policy, total = tiny_model(), 0.0
     for j, b in itertools.product(range(2), range(8)):
         completion = batch.responses[j, b][batch.response_mask[j, b]].tolist()
         total = total + token_logprobs(policy, batch.rows[b]["prompt_ids"], completion, 1.0)[1].sum()
-    expected = 0.01 * flat_grad(total / 16, policy).norm().item()
-    assert plain["grad_norm"] == 0 and changed["grad_norm"] == pytest.approx(expected, rel=1e-3)
+    gradient = flat_grad(total / 16, policy)
+    assert plain["grad_norm"] == 0
+    assert changed["grad_norm"] == pytest.approx(0.01 * gradient.norm().item(), rel=1e-3)
+    trained = AutoModelForCausalLM.from_pretrained(output)
+    moved = torch.cat([(p - q).detach().flatten() for p, q in zip(trained.parameters(), policy.parameters())])
+    assert moved @ gradient > 0  # the entropy becomes larger
+
+
+OBJECTIVES_OF_README = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in (HERE / "README.md").read_text().split("| objective | how |")[1].split("\n\n")[0].splitlines()[2:]
+]
 
 
 def readme_flags(name: str) -> list[str]:
     """The flags in the row of an objective."""
-    (row,) = [line for line in (HERE / "README.md").read_text().splitlines() if line.startswith(f"| {name}")]
-    return re.findall(r"`(--[^`]*)`", row)[-1].split()
+    (how,) = [how for objective, how in OBJECTIVES_OF_README if objective.startswith(name) and "--" in how]
+    return re.fullmatch(r"`(--[^`]*)`", how)[1].split()
+
+
+def test_readme_names_each_objective_once():
+    """By its flags, or by a link to the section that has its file; the median is README's own example."""
+    links = [how for _, how in OBJECTIVES_OF_README if how.startswith("[")]
+    anchors = [re.fullmatch(r"\[\w+\]\(benchmark/objectives/README\.md#([\w-]+)\)", link)[1] for link in links]
+    others = ["objectives-in-a-few-lines", "a-metric-of-your-own", "sampling-with-top-p"]
+    assert sorted([*anchors, *others]) == sorted(sections_with_files())
+    assert len(OBJECTIVES_OF_README) == len(links) + 4
 
 
 def test_readme_flags_are_the_published_objectives():
-    for name in ("GRPO", "Dr. GRPO", "DAPO", "MaxRL", "pass@K", "CISPO", "GSPO", "unbiased k3"):
-        assert isinstance(rloo.parse_args(readme_flags(name)), Args), name
     args = rloo.parse_args(readme_flags("REINFORCE++-baseline"))  # Hu 2025, arXiv:2501.03262
     scores = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     nothing, mask = torch.zeros(3, 4, 2), torch.ones(3, 4, 2, dtype=torch.bool)
@@ -3410,43 +3472,21 @@ def first_word_is_early(prompts, completions, completion_ids, **columns):
     return [float(text.strip()[:1] in ("a", "b", "c", "d", "e", "f")) for text in completions]
 
 
-OBJECTIVES = [
-    [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in (HERE / "README.md").read_text().split("| objective | how |")[1].split("\n\n")[0].splitlines()[2:]
-]
-
-
-@pytest.mark.parametrize("objective, how", OBJECTIVES, ids=[row[0].split(" (")[0] for row in OBJECTIVES])
-def test_readme_every_objective_runs_as_its_row_says(tiny, tmp_path, monkeypatch, objective, how):
-    """What a reader does: the block that has the function, that function chosen, and the flags of the row."""
-    words = re.findall(r"`([^`]*)`", how)
-    flags = [word.split() for word in words if word.startswith("--")]
-    if "the flags above" in how:
-        flags = [readme_flags("DAPO")]
-    (flags,) = flags or [[]]
+@pytest.mark.parametrize("name", ["GRPO", "Dr. GRPO", "DAPO", "REINFORCE++"])
+def test_readme_objectives_that_are_flags_run(tiny, tmp_path, monkeypatch, name):
     monkeypatch.setattr(rloo, "say_once", lambda text: None)
-    for name in CHANGED_BY_README:
-        monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
-    text = "import rloo\nrloo.command_line()\n"
-    if not words[0].startswith("--"):
-        (text,) = [block for block in readme_examples() if f"def {words[0]}(" in block]
-        code, _, choices = text.partition("\n\n\nrloo.")
-        (target,) = re.findall(rf"rloo\.(\w+) = .*\b{words[0]}\b", "rloo." + choices)
-        text = f"{code}\n\n\nrloo.{target} = {words[0]}\nrloo.command_line()\n"
-    (tmp_path / "mine.py").write_text(text)
     line = command(tiny, tmp_path / "out", kl_coef=0.1, rloo_k=4, total_episodes=32)
     line = [word for word in line if word not in ("--reward_model_path", str(tiny / "reward"))]
-    line += ["--reward_fns", f"{__file__}:first_word_is_early", *flags]
-    monkeypatch.setattr(sys, "argv", ["mine.py", *line])
-    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    rloo.command_line([*line, "--reward_fns", f"{__file__}:first_word_is_early", *readme_flags(name)])
     updates = read_metrics(tmp_path / "out")
     assert all(math.isfinite(value) for update in updates for value in update.values())
     assert all(0 < update["objective/scores"] < 1 and update["grad_norm"] > 0 for update in updates)
 
 
-def test_readme_metric_and_top_p(readme, train, monkeypatch):
+def test_readme_metric_and_top_p(mine, train, monkeypatch):
     """What is drawn is among the likeliest tokens that make 0.9 together; its log-prob is that of the whole softmax."""
-    monkeypatch.setattr(rloo, "policy_loss", readme.ppo)
+    mine("with_metric")
+    mine("with_top_p")
     seen = spy(monkeypatch, "rollout")
     (metrics,), output = train(rollout_engine="hf", response_length=8, learning_rate=0.0, save_steps=1)
     norm = final_weights(output).norm().item()
@@ -3463,21 +3503,32 @@ def test_readme_metric_and_top_p(readme, train, monkeypatch):
     assert outside > 20  # tokens that could have been others
 
 
-def readme_shell_file(name: str) -> str:
-    """The file that a shell block of the README writes."""
-    (text,) = re.findall(rf"cat > {re.escape(name)} <<'END'\n(.*?)^END$", "\n".join(readme_blocks("sh")), re.M | re.S)
+def shell_file(page: Path, name: str) -> str:
+    """The file that a shell block of a page writes."""
+    blocks = "\n".join(blocks_of(page.read_text(), "sh"))
+    (text,) = re.findall(rf"cat > {re.escape(name)} <<'END'\n(.*?)^END$", blocks, re.M | re.S)
     return text
 
 
 def test_readme_length_penalty_grows_with_the_updates(tmp_path, train):
-    (tmp_path / "shorter.py").write_text(readme_shell_file("shorter.py"))
+    (tmp_path / "shorter.py").write_text(shell_file(OBJECTIVES, "shorter.py"))
     function = {}
-    exec(readme_shell_file("shorter.py"), function)
+    exec(shell_file(OBJECTIVES, "shorter.py"), function)
     for done, weight in ((0, 0.0), (50, 0.5), (100, 1.0), (1000, 1.0)):
         found = function["shorter"](None, None, [[1, 2, 3], [4]], updates_done=done, n=[1])
         assert found == pytest.approx([-0.003 * weight, -0.001 * weight])
     metrics, _ = train(reward_fns=(f"{tmp_path}/shorter.py:shorter",), total_episodes=32)
     assert metrics[0]["rewards/shorter/mean"] == 0 > metrics[1]["rewards/shorter/mean"]
+
+
+def test_readme_metric_of_completions_is_logged_and_changes_no_weights(tmp_path, train, monkeypatch):
+    (tmp_path / "words.py").write_text(shell_file(OBJECTIVES, "words.py"))
+    seen = spy(monkeypatch, "completion_texts")
+    metrics, output = train(reward_fns=(f"{tmp_path}/words.py:words",), reward_weights=(1.0, 0.0))
+    counts = [len(text.split(" ")) - text.count("  ") for text in map(str.strip, seen[0][1])]
+    assert metrics[0]["rewards/words/mean"] == pytest.approx(mean(counts)) and len({*counts}) > 1
+    _, plain = train()
+    assert final_weights(output).equal(final_weights(plain))
 
 
 def test_readme_gsm8k_is_prepared_for_its_reward_function(tmp_path):
@@ -3496,20 +3547,27 @@ def test_readme_gsm8k_is_prepared_for_its_reward_function(tmp_path):
     train, test = rloo.load_data(args, chat_tokenizer())
     assert len(train) == len(test) == 3 and train[0]["prompt"][0]["content"].startswith("How many? Think")
     function = {}
-    exec(readme_shell_file("last_number.py"), function)
+    exec(shell_file(HERE / "README.md", "last_number.py"), function)
     answers = [row["columns"]["answer"] for row in train]
     found = function["right_number"](None, ["So it is 1203.", "1,203 of 4", "none"], None, answer=answers, n=None)
     assert found == [1.0, 0.0, 0.0]
+    texts, returned = re.search(
+        r"completions `(.*?)` it\s+returns\s+`(.*?)`", (HERE / "README.md").read_text()
+    ).groups()
+    texts = json.loads(texts)
+    assert function["right_number"](None, texts, None, answer=["12"] * len(texts)) == json.loads(returned)
 
 
-def test_readme_gpu_commands_are_those_of_the_memory_table():
+def test_readme_gpu_commands_are_those_of_the_memory_table(tmp_path):
+    """... and so is that of TL;DR's script."""
     sys.path.append(str(HERE / "benchmark" / "speed"))
     import gpu_memory
 
-    blocks = "\n".join(readme_blocks("sh")).replace("\\\n", " ").splitlines()
-    commands = [line for line in blocks if "rloo.py " in line and ("Qwen/" in line or "pythia" in line)]
-    assert len(commands) == 5
-    for line in commands:
+    script = ["bash", str(HERE / "benchmark" / "tldr" / "tldr.sh"), "1b-k4", "--dry_run"]
+    tldr, *_ = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
+    commands = [" ".join(words) for words in commands_of(readme_blocks("sh"), tmp_path) if "Qwen/" in " ".join(words)]
+    assert len(commands) == 4
+    for line in [*commands, tldr]:
         args = rloo.resolve_args(rloo.parse_args(line.partition("rloo.py ")[2].split()))
         name = re.search(r"Qwen2.5-[\d.]+B|pythia-1b", line)[0]
         lora = args.lora_rank > 0
@@ -3527,7 +3585,8 @@ def test_readme_gpu_commands_are_those_of_the_memory_table():
 def test_readme_library_example_is_a_step_of_rloo(monkeypatch):
     """Its losses and gradient are those of loops over the completions."""
     monkeypatch.chdir(HERE)
-    (text,) = [text for text in readme_examples() if "rloo.command_line()" not in text]
+    (text,) = [text for text in readme_blocks("python") if RUNS_IT not in text]
+    assert text.count("\n") <= 22
     torch.manual_seed(0)
     names = {}
     exec(text, names)
@@ -3550,10 +3609,44 @@ def test_readme_library_example_is_a_step_of_rloo(monkeypatch):
 
 
 def test_readme_fields_of_a_batch_and_keys_of_a_row():
-    tables = (HERE / "README.md").read_text().split("| field of a Batch |")[1].split("\n\n")
+    tables = OBJECTIVES.read_text().split("| field of a Batch |")[1].split("\n\n")
     fields, keys = (re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", t))) for t in tables[:2])
     assert fields == list(Batch._fields)
     assert sorted(keys) == sorted(rloo.prepare_row({"prompt": "a"}, tiny_tokenizer()))
+
+
+def test_log_probs_of_given_completions_on_the_page_of_objectives(monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    (text,) = [text for text in blocks_of(OBJECTIVES.read_text(), "python") if RUNS_IT not in text]
+    names = {}
+    exec(text, names)
+    model, tokenizer, batch = names["model"], names["tokenizer"], names["batch"]
+    assert rloo.completion_texts(batch, tokenizer) == [" cat trouble", " keys gone"] and batch.ended.all()
+    printed = torch.tensor(json.loads(re.search(r"\[\[.*\]\]", capsys.readouterr().out)[0]))
+    for b, row in enumerate(names["rows"]):
+        ids = tokenizer((" cat trouble", " keys gone")[b])["input_ids"] + [tokenizer.eos_token_id]
+        expected = token_logprobs(model, row["prompt_ids"], ids, 0.7)[0].sum().item()
+        assert printed[0, b].item() == pytest.approx(expected, abs=1e-3)
+
+
+def test_attention_of_transformers_is_put_back_as_the_page_of_objectives_says():
+    (code,) = re.findall(r"`(transformers\.AttentionInterface\.register\(.*?\))`", OBJECTIVES.read_text())
+    own = AttentionInterface()["sdpa"]
+    try:
+        exec(code, {"transformers": transformers, "rloo": rloo})
+        assert own is rloo.attention and AttentionInterface()["sdpa"] is rloo.sdpa_attention
+    finally:
+        AttentionInterface.register("sdpa", own)
+
+
+def test_the_page_of_metrics_has_those_that_a_run_writes(train):
+    """All of them, and no others."""
+    table = METRICS.read_text().split("| metric |")[1].split("\n\n")[0]
+    names = re.findall(r"`(.*?)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", table)))
+    patterns = [re.escape(name).replace("<name>", r"\w+").replace(r"\*", r"\w+") for name in names]
+    (metrics, *_), _ = train(reward_fns=(f"{__file__}:first_word_is_early",), rollout_correction="truncate")
+    assert [name for name in metrics if not any(re.fullmatch(x, name) for x in patterns)] == []
+    assert [x for x in patterns if not any(re.fullmatch(x, name) for name in metrics)] == []
 
 
 def test_readme_functions_and_lines_are_those_of_the_file():
@@ -3611,10 +3704,23 @@ def test_readme_numbers_are_those_of_the_records():
         return throughput.median(rounds)
 
     readme = (HERE / "README.md").read_text()
-    assert f"{times('TRL 1.16.0'):.1f} times as long" in readme
-    assert f"{1 / times('plain rows'):.2f} of the time of an update" in readme
+    seconds = {name: sum(x["cpu_seconds"] for x in runs) for name, runs in read("trl/train.json")["found"].items()}
+    (update,) = [line for line in readme.splitlines() if line.startswith("| time of an update")]
+    on_mini_tldr = seconds["TRL 1.16.0"] / seconds["rloo.py"]
+    assert re.findall(r"\[([\d.]+)\]\(", update) == [f"{times('TRL 1.16.0'):.2f}", f"{on_mini_tldr:.1f}"]
     same = [row["difference"] for row in read("trl/golden.json")["table"] if not row["why"]]
     assert f"{len(same)} settings within {max(same):.1e}".replace("e-0", "e-") in readme
+
+
+def test_readme_results_are_rows_of_the_index_of_benchmarks():
+    """Each number and title; the commands are there."""
+
+    def rows(page: Path) -> list[list[str]]:
+        table = page.read_text().split("| on mini TL;DR |")[1].split("\n\n")[0].splitlines()[2:]
+        return [line.split(" | ")[:3] for line in table if line.startswith("| ")]
+
+    shown = [[*cells[:2], cells[2].removesuffix(" |")] for cells in rows(HERE / "README.md")]
+    assert len(shown) >= 5 and all(row in rows(HERE / "benchmark" / "README.md") for row in shown)
 
 
 def test_every_bug_of_the_page_has_its_test():
@@ -3630,15 +3736,34 @@ def test_every_bug_of_the_page_has_its_test():
     assert f"[{len(rows)} known bugs of other trainers" in readme and page.count(f"{len(rows)} bugs that ") == 1
 
 
-def test_ci_runs_the_second_shell_line_of_the_readme():
-    """... which makes an environment, installs requirements.txt and runs these tests; the first one trains."""
-    block = (HERE / "README.md").read_text().split("```sh\n")[1].split("```")[0].splitlines()
-    assert len(block) == 2 and block[0].endswith("python rloo.py")
-    assert block[1].endswith("pytest -q rloo_test.py benchmark")
-    assert all("venv" in line and "-r requirements.txt" in line for line in block)
-    script = (HERE / ".ci" / "run").read_text().replace('eval "$command"', "").replace("rm -rf .venv", "")
-    script = script.replace('"$(dirname "$0")/.."', f"'{HERE}'")
-    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout.strip() == block[1]
+def test_ci_makes_an_environment_and_runs_the_test_command_of_the_readme(tmp_path):
+    """Of the first shell block it runs the first line, which installs, and the last, which tests; not the second, which
+    trains. If the installation fails, nothing is tested."""
+    install, train, tests = readme_blocks("sh")[0].splitlines()
+    assert install.startswith("python3 -m venv .venv && . .venv/bin/activate && ") and "-r requirements.txt" in install
+    assert train == "python rloo.py" and tests.endswith("pytest -q rloo_test.py benchmark")
+    (tmp_path / ".ci").mkdir()
+    for name in (".ci/run", "README.md"):
+        shutil.copy(HERE / name, tmp_path / name)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "old").touch()
+    stubs = tmp_path / "stubs"  # in place of the programs; an environment has a python and a pip that do the same
+    stubs.mkdir()
+    note = f'#!/bin/bash\necho "${{0##*/}} $*" >> {tmp_path}/ran\n'
+    make = "mkdir -p .venv/bin && cp $(dirname $0)/python $(dirname $0)/pip .venv/bin && "
+    make += "echo 'export PATH=$PWD/.venv/bin:$PATH; echo $UNSET' > .venv/bin/activate\n"
+    for name, body in (("python3", make), ("python", ""), ("pip", '[ -z "$FAILS" ]\n')):
+        (stubs / name).write_text(note + body)
+        (stubs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}"}
+    for fails in ("", "1"):
+        run = ["bash", str(tmp_path / ".ci" / "run")]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment | {"FAILS": fails})
+        ran = (tmp_path / "ran").read_text().splitlines()
+        (tmp_path / "ran").unlink()
+        expected = ["python3 -m venv .venv", "pip install -r requirements.txt"]
+        assert ran == expected + ([] if fails else [tests]), done.stderr
+        assert (done.returncode == 0) == (not fails) and not (tmp_path / ".venv" / "old").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
