@@ -873,8 +873,10 @@ def warn_about(metrics: dict, args):
 
 def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, mode: str) -> list[dict]:
     """Samples a completion of each row ("greedy": at temperature 0) and grades it: weighted score, judge, and whether
-    it beats the row's reference. Returns the samples of all ranks. All calls begin with the same random numbers."""
-    transformers.set_seed(args.seed % 2**32)
+    it beats the row's reference. Returns the samples of all ranks. All calls of a rank begin with the same random
+    numbers, which are not those of other ranks."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    transformers.set_seed((args.seed + 100_000 * rank) % 2**32)
     temperature = args.temperature if mode == "sampled" else 0.0
     batch, logprobs = rollout(sampling_model(policy, forward_dtype(args)), rows, 1, temperature, **sampling)
     require_finite("a log-prob of the policy", logprobs)
@@ -1748,7 +1750,8 @@ def hash_of(rows) -> str:
 
 def prepare_row(row, tokenizer) -> dict:
     """A dataset row as the dict returned below. If `prompt` is missing, it is the `messages` up to the user's first; if
-    `completion` is missing, the reference is the assistant's first message after the prompt."""
+    `completion` is missing, the reference is the assistant's first message after the prompt. The chat template also
+    gets the row's `tools` and, as arguments, its `chat_template_kwargs`."""
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
         require(messages, f"the row has {', '.join(x for x in row if row[x] is not None)}")
@@ -1771,7 +1774,8 @@ def prepare_row(row, tokenizer) -> dict:
     else:
         begun = prompt[-1]["role"] == "assistant"  # the policy continues that message
         options = {"add_generation_prompt": not begun, "continue_final_message": begun}
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, **options)
+        options |= row.get("chat_template_kwargs") or {}
+        text = tokenizer.apply_chat_template(prompt, row.get("tools"), tokenize=False, **options)
         add_special_tokens = False  # the template has them
     require(isinstance(text, str) and isinstance(reference, str | None), "prompt and completion must be texts")
     if text.startswith(tokenizer.bos_token or "\0"):

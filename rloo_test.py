@@ -5173,13 +5173,19 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(tiny, tmp_
 
 def note_prompts(prompts, completions, completion_ids, **columns):
     """Notes what each rank trains on, and a random number."""
+    if prompts[0] == "b a b":  # held out
+        return [0.0] * len(prompts)
     with open(f"{os.environ['NOTES']}/rank{os.environ['RANK']}", "a") as file:
         file.write(json.dumps([random.random(), prompts[: len(prompts) // 2]]) + "\n")
     return [float(len(prompt)) for prompt in prompts]
 
 
 def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_path):
-    line = command(tiny, tmp_path / "out", per_device_train_batch_size=8, total_episodes=32, response_length=40)
+    data, settings = tmp_path / "data", {"per_device_train_batch_size": 8, "total_episodes": 32, "response_length": 40}
+    data.mkdir()
+    shutil.copy(tiny / "data" / "train.jsonl", data)
+    (data / "test.jsonl").write_text('{"prompt": "b a b"}\n' * 6)
+    line = command(tiny, tmp_path / "out", dataset_name=data, num_eval_prompts=6, **settings)
     done = shell(
         [
             "-m",
@@ -5202,6 +5208,8 @@ def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_p
     prompts = [json.loads(line)["prompt"] for line in (tiny / "data" / "train.jsonl").read_text().splitlines()]
     assert sorted(prompt for _, part in noted for prompt in part) == sorted(prompts)  # each of them once
     assert [update["episode"] for update in read_metrics(tmp_path / "out")] == [16, 32]
+    held_out = [x["completion"] for x in read_metrics(tmp_path / "out", "completions") if x["mode"] == "sampled"]
+    assert len(set(held_out[:6])) == 6  # equal prompts, other random numbers on each rank
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -5713,6 +5721,13 @@ def test_references_and_stop_tokens_follow_a_text_so_they_have_no_space_before_t
     assert rloo.continuation_ids("b", words) == words("b")["input_ids"] != []
     merging = {"\n": [1], "\nab": [2, 3], "ab": [4, 3]}  # which has a token for a line break and the next letter
     assert rloo.continuation_ids("ab", lambda text, **options: {"input_ids": merging[text]}) == [4, 3]
+
+
+def test_the_chat_template_gets_the_row_s_tools_and_arguments():
+    tokenizer, row = chat_tokenizer(), {"prompt": [USER], "tools": [{"name": "f"}], "chat_template_kwargs": {"d": "e "}}
+    tokenizer.chat_template = "{{ d }}{% if tools %}{{ tools[0]['name'] }} {% endif %}" + tokenizer.chat_template
+    assert rloo.prepare_row(row, tokenizer)["prompt_text"] == "e f u b c a"
+    assert rloo.prepare_row({"prompt": [USER], "tools": None}, tokenizer)["prompt_text"] == "u b c a"
 
 
 def test_an_assistant_s_message_at_the_end_of_a_prompt_is_continued():
