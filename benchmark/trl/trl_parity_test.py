@@ -100,7 +100,7 @@ def test_the_page_says_what_the_records_say():
     moved = [line["TRL moved"] for line in equal]
     numbers = (max(line["difference"] for line in equal), min(moved), max(moved))
     largest, least, most = (f"{x:.1e}".replace("e-0", "e-") for x in numbers)
-    assert f"within {largest}, in {len(equal)} settings" in said and f"move by {least} to {most}" in said
+    assert f"within {largest}, in {len(equal)} settings" in said and f"moves by {least} to {most}" in said
     assert f"In {len(golden['table']) - len(equal)} settings TRL" in said
     assert f"For {len(golden['golden'])} of the {len(equal)} equal settings" in said
     found = json.loads((trl_parity.HERE / "train.json").read_text())["found"]
