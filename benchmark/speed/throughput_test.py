@@ -3,6 +3,7 @@ line."""
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -73,7 +74,14 @@ def test_the_page_has_the_tables_of_the_records():
         assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
         assert table.splitlines()[0].count("|") <= 9
     said = " ".join(page.split())
-    first, *_ = json.loads((HERE / "throughput.json").read_text()).values()
+    records = json.loads((HERE / "throughput.json").read_text())
+    length = json.loads((HERE / "length.json").read_text())
+    commits = {record["machine"].rpartition(" ")[2] for record in records.values()}
+    assert f"tables of commit {' '.join(commits)}, the picture of {length['machine'].rpartition(' ')[2]}" in said
+    first, *_ = records.values()
+    assert "The process needs less memory too" in said
+    peaks = [max(one["peak_gb"] or math.inf for one in rounds) for rounds in first["found"]["whole update"].values()]
+    assert peaks[0] < min(peaks[1:])
     found = {part: throughput.ratios(lanes) for part, lanes in first["found"].items()}
     assert "less than half of the time of plain rows" in said and min(found["whole update"]["rloo.py, plain rows"]) > 2
     assert "less than a third of that of TRL" in said
@@ -82,7 +90,7 @@ def test_the_page_has_the_tables_of_the_records():
     assert "about half of that of `generate`" in said and all(1.9 < x < 2.4 for rounds in generate for x in rounds)
     worst = [
         1 / ratio
-        for part, lengths in json.loads((HERE / "length.json").read_text())["found"].items()
+        for part, lengths in length["found"].items()
         for ratio in throughput.ratios(lengths["512"])["plain"]
         if "2 completions" in part
     ]
