@@ -399,12 +399,11 @@ def report(result: dict) -> str:
     """The table on screen."""
     seed = result["order_seed"]
     order = "each text scored alone" if seed is None else f"order of each pair drawn by seed {seed}"
-    lines = [
-        f"judge: {result['judge']}; {order}; against {result['against']}; 95% intervals by Wilson, ties count half"
-    ]
-    lines.append(
+    judge = f"judge: {result['judge']}; {order}; against {result['against']}"
+    lines = [f"{judge}; 95% intervals by Wilson, ties count half"]
+    lines += [
         f"{'':24}{'posts':>7}{'wins':>7}{'ties':>7}{'losses':>8}{'unparsable':>12}{'win rate, %':>13}  interval, %"
-    )
+    ]
     for name, found in result["results"].items():
         rate = "-" if found["win_rate"] is None else f"{100 * found['win_rate']:.1f}"
         low, high = (100 * x for x in found["interval"])

@@ -199,12 +199,8 @@ def copy_of(model) -> dict[str, torch.Tensor]:
 
 
 def rounded(x):
-    """The same numbers with 9 digits, so that the file is small."""
-    if isinstance(x, dict):
-        return {name: rounded(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [rounded(value) for value in x]
-    return float(f"{x:.9g}") if isinstance(x, float) else x
+    """What JSON makes of it, with 9 digits, so that the file is small."""
+    return json.loads(json.dumps(x), parse_float=lambda digits: float(f"{float(digits):.9g}"))
 
 
 # ---- rloo.py ---------------------------------------------------------------------------------------------------------
@@ -398,10 +394,9 @@ def same(trl: dict[str, str]):
             weights = [load_file(out / f"{number}-{i}.safetensors") for i in range(1, UPDATES + 1)]
             difference = largest(ours[-1], weights[-1])
             said = {"trl": title, "setting": row.name}
-            moved = {"rloo.py moved": largest(ours[-1], start), "TRL moved": largest(weights[-1], start)}
             relative = distance(ours[-1], weights[-1]) / distance(start, weights[-1])
-            found = {"difference": difference, "relative": relative, "agree": difference <= AGREE, "why": row.why}
-            table.append(said | moved | found)
+            found = {"TRL moved": largest(weights[-1], start), "difference": difference, "relative": relative}
+            table.append(said | found | {"agree": difference <= AGREE, "why": row.why})
             if row.golden and not row.why:
                 flags = {name: value for name, value in row.flags.items() if name != "reward_fns"}
                 metrics = [comparable(row.trl, line, ours=False) for line in theirs]
