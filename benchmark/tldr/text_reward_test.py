@@ -102,6 +102,7 @@ def test_a_run_that_refuses_the_model_trains_by_the_function(reward_model, tmp_p
     reward_model(GSM8K)
     flags = {"output_dir": str(tmp_path / "out"), "response_length": 5, "num_eval_prompts": 8, "device": "cpu"}
     flags |= {"rloo_k": 2, "total_episodes": 8, "per_device_train_batch_size": 8}
+    flags |= {"sft_model_path": str(TLDR), "dataset_name": str(TLDR.parent / "validation.jsonl")}
     with pytest.raises(rloo.InputError, match="benchmark/tldr/text_reward.py is a reward function for such models"):
         rloo.main(rloo.Args(**flags, reward_model_path=str(tmp_path / "reward")))
     evaluations = rloo.main(rloo.Args(**flags, reward_fns=(f"{HERE}/text_reward.py:text_reward",)))
