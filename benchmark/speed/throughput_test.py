@@ -88,6 +88,10 @@ def test_the_page_has_the_tables_of_the_records():
     assert all(min(rounds) > 3 for name, rounds in found["whole update"].items() if "TRL" in name)
     generate = [rounds for name, rounds in found["decode"].items() if "generate" in name]
     assert "about half of that of `generate`" in said and all(1.9 < x < 2.4 for rounds in generate for x in rounds)
+    decoded = [throughput.ratios(record["found"]["decode"]).items() for record in records.values()]
+    vllm = [rounds for lanes in decoded for name, rounds in lanes if "vLLM" in name]
+    assert "vLLM is faster in two workloads of four, slower in one, and in one the rounds disagree" in said
+    assert sorted((min(rounds) > 1) - (max(rounds) < 1) for rounds in vllm) == [-1, -1, 0, 1]
     worst = [
         1 / ratio
         for part, lengths in length["found"].items()
