@@ -24,10 +24,10 @@ def test_all_lines_pass_on_a_cpu_and_are_written(tmp_path, capsys):
     assert {"device", "commit", "torch"} <= found["about"].keys()
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("PASS", "INFO", "SKIP"))]
     assert len(shown) == len(found["lines"]) > 40
-    readme = (Path(__file__).parent / "README.md").read_text()
+    page = " ".join((Path(__file__).parent / "README.md").read_text().split())
     counts = [line for line in found["lines"] if line["what"].startswith("kernels: operations")]
     for line in counts:
-        assert f"{line['what'].rpartition(', ')[2]} |" in readme and f" {line['value']:,} |\n" in readme, line
+        assert f"{line['value']:,} for {line['what'].rpartition(', ')[2]}" in page, line
     assert len(counts) == 3
 
 

@@ -6,11 +6,10 @@
     python benchmark/speed/throughput.py length                # forward + backward over the completions' length
     python benchmark/speed/throughput.py report                # the tables and the picture of README.md again
 
-A command's flags follow it (`length --help`). Models have random weights: nothing is downloaded. All completions have
---response_length tokens, unless --stop_share makes a set of stop tokens; then their lengths vary. What is compared
-takes turns, A B C A B C ..., after a warm-up of each. A ratio is the median, over the rounds, of the ratio within a
-round, so that a slow minute slows all of them; of seconds, or of seconds per real token (up to and including the stop)
-where tokens are sampled, since every engine draws its own.
+Models have random weights: nothing is downloaded. All completions have --response_length tokens; with --stop_share
+they end at random. What is compared takes turns, A B C A B C ..., after a warm-up of each. A ratio is that of two times
+within a round, so that a slow minute slows all of them; per real token (up to and including the stop) where those are
+counted.
 
 decode   k completions of each prompt, by weights in --dtype: by the group engine, by `generate` with the dynamic and
          with the static cache (compiled on CUDA), and by vLLM, to which the weights are sent before each round; the
@@ -23,10 +22,10 @@ updates  rloo.py in group layout and engine, in plain layout and hf engine, in g
 Peak memory of phases is that of the tensors that the first call, the warm-up, adds, counted by torch; of updates all
 that the process holds (on CUDA: all tensors). vLLM's is not counted.
 
-TRL has the same models, prompts, k, R, temperature, β, one epoch, one mini-batch, threads; sdpa; float32,
-or bfloat16 autocast over float32 weights; fused AdamW; gradient checkpointing off (v1: on by default); no logging,
-saving or evaluation; no vLLM. v1 generates and scores a whole update at once, with the dynamic cache, both its
-defaults. v0 has its reference and reward model in --dtype.
+TRL has the same models, prompts, k, R, temperature, β, threads; one epoch, one mini-batch; sdpa; float32, or bfloat16
+autocast over float32 weights; fused AdamW; gradient checkpointing off (1.x: on by default); no logging, saving or
+evaluation; no vLLM. 1.x generates and scores a whole update at once, with the dynamic cache, both its defaults. 0.19
+has its reference and reward model in --dtype.
 """
 
 import dataclasses
@@ -34,10 +33,9 @@ import itertools
 import json
 import os
 import platform
-import resource
+import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -51,9 +49,12 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]  # rloo.py is imported where it is needed: TRL's environments cannot
-sys.path[:0] = [str(ROOT), str(HERE.parent / "trl"), str(HERE)]
-from environment import answer_job, call, default_flags, fail, rloo_trainer, run_job, trl_versions, write_model  # noqa: E402
+sys.path[:0] = [str(HERE.parents[1]), *(str(HERE.parent / name) for name in ("study", "trl", "speed"))]
+import environment  # noqa: E402
+import study  # noqa: E402
+from environment import answer_job, call, default_flags, fail, run_job, trl_versions, write_model  # noqa: E402
+
+import rloo  # noqa: E402
 
 TEMPERATURE, KL_COEF, LEARNING_RATE = 0.7, 0.05, 1e-6  # of every trainer
 NEVER = 10**9  # a stop id that no token has
@@ -110,7 +111,7 @@ class Args(Workload):
     """Throughput of rloo.py's group layout against the plain layout, `generate` of transformers, vLLM and TRL."""
 
     stop_share: float = 0.0
-    """share of the vocabulary that ends a completion, its probability at each step; 0: all have R tokens"""
+    """share of the vocabulary that ends a completion in decode, its probability at each step; 0: all have R tokens"""
     rounds: int = 3
     """rounds of updates, each of which starts a process per trainer"""
     updates: int = 3
@@ -143,8 +144,8 @@ def settle(args):
     args.threads = args.threads or torch.get_num_threads()
     if args.min_prompt > args.max_prompt or args.max_prompt + args.response_length > 2048:
         fail("--min_prompt to --max_prompt, with --response_length: must be a range within 2,048 positions")
-    if isinstance(args, Args) and args.stop_share and args.trl:
-        fail("--stop_share: not with --trl, whose completions all have R tokens here")
+    if isinstance(args, Args) and args.stop_share and "updates" not in args.skip:
+        fail("--stop_share: is for decode, so --skip updates; their completions all have R tokens")
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler counts in silence
 
@@ -213,29 +214,18 @@ def stop_ids(args: Args) -> list[int]:
     return list(range(round(args.stop_share * shape_config(args).vocab_size)))
 
 
-def random_batch(args: Workload, stops: list[int]):
-    """The workload's prompts, each with k random completions of up to R tokens, as a Batch of rloo.py."""
-    import rloo
-
+def random_batch(args: Workload):
+    """The workload's prompts, each with k random completions of R tokens, as a Batch of rloo.py."""
     shape = (args.rloo_k, args.prompts, args.response_length)
     responses = torch.randint(shape_config(args).vocab_size, shape, device=args.device)
-    return rloo.make_batch(prompt_rows(args), responses, stops)
+    return rloo.make_batch(prompt_rows(args), responses, [NEVER])
 
 
 # ---- Timing ----------------------------------------------------------------------------------------------------------
 
 
-def clock(device: str) -> float:
-    """Seconds, read once everything that was started on the device is done."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def set_up(args: Workload):
     """Prepares a process that calls functions of rloo.py, as its `main` does."""
-    import rloo
-
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -250,9 +240,9 @@ def timed(functions: dict[str, Callable], rounds: int, device: str, memory: bool
     for name, function in functions.items():
         peaks[name] = added_memory(function, device) if memory else function() and None
     for _, name in itertools.product(range(rounds), functions):
-        begin = clock(device)
+        begin = rloo.clock(torch.device(device))
         more = functions[name]() or {}
-        found[name].append({"seconds": clock(device) - begin, "peak_gb": peaks[name]} | more)
+        found[name].append({"seconds": rloo.clock(torch.device(device)) - begin, "peak_gb": peaks[name]} | more)
     return found
 
 
@@ -279,8 +269,6 @@ def in_layout(layout: str, model):
 
 def train(policy, batch, dtype: str, layout: str):
     """Forward and backward of the completions' mean log-prob, as in an update of rloo.py."""
-    import rloo
-
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         loss = rloo.completion_logprobs(in_layout(layout, policy), batch, TEMPERATURE, layout)[0].mean()
     loss.backward()
@@ -292,25 +280,23 @@ def counted(batch) -> dict[str, int]:
     return {"tokens": int(batch.response_mask.sum())}
 
 
-def load(folder: str, auto_class, args: Workload, dtype: str):
+def load_policy(folder: str, args: Workload, dtype: str):
     options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
-    return auto_class.from_pretrained(folder, **options).to(args.device).eval()
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/policy", **options).to(args.device).eval()
 
 
 def decode_job(folder: str, args: dict, vllm_name: str, out: str) -> dict:
     """The lanes of decode."""
-    import rloo
-
     args = Args(**args)
     set_up(args)
-    k, stops = args.rloo_k, stop_ids(args) or [NEVER]
-    model, rows = load(f"{folder}/policy", AutoModelForCausalLM, args, args.dtype), prompt_rows(args)
+    k, length, stops = args.rloo_k, args.response_length, stop_ids(args) or [NEVER]
+    model, rows = load_policy(folder, args, args.dtype), prompt_rows(args)
 
-    def group_engine(length: int) -> dict:
+    def group_engine() -> dict:
         batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, stops, "group", args.prompts * k)
         return counted(batch)
 
-    def generate(length: int, cache: str | None) -> dict:
+    def generate(cache: str | None) -> dict:
         in_layout("plain", model)
         ids, mask = rloo.pad([row["prompt_ids"] for row in rows], left=True)
         options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": TEMPERATURE, "max_new_tokens": length}
@@ -322,15 +308,15 @@ def decode_job(folder: str, args: dict, vllm_name: str, out: str) -> dict:
 
     versions = itertools.count()
 
-    def by_vllm(length: int) -> dict:
+    def by_vllm() -> dict:
         import vllm_engine
 
-        fixed = {"stop_ids": stop_ids(args), "max_length": args.max_prompt + args.response_length}
+        fixed = {"stop_ids": stop_ids(args), "max_length": args.max_prompt + length}
         fixed |= {"engine": vllm_engine.generate, "version": next(versions)}
         rloo.rollout(model, [{"prompt_ids": [0]}], k, TEMPERATURE, 1, **fixed)  # new weights: drops cached prompts
-        begin = clock(args.device)
+        begin = rloo.clock(model.device)
         batch, _ = rloo.rollout(model, rows, k, TEMPERATURE, length, **fixed)
-        return {"seconds": clock(args.device) - begin} | counted(batch)
+        return {"seconds": rloo.clock(model.device) - begin} | counted(batch)
 
     engines: dict[str, Callable] = {"group engine": group_engine}
     if "generate" not in args.skip:
@@ -338,27 +324,23 @@ def decode_job(folder: str, args: dict, vllm_name: str, out: str) -> dict:
         engines["generate, static cache"] = partial(generate, cache="static")
     if vllm_name:
         engines[vllm_name] = by_vllm
-    lanes = {name: partial(function, args.response_length) for name, function in engines.items()}
-    return {"decode": timed(lanes, args.repetitions, args.device, memory=False)}
+    return {"decode": timed(engines, args.repetitions, args.device, memory=False)}
 
 
 def phases_job(folder: str, args: dict, out: str) -> dict:
     """The lanes of training."""
     args = Args(**args)
     set_up(args)
-    batch = random_batch(args, stop_ids(args) or [NEVER])
-    policy = load(f"{folder}/policy", AutoModelForCausalLM, args, "float32")
+    batch = random_batch(args)
+    policy = load_policy(folder, args, "float32")
     lanes = {f"{layout} rows": partial(train, policy, batch, args.dtype, layout) for layout in LAYOUTS}
-    found = timed(lanes, args.repetitions, args.device)
-    for one in itertools.chain(*found.values()):
-        one |= counted(batch)
-    return {"training": found}
+    return {"training": timed(lanes, args.repetitions, args.device)}
 
 
 # ---- Whole updates ---------------------------------------------------------------------------------------------------
 
 
-def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
+def rloo_flags(folder: Path, args: Args) -> dict:
     """Flags of rloo.py to train on the inputs in `folder`, with a batch of all prompts."""
     total = args.prompts * args.rloo_k
     return {
@@ -374,58 +356,30 @@ def rloo_flags(folder: Path, args: Workload, updates: int, **more) -> dict:
         "per_device_train_batch_size": total,
         "gradient_accumulation_steps": 1,
         "local_rollout_forward_batch_size": total,
-        "total_episodes": updates * total,
+        "total_episodes": (args.updates + 1) * total,
         "num_eval_prompts": 0,
         "num_sample_generations": 0,
         "dtype": args.dtype,
         "device": args.device,
         "seed": args.seed,
-        **more,
     }
 
 
 def rloo_job(flags: dict, stops: list[int], out: str) -> dict:
-    """Median seconds of an update of rloo.py with these stop tokens, peak GiB, and the tokens of the last update."""
-    import rloo
-
-    found, rollout = {}, rloo.rollout
-
-    def noted(*args, **options):
-        batch, logprobs = rollout(*args, **options)
-        found.update(counted(batch))
-        return batch, logprobs
-
-    with mock.patch.object(rloo, "rollout", noted), mock.patch.object(rloo, "stop_token_ids", lambda *_: stops):
+    """Median seconds of an update of rloo.py with these stop tokens, and peak GiB."""
+    with mock.patch.object(rloo, "stop_token_ids", lambda *_: stops):
         rloo.main(rloo.Args(**flags, output_dir=f"{out}/run"))
-    lines = [json.loads(line) for line in Path(out, "run", "metrics.jsonl").read_text().splitlines()]
+    lines = study.read_lines(Path(out, "run", "metrics.jsonl"))
+    lengths = {line["completions/mean_length"] for line in lines}
+    assert lengths == {flags["response_length"]}, f"mean lengths: {lengths}"
     ends = [line["episode"] / line["eps"] for line in lines]  # seconds since the first update began
     seconds = [b - a for a, b in itertools.pairwise(ends)]
-    return {"seconds": median(seconds), "peak_gb": lines[-1]["memory/peak_gb"]} | found
-
-
-def trl_job(folder: str, flags: dict, out: str) -> dict:
-    """Median seconds of an update of TRL's RLOOTrainer, and peak GiB; runs in an environment with TRL."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    marks, on_cpu = [], flags["device"] == "cpu"
-
-    class Marks(transformers.TrainerCallback):
-        def on_step_end(self, *args, **options):
-            marks.append(clock(flags["device"]))
-
-    prompts = [json.loads(line)["prompt"] for line in Path(folder, "data", "train.jsonl").read_text().splitlines()]
-    theirs = {"optim": "adamw_torch_fused", "logging_strategy": "no"}
-    rloo_trainer(flags, folder, out, prompts, Marks(), **theirs).train()
-    assert len(marks) == flags["total_episodes"] // flags["per_device_train_batch_size"], f"{len(marks)} updates"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    peak = peak if on_cpu else torch.cuda.max_memory_allocated() / 2**30
-    return {"seconds": median(b - a for a, b in itertools.pairwise(marks)), "peak_gb": peak}
+    return {"seconds": median(seconds), "peak_gb": lines[-1]["memory/peak_gb"]}
 
 
 def measure_updates(folder: Path, args: Args, trl_names: dict[str, str], vllm_name: str) -> dict:
-    """For each trainer and round: median seconds of an update, peak GiB, and the tokens of an update."""
-    full = {"tokens": args.prompts * args.rloo_k * args.response_length}
-    flags = rloo_flags(folder, args, args.updates + 1)
-    stops = stop_ids(args)
+    """For each trainer and round: median seconds of an update, and peak GiB."""
+    flags = rloo_flags(folder, args)
     lanes = {f"rloo.py, {layout} rows": (sys.executable, {"layout": layout}) for layout in LAYOUTS}
     if args.vllm:
         lanes[f"rloo.py, {vllm_name}"] = (args.vllm, {"rollout_engine": f"{HERE}/vllm_engine.py:generate"})
@@ -436,12 +390,11 @@ def measure_updates(folder: Path, args: Args, trl_names: dict[str, str], vllm_na
         out = Path(tempfile.mkdtemp(dir=folder))
         if name in trl_names:
             given = default_flags(**flags, frozen=args.dtype)
-            one = run_job(python, __file__, out, "trl", folder=folder, flags=given)
-        else:
-            # vLLM would refuse an id that no token has, and needs none
-            never = [] if more.get("rollout_engine") else [NEVER]
-            one = run_job(python, __file__, out, "rloo", flags=flags | more, stops=stops or never)
-        found[name].append(full | one)
+            one = run_job(python, environment.__file__, out, "updates", folder=folder, flags=given)
+        else:  # vLLM would refuse an id that no token has, and needs none
+            stops = [] if "rollout_engine" in more else [NEVER]
+            one = run_job(python, __file__, out, "rloo", flags=flags | more, stops=stops)
+        found[name].append(one)
     return {"whole update": found}
 
 
@@ -485,7 +438,7 @@ def length_job(args: dict, response_lengths: list[int], out: str) -> dict:
     policy = AutoModelForCausalLM.from_config(shape_config(args), attn_implementation="sdpa").to(args.device).eval()
     found = {}
     for R in (min(response_lengths), *response_lengths):  # once more at first: libraries set themselves up
-        batch = random_batch(dataclasses.replace(args, response_length=R), [NEVER])
+        batch = random_batch(dataclasses.replace(args, response_length=R))
         lanes = {layout: partial(train, policy, batch, args.dtype, layout) for layout in LAYOUTS}
         found[R] = timed(lanes, args.repetitions, args.device)
     return found
@@ -508,11 +461,14 @@ def over_lengths(args: Length) -> dict:
 
 
 def describe(args: Workload) -> str:
-    """The machine in a line."""
+    """The machine and the versions in a line."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     names = [line.partition(": ")[2] for line in info.splitlines() if line.startswith("model name")]
     name = torch.cuda.get_device_name(args.device) if args.device != "cpu" else (names or [platform.machine()])[0]
-    return f"{name}, threads: {args.threads}, torch {torch.__version__}, transformers {transformers.__version__}"
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, commit {commit or 'unknown'}"
+    return f"{name}, threads: {args.threads}, {versions}"
 
 
 def ratios(lanes: dict[str, list[dict]]) -> dict[str, list[float]]:
@@ -526,59 +482,56 @@ def ratios(lanes: dict[str, list[dict]]) -> dict[str, list[float]]:
     return {name: [each(b) / each(a) for a, b in zip(first, lane)] for name, lane in lanes.items()}
 
 
-def tokens_per_second(rounds: list[dict]) -> float:
-    return median(one["tokens"] / one["seconds"] for one in rounds)
+def times_the_first(lanes: dict[str, list[dict]], name: str) -> str:
+    """The median of a lane's ratios and, of several rounds, their range."""
+    found = ratios(lanes)[name]
+    several = len(found) > 1 and name != next(iter(lanes))
+    return f"{median(found):.2f}" + (f" ({min(found):.2f} to {max(found):.2f})" if several else "")
 
 
 PARTS = ("decode", "training", "whole update")
 
 
 def table(result: dict) -> str:
-    from study import markdown
-
-    rows = [["", "ms", "peak, GiB", "times the first"]]
+    rows = [["", "rounds", "ms", "peak, GiB", "times the first (range)"]]
     for part in (part for part in PARTS if part in result["found"]):
         lanes = result["found"][part]
         for name, rounds in lanes.items():
             peaks = [one["peak_gb"] for one in rounds if one.get("peak_gb")]
             cells = [
                 f"{part}: {name}",
+                str(len(rounds)),
                 f"{1e3 * median(one['seconds'] for one in rounds):,.0f}",
                 f"{max(peaks):.2f}" if peaks else "",
-                f"{median(ratios(lanes)[name]):.2f}",
+                times_the_first(lanes, name),
             ]
             rows.append(cells)
-    return markdown(rows)
+    return study.markdown(rows)
 
 
 DECODED = {  # of decode's further records: a part of their command -> title
-    "llama-17m-mha --prompts 8 --response_length 256 --repetitions 3": "8 prompts of 256, k = 8, R = 256, 8 key heads",
+    "--response_length 256 --repetitions 3": "8 prompts, R = 256, 8 key heads",
     "--stop_share 0.01": "the same, each step ends with probability 1%",
-    "llama-17m --prompts 4 --response_length 1024 --repetitions 2": "4 prompts of 256, k = 8, R = 1,024, 2 key heads",
-    "llama-17m --prompts 4 --response_length 1024 --repetitions 1": "the same, one round",
+    "--response_length 1024 --repetitions 2": "4 prompts, R = 1,024, 2 key heads",
 }
 
 
 def tables() -> dict[str, str]:
     """All tables of the page, by their names, from the records."""
-    from study import markdown
-
     records = json.loads((HERE / "throughput.json").read_text())
     first, *_ = records.values()
-    decoded = [["workload", "against", "group engine, tokens per second", "the other", "its time over ours"]]
+    decoded = [["workload", "rounds", "group engine, tokens per second", "vLLM", "its time over ours (range)"]]
     for words, title in DECODED.items():
         (lanes,) = (result["found"]["decode"] for command, result in records.items() if words in command)
-        group, *others = (tokens_per_second(rounds) for rounds in lanes.values())
-        for name, rate in zip([*lanes][1:], others):
-            decoded.append([title, name, f"{group:,.0f}", f"{rate:,.0f}", f"{median(ratios(lanes)[name]):.2f}"])
-    return {"tldr": table(first), "decode": markdown(decoded)}
+        rates = [f"{median(one['tokens'] / one['seconds'] for one in rounds):,.0f}" for rounds in lanes.values()]
+        (vllm,) = (name for name in lanes if name.startswith("vLLM"))
+        decoded.append([title, str(len(lanes[vllm])), *rates, times_the_first(lanes, vllm)])
+    return {"tldr": table(first), "decode": study.markdown(decoded)}
 
 
 def draw_length(result: dict, path: Path):
     """Over R, a line for each model and group: how much longer plain rows take, and the memory of group rows."""
-    from study import canvas, save
-
-    figure, ((times, memory),) = canvas(2, 11, 4.4)
+    figure, ((times, memory),) = study.canvas(2, 11, 4.4)
     for number, (part, found) in enumerate(result["found"].items()):
         lengths = [int(R) for R in found]
         style = {"color": f"C{number}", "marker": "o", "markersize": 4, "label": part}
@@ -587,22 +540,21 @@ def draw_length(result: dict, path: Path):
         times.fill_between(lengths, [min(x) for x in plain], [max(x) for x in plain], color=f"C{number}", alpha=0.2)
         peaks = [lanes["group"][0]["peak_gb"] / lanes["plain"][0]["peak_gb"] for lanes in found.values()]
         memory.plot(lengths, peaks, **style)
-    times.set(
-        ylabel="time in plain rows / time in group rows\n(line: median; band: range over the rounds)", ylim=(0, None)
-    )
-    memory.set(ylabel="peak memory in group rows / in plain rows\n(tensors beyond weights and batch)", ylim=(0, 1.1))
+    rounds = result["args"]["repetitions"]
     times.set_title("Above 1 group rows are faster")
+    range_of = f"line: median; band: range of {rounds} rounds"
+    times.set(ylabel=f"time in plain rows / time in group rows\n({range_of})", ylim=(0, None))
     memory.set_title("Below 1 group rows need less")
+    memory.set(ylabel="peak memory in group rows / in plain rows\n(tensors beyond weights and batch)", ylim=(0, 1.1))
     for panel in (times, memory):
         panel.axhline(1, color="black", linewidth=1, linestyle="--")
         panel.set_xscale("log", base=2)
         panel.set_xticks(lengths, lengths)
         panel.set_xlabel("R: tokens per completion")
     times.legend()
-    figure.suptitle(
-        f"Forward + backward of one group of rows, vocabulary of 8,192, float32\n{result['machine']}", fontsize=9
-    )
-    save(figure, path)
+    title = "Forward + backward of one group of rows, vocabulary of 8,192, float32"
+    figure.suptitle(f"{title}\n{result['machine']}", fontsize=9)
+    study.save(figure, path)
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -611,12 +563,9 @@ def draw_length(result: dict, path: Path):
 def command_line(words: list[str]):
     import tyro
 
-    sys.path.insert(0, str(HERE.parent / "study"))
     transformers.logging.disable_progress_bar()
     if words[:1] == ["report"]:
-        from study import insert
-
-        insert(HERE / "README.md", tables())
+        study.insert(HERE / "README.md", tables())
         return draw_length(json.loads((HERE / "length.json").read_text()), HERE / "length.png")
     lengths = words[:1] == ["length"]
     config = () if lengths else (tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction)
@@ -632,7 +581,7 @@ def command_line(words: list[str]):
     print(f"numbers: {path}")
 
 
-JOBS = {"decode": decode_job, "phases": phases_job, "rloo": rloo_job, "trl": trl_job, "length": length_job}
+JOBS = {"decode": decode_job, "phases": phases_job, "rloo": rloo_job, "length": length_job}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--job"]:

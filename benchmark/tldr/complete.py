@@ -33,9 +33,7 @@ class Args:
 
     sft_model_path: str  # checkpoint: a run's output_dir, a checkpoint in it, or a Hub id
     output: str  # .jsonl file
-    dataset_name: str | None = (
-        None  # .jsonl file, folder of <split>.jsonl, or Hub id; default: the run's, or mini TL;DR
-    )
+    dataset_name: str | None = None  # as that of rloo.py; default: the run's, or mini TL;DR
     dataset_test_split: str = "test"  # split to complete
     posts: int | None = None  # number of posts to complete, from the first; if not given, all
     max_prompt_length: int | None = None  # in tokens; longer prompts are left out
@@ -59,9 +57,8 @@ def flags_of_run(checkpoint: str) -> dict:
 
 def line_of(row: dict, completion: str, ended: bool, sample: int, args: Args) -> str:
     """A line of the output. A plain text's reference begins with a space, as completions do."""
-    columns = {
-        name: x for name, x in row["columns"].items() if name not in ("post", "prompt", "messages", "completion")
-    }
+    fields = ("post", "prompt", "messages", "completion")
+    columns = {name: x for name, x in row["columns"].items() if name not in fields}
     reference = row["reference"]
     if reference is not None and isinstance(row["prompt"], str):
         reference = " " + reference.strip()
@@ -81,14 +78,8 @@ def main(args: Args):
         taken.pop("stop_token_id", None)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     path = args.sft_model_path
-    flags = rloo.Args(
-        sft_model_path=path,
-        model_name_or_path=path,
-        dtype=args.dtype,
-        device=str(device),
-        rloo_k=max(2, args.n),
-        **taken,
-    )
+    taken |= {"sft_model_path": path, "model_name_or_path": path, "dtype": args.dtype, "device": str(device)}
+    flags = rloo.Args(**taken, rloo_k=max(2, args.n))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     rloo.start_processes(device)

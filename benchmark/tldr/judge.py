@@ -5,11 +5,9 @@
     python benchmark/tldr/judge.py --completions rloo.jsonl --output gpt.json --judge openai:gpt-4o-mini
     python benchmark/tldr/judge.py --completions rloo.jsonl --against sft.jsonl --output versus.json --judge openai:M
 
-`function` and `model` score each text alone, and the higher score wins. `function` is called like a reward function of
-rloo.py; `model` is a sequence classifier with one label. `openai` asks any server with OpenAI's chat completions API.
-Its address and key come from the environment only: OPENAI_BASE_URL (default: OpenAI's own server) and OPENAI_API_KEY.
-It sees both texts in an order that is drawn by --seed. Each answer is written to a cache at once, so the same command
-continues after an interruption and asks nothing twice. The key appears in no output, message or file.
+README.md says what each kind of judge sees and how answers are counted. The address and the key of an endpoint come
+from the environment only: OPENAI_BASE_URL (default: OpenAI's own server) and OPENAI_API_KEY. The key appears in no
+output, message or file. Each answer is written to a cache at once, so the same command continues after an interruption.
 
 A line of a completions file is {"post": 0, "sample": 0, "prompt": text, "completion": text, "reference": text,
 "ended": true, "columns": {...}}, as complete.py writes it. Of several samples of a post the first is judged.
@@ -17,10 +15,6 @@ A line of a completions file is {"post": 0, "sample": 0, "prompt": text, "comple
 A tie counts as half a win; two equal texts are a tie and are not sent to the judge. Answers without a verdict (or with
 a score of None) are counted as unparsable and left out of the win rate. The interval is Wilson's (1927) at 95%, which
 is slightly too wide where there are ties.
-
-The prompt for `openai` is JUDGE_PROMPT below or that of --prompt_file: a text in which {post}, {a} and {b} stand for
-the post and the two summaries. The answer must contain one of --verdicts after "Verdict:" or "Preferred:" or alone on
-a line. A win rate can be compared with a published one only if judge, prompt, order and posts are the same.
 """
 
 import dataclasses
@@ -74,6 +68,8 @@ Verdict: tie
 """
 OPENAI = "https://api.openai.com/v1"
 OPTIONS = {"temperature": 0, "max_tokens": 200}  # of each request
+ATTEMPTS = 6  # for one request before the program stops; the same command continues
+FIRST_WAIT = 1.0  # seconds before the second attempt; doubles each time
 
 
 @dataclass
@@ -90,8 +86,6 @@ class Args:
     seed: int = 1  # seed of the order in which openai sees a pair
     concurrency: int = 8  # simultaneous requests to openai
     timeout: float = 60.0  # seconds to wait for openai
-    max_attempts: int = 6  # attempts for one request before the program stops; the same command continues
-    first_wait: float = 1.0  # seconds before the second attempt; doubles each time; Retry-After is respected
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of a model judge
     device: str | None = None  # device of a model judge; if not given, cuda if there is one
     batch_size: int = 32  # texts per forward pass of a model judge
@@ -198,8 +192,6 @@ class Endpoint(NamedTuple):
     key: str
     model: str
     timeout: float
-    max_attempts: int
-    first_wait: float
 
     def name(self) -> str:
         """The judge in words, without what may be secret in its address."""
@@ -228,7 +220,7 @@ def endpoint_of(args: Args) -> Endpoint:
     fits = key.isascii() and key.isprintable() and " " not in key
     require(fits, "OPENAI_API_KEY: contains characters that no key has")
     url, model = f"{base.rstrip('/')}/chat/completions", args.judge.partition(":")[2]
-    return Endpoint(url, key, model, args.timeout, args.max_attempts, args.first_wait)
+    return Endpoint(url, key, model, args.timeout)
 
 
 def send(endpoint: Endpoint, prompt: str) -> dict:
@@ -250,8 +242,8 @@ def ask(endpoint: Endpoint, prompt: str, sleep: Callable[[float], object] = time
     """`send` with retries after status 408, 409, 429 and 5xx, lost connections, timeouts and unreadable replies. What
     it raises in the end is RuntimeError."""
     problem = ""
-    for attempt in range(endpoint.max_attempts):
-        wait = endpoint.first_wait * 2**attempt * random.uniform(0.75, 1.25)  # not all threads at once
+    for attempt in range(ATTEMPTS):
+        wait = FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25)  # not all threads at once
         try:
             return send(endpoint, prompt)
         except urllib.error.HTTPError as error:
@@ -263,9 +255,9 @@ def ask(endpoint: Endpoint, prompt: str, sleep: Callable[[float], object] = time
             wait = max(wait, min(600.0, float(asked)) if asked.isdigit() else 0.0)
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = endpoint.without_key(f"{type(error).__name__}: {error}")[:300]
-        if attempt + 1 < endpoint.max_attempts:
+        if attempt + 1 < ATTEMPTS:
             sleep(wait)
-    raise RuntimeError(f"{endpoint.name()}: no answer after {endpoint.max_attempts} attempts; the last: {problem}")
+    raise RuntimeError(f"{endpoint.name()}: no answer after {ATTEMPTS} attempts; the last: {problem}")
 
 
 def verdict(answer: str, words: tuple[str, ...] = ("A", "B", "tie")) -> str | None:
@@ -407,12 +399,11 @@ def report(result: dict) -> str:
     """The table on screen."""
     seed = result["order_seed"]
     order = "each text scored alone" if seed is None else f"order of each pair drawn by seed {seed}"
-    lines = [
-        f"judge: {result['judge']}; {order}; against {result['against']}; 95% intervals by Wilson, ties count half"
-    ]
-    lines.append(
+    judge = f"judge: {result['judge']}; {order}; against {result['against']}"
+    lines = [f"{judge}; 95% intervals by Wilson, ties count half"]
+    lines += [
         f"{'':24}{'posts':>7}{'wins':>7}{'ties':>7}{'losses':>8}{'unparsable':>12}{'win rate, %':>13}  interval, %"
-    )
+    ]
     for name, found in result["results"].items():
         rate = "-" if found["win_rate"] is None else f"{100 * found['win_rate']:.1f}"
         low, high = (100 * x for x in found["interval"])

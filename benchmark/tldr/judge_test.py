@@ -92,6 +92,7 @@ def server(answer):
 def environment(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(judge, "FIRST_WAIT", 0.001)
 
 
 def write_completions(folder: Path, name: str, completions, references=None) -> str:
@@ -107,7 +108,7 @@ def write_completions(folder: Path, name: str, completions, references=None) -> 
 
 def run(monkeypatch, url: str, path: str, output: Path, **flags) -> dict:
     monkeypatch.setenv("OPENAI_BASE_URL", url)
-    flags = {"judge": "openai:test-model", "first_wait": 0.001} | flags
+    flags = {"judge": "openai:test-model"} | flags
     judge.main(judge.Args(completions=(path,), output=str(output), **flags))
     return json.loads(output.read_text())
 
@@ -231,14 +232,15 @@ def test_every_trouble_is_asked_again(tmp_path, monkeypatch):
         result = run(monkeypatch, url, path, tmp_path / "found.json")
     assert numbers(result["results"]["ours"]) == (len(troubles), len(troubles), 0, 0, 0)
     assert set(came.values()) == {2}
-    endpoint = judge.Endpoint("", "", "m", 1.0, 5, 1.0)
+    endpoint = judge.Endpoint("", "", "m", timeout=1.0)
+    monkeypatch.setattr(judge, "FIRST_WAIT", 1.0)
     for header, least in [(None, 0.0), ("300", 300.0)]:  # waits double, and follow Retry-After
         broken = (429, {"Retry-After": header} if header else {}, b"")
         with server(lambda prompt, times, broken=broken: broken) as (url, came, _):
             waits: list[float] = []
-            with pytest.raises(RuntimeError, match="no answer after 5 attempts; the last: HTTP 429"):
+            with pytest.raises(RuntimeError, match="no answer after 6 attempts; the last: HTTP 429"):
                 judge.ask(endpoint._replace(url=url), "prompt", waits.append)
-        assert len(waits) == 4
+        assert len(waits) == 5
         assert all(max(least, 0.75 * 2**i) <= wait <= max(least, 1.25 * 2**i) for i, wait in enumerate(waits))
 
 
@@ -295,7 +297,7 @@ def test_the_key_is_nowhere(tmp_path, monkeypatch, capsys, status):
                 run(monkeypatch, url, path, tmp_path / "o.json")
             else:
                 with pytest.raises(SystemExit) as end:
-                    run(monkeypatch, url, path, tmp_path / "o.json", max_attempts=2)
+                    run(monkeypatch, url, path, tmp_path / "o.json")
                 told = str(end.value)
                 assert f"HTTP {status}" in told and "\n" not in told
     assert headers[0]["Authorization"] == f"Bearer {KEY}" and came_elsewhere.total() == 0

@@ -1,4 +1,4 @@
-"""Tests of text_reward.py with a tiny reward model whose tokenizer knows words in another order than the policy's.
+"""Tests of text_reward.py with a small reward model and the tokenizers of the embedded tasks.
 
 python -m pytest -q benchmark/tldr/text_reward_test.py
 """
@@ -13,57 +13,37 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked
 import pytest
 import text_reward
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPTNeoXConfig,
-    PreTrainedTokenizerFast,
-)
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # for rloo.py
 
 import rloo  # noqa: E402
 
-WORDS = list("abcdefghijklm")
+TLDR, GSM8K = (HERE.parent / task / "sft" for task in ("mini_tldr", "mini_gsm8k"))
 CHAT = "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' ' }}{% endfor %}"
-
-
-def tokenizer_of(words: list[str], bos: bool = False) -> PreTrainedTokenizerFast:
-    """Words in, words out; token 0 is eos, and bos if there is one."""
-    vocab = {word: i for i, word in enumerate(["<eos>", "[PAD]", "[UNK]", *words])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    if bos:
-        backend.post_processor = processors.TemplateProcessing("<eos> $A", None, [("<eos>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="[PAD]", unk_token="[UNK]")
-
-
-def tiny_model(auto_class, positions: int = 128, **options):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = GPTNeoXConfig(
-        **sizes,
-        **options,
-        vocab_size=16,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
-    return auto_class.from_config(config).eval()
+PROMPTS = ["my boss is rude. ", "I ", "a sister and a brother ", "last week "]
+COMPLETIONS = ["he left", "", "they have a new house", "x"]
 
 
 @pytest.fixture
 def reward_model(tmp_path, monkeypatch):
-    """reward_model(tokenizer, positions) saves one, sets the environment variable and returns the model."""
+    """reward_model(folder, **changes) saves a random one of that folder's shape and tokenizer, whose attributes may be
+    changed, sets the environment variable, and returns both."""
 
-    def save(tokenizer, positions: int = 128):
-        model = tiny_model(AutoModelForSequenceClassification, positions, num_labels=1)
-        model.save_pretrained(tmp_path / "reward")
-        tokenizer.save_pretrained(tmp_path / "reward")
+    def save(folder: Path = TLDR, positions: int = 128, chat_template: str | None = None, bos: bool = False):
+        sizes = {"num_labels": 1, "max_position_embeddings": positions, "initializer_range": 0.3}
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(folder, **sizes)
+        model = AutoModelForSequenceClassification.from_config(config).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = chat_template
+        if bos:
+            eos = tokenizer.eos_token
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{eos} $A", None, [(eos, 0)])
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path / "reward")
         monkeypatch.setenv("TEXT_REWARD_MODEL", str(tmp_path / "reward"))
         text_reward.load.cache_clear()
         text_reward.say_once.cache_clear()
@@ -72,42 +52,45 @@ def reward_model(tmp_path, monkeypatch):
     return save
 
 
-@pytest.mark.parametrize("kind", ["text", "text with bos", "chat", "one message, no template"])
-@pytest.mark.parametrize("positions", [128, 6])
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+KINDS = {  # how the reward model is made, a prompt as it is given, and the text that is scored
+    "text": ({}, str, "{prompt}{text}<eos>"),
+    "text with bos": ({"bos": True}, str, "<eos>{prompt}{text}<eos>"),
+    "one message, no template": ({}, user, "{prompt}{text}<eos>"),
+    "chat": (
+        {"chat_template": CHAT, "bos": True},
+        lambda prompt: [{"role": "system", "content": "so"}, *user(prompt)],
+        "s so u {prompt} a {text} ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("positions", [128, 4])
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_scores_are_those_of_each_text_alone(reward_model, monkeypatch, capsys, kind, positions, size):
     """In batches, sorted by length and padded, cut from the left where the model has too few positions."""
-    tokenizer = tokenizer_of(WORDS, bos="bos" in kind)
-    if kind == "chat":
-        tokenizer.chat_template = CHAT
-    model = reward_model(tokenizer, positions)
+    changes, given, scored = KINDS[kind]
+    model = reward_model(positions=positions, **changes)
     monkeypatch.setenv("TEXT_REWARD_BATCH", str(size))
-    prompts = ["a b c", "d", "e f g h", "i j"]
-    completions = ["k l", "", "m a b c d", "e"]
-    bos = "<eos> " if "bos" in kind else ""
-    texts = [f"{bos}{prompt} {text} <eos>" for prompt, text in zip(prompts, completions)]
-    given = [f"{prompt} " for prompt in prompts]
-    if kind == "chat":
-        texts = [f"s e u {prompt} a {text}" for prompt, text in zip(prompts, completions)]
-    if kind != "text" and "bos" not in kind:
-        given = [[{"role": "user", "content": prompt}] for prompt in given]
-    if kind == "chat":
-        given = [[{"role": "system", "content": "e"}, *prompt] for prompt in given]
-    scores = text_reward.text_reward(given, completions, None)
-    plain = tokenizer_of(WORDS)
-    for text, score in zip(texts, scores, strict=True):
-        ids = torch.tensor([plain(text)["input_ids"][-positions:]])
+    scores = text_reward.text_reward([given(prompt) for prompt in PROMPTS], COMPLETIONS, None)
+    plain = AutoTokenizer.from_pretrained(TLDR)
+    for prompt, text, score in zip(PROMPTS, COMPLETIONS, scores, strict=True):
+        whole = scored.format(prompt=prompt, text=text).replace("<eos>", plain.eos_token)
+        ids = torch.tensor([plain(whole)["input_ids"][-positions:]])
         last = model.base_model(ids)[0][0, -1]
-        assert score == pytest.approx(model.score(last).item(), abs=1e-5)
-    assert len(set(scores)) == 4
-    assert capsys.readouterr().out.count("cut from the left") == (positions == 6)
+        assert score == pytest.approx(model.score(last).item(), abs=1e-4)
+    assert len({round(score, 3) for score in scores}) == 4
+    assert capsys.readouterr().out.count("cut from the left") == (positions == 4)
 
 
 def test_what_is_missing_is_said(reward_model, monkeypatch):
-    reward_model(tokenizer_of(WORDS))
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    reward_model()
     with pytest.raises(ValueError, match="no chat template for prompts of several messages"):
-        text_reward.text_reward([turns], ["d"], None)
+        text_reward.text_reward([user("a") * 3], ["d"], None)
     monkeypatch.delenv("TEXT_REWARD_MODEL")
     text_reward.load.cache_clear()
     with pytest.raises(ValueError, match="set TEXT_REWARD_MODEL"):
@@ -115,22 +98,11 @@ def test_what_is_missing_is_said(reward_model, monkeypatch):
 
 
 def test_a_run_that_refuses_the_model_trains_by_the_function(reward_model, tmp_path):
-    """The same words under other numbers: --reward_model_path names this file, which then scores each completion."""
-    reward_model(tokenizer_of(WORDS[::-1]))
-    tiny_model(AutoModelForCausalLM).save_pretrained(tmp_path / "sft")
-    tokenizer_of(WORDS).save_pretrained(tmp_path / "sft")
-    rows = [{"prompt": f"{word} b ", "completion": "c d"} for word in WORDS]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = {
-        "sft_model_path": str(tmp_path / "sft"),
-        "dataset_name": str(tmp_path / "rows.jsonl"),
-        "output_dir": str(tmp_path / "out"),
-        "response_length": 5,
-        "per_device_train_batch_size": 8,
-        "rloo_k": 2,
-        "total_episodes": 8,
-        "device": "cpu",
-    }
+    """The other task's tokenizer: --reward_model_path names this file, which then scores each completion."""
+    reward_model(GSM8K)
+    flags = {"output_dir": str(tmp_path / "out"), "response_length": 5, "num_eval_prompts": 8, "device": "cpu"}
+    flags |= {"rloo_k": 2, "total_episodes": 8, "per_device_train_batch_size": 8}
+    flags |= {"sft_model_path": str(TLDR), "dataset_name": str(TLDR.parent / "validation.jsonl")}
     with pytest.raises(rloo.InputError, match="benchmark/tldr/text_reward.py is a reward function for such models"):
         rloo.main(rloo.Args(**flags, reward_model_path=str(tmp_path / "reward")))
     evaluations = rloo.main(rloo.Args(**flags, reward_fns=(f"{HERE}/text_reward.py:text_reward",)))

@@ -6,15 +6,18 @@ are called there: they need TRL, and run with the transformers that this version
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 import transformers
@@ -228,3 +231,30 @@ def scored_by_ids(models: str, missing_eos_penalty: float | None = None) -> Call
         return [score - penalty * (ids[-1] != tokenizer.eos_token_id) for score, ids in zip(scores, completion_ids)]
 
     return reward_model
+
+
+def timed_updates(folder: str, flags: dict, out: str) -> dict:
+    """Median seconds of an update but the first, and peak GiB, by what throughput.py has written into `folder`."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    marks, on_cpu = [], flags["device"] == "cpu"
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *args, **options):
+            if not on_cpu:
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+    prompts = [json.loads(line)["prompt"] for line in Path(folder, "data", "train.jsonl").read_text().splitlines()]
+    theirs = {"optim": "adamw_torch_fused", "logging_strategy": "no"}
+    rloo_trainer(flags, folder, out, prompts, Clock(), **theirs).train()
+    assert len(marks) == flags["total_episodes"] // flags["per_device_train_batch_size"], f"{len(marks)} updates"
+    peak = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if on_cpu
+        else torch.cuda.max_memory_allocated() / 2**30
+    )
+    return {"seconds": median(b - a for a, b in itertools.pairwise(marks)), "peak_gb": peak}
+
+
+if __name__ == "__main__":
+    answer_job({"updates": timed_updates})

@@ -199,12 +199,8 @@ def copy_of(model) -> dict[str, torch.Tensor]:
 
 
 def rounded(x):
-    """The same numbers with 9 digits, so that the file is small."""
-    if isinstance(x, dict):
-        return {name: rounded(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [rounded(value) for value in x]
-    return float(f"{x:.9g}") if isinstance(x, float) else x
+    """What JSON makes of it, with 9 digits, so that the file is small."""
+    return json.loads(json.dumps(x), parse_float=lambda digits: float(f"{float(digits):.9g}"))
 
 
 # ---- rloo.py ---------------------------------------------------------------------------------------------------------
@@ -398,10 +394,9 @@ def same(trl: dict[str, str]):
             weights = [load_file(out / f"{number}-{i}.safetensors") for i in range(1, UPDATES + 1)]
             difference = largest(ours[-1], weights[-1])
             said = {"trl": title, "setting": row.name}
-            moved = {"rloo.py moved": largest(ours[-1], start), "TRL moved": largest(weights[-1], start)}
             relative = distance(ours[-1], weights[-1]) / distance(start, weights[-1])
-            found = {"difference": difference, "relative": relative, "agree": difference <= AGREE, "why": row.why}
-            table.append(said | moved | found)
+            found = {"TRL moved": largest(weights[-1], start), "difference": difference, "relative": relative}
+            table.append(said | found | {"agree": difference <= AGREE, "why": row.why})
             if row.golden and not row.why:
                 flags = {name: value for name, value in row.flags.items() if name != "reward_fns"}
                 metrics = [comparable(row.trl, line, ours=False) for line in theirs]
@@ -469,7 +464,8 @@ def train(trl: dict[str, str]):
             else:
                 seconds = {"cpu_seconds": sum(line["cpu_time"] for line in train_rloo(flags, out))}
             (out / "learned.json").write_text(json.dumps(seconds | evaluate(out, seed)))
-        found[trainer].append(json.loads((out / "learned.json").read_text()))
+        learned = json.loads((out / "learned.json").read_text())
+        found[trainer].append({name: learned[name] for name in LEARNED})
         print(f"{trainer}, seed {seed}: {found[trainer][-1]}", flush=True)
     path = HERE / "train.json"
     result = {"command": command(), "torch": torch.__version__, "found": found}
@@ -482,25 +478,13 @@ def train(trl: dict[str, str]):
 LEARNED = {  # figure: its title, scale and decimals
     "sampled/judge_win_rate": ("gold win rate, sampled, %", 100, 1),
     "greedy/judge_win_rate": ("greedy, %", 100, 1),
-    "sampled/judge_score": ("gold score, sampled", 1, 2),
-    "sampled/length": ("tokens, sampled", 1, 1),
     "cpu_seconds": ("CPU seconds", 1, 0),
 }
 
 
-def cells(runs: list[dict], titles: dict[str, tuple]) -> list[str]:
-    """Mean ± standard error over seeds of each figure; empty where there is none."""
-    from study import plus_minus
-
-    return [
-        plus_minus([scale * run[name] for run in runs], decimals=decimals) if name in runs[0] else ""
-        for name, (_, scale, decimals) in titles.items()
-    ]
-
-
 def tables() -> dict[str, str]:
     """All tables of the page, by their names, from the records."""
-    from study import markdown
+    from study import markdown, plus_minus
 
     rows = json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]
     other = [["TRL", "setting", "max \\|Δw\\|", "of its way", "what TRL does"]]
@@ -510,7 +494,9 @@ def tables() -> dict[str, str]:
             other.append([*cells_of_row, f"{row['relative']:.1%}", row["why"]])
     train = json.loads((HERE / "train.json").read_text())["found"]
     learned = [["", *(title for title, *_ in LEARNED.values())]]
-    learned += [[trainer, *cells(runs, LEARNED)] for trainer, runs in train.items()]
+    for trainer, runs in train.items():
+        figures = ((name, scale, decimals) for name, (_, scale, decimals) in LEARNED.items())
+        learned.append([trainer, *(plus_minus([run[x] for run in runs], factor, n) for x, factor, n in figures)])
     return {"other": markdown(other), "train": markdown(learned)}
 
 

@@ -94,19 +94,26 @@ def test_the_page_says_what_the_records_say():
     page = (trl_parity.HERE / "README.md").read_text(encoding="utf-8")
     for name, table in trl_parity.tables().items():
         assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
-    equal = [line["difference"] for line in golden["table"] if line["agree"]]
-    found = json.loads((trl_parity.HERE / "train.json").read_text())["found"]
-    seconds = {name: sum(run["cpu_seconds"] for run in runs) for name, runs in found.items()}
-    ratios = [x / seconds["rloo.py"] for name, x in seconds.items() if name != "rloo.py"]
-    greedy = {name: [100 * run["greedy/judge_win_rate"] for run in runs] for name, runs in found.items()}
-    apart = study.differences(greedy, "rloo.py")
-    sampled = {name: [run["sampled/judge_win_rate"] for run in runs] for name, runs in found.items()}
-    others = len(golden["table"]) - len(equal)
     said = " ".join(page.split())
     assert all(line["setting"] in said for line in golden["table"])
-    largest = f"{max(equal):.1e}".replace("e-0", "e-")
-    assert f"within {largest}, in {len(equal)} settings" in said and f"In {others} settings TRL" in said
-    assert f"TRL needs {min(ratios):.1f} to {max(ratios):.1f} times as much CPU time" in said
+    equal = [line for line in golden["table"] if line["agree"]]
+    moved = [line["TRL moved"] for line in equal]
+    numbers = (max(line["difference"] for line in equal), min(moved), max(moved))
+    largest, least, most = (f"{x:.1e}".replace("e-0", "e-") for x in numbers)
+    assert f"within {largest}, in {len(equal)} settings" in said and f"moves by {least} to {most}" in said
+    assert f"In {len(golden['table']) - len(equal)} settings TRL" in said
+    assert f"For {len(golden['golden'])} of the {len(equal)} equal settings" in said
+    found = json.loads((trl_parity.HERE / "train.json").read_text())["found"]
+    for name, by in (("TRL 0.19.1", " by seed"), ("TRL 1.16.0", "")):
+        theirs, ours = ([run["cpu_seconds"] for run in found[trainer]] for trainer in (name, "rloo.py"))
+        by_seed = [a / b for a, b in zip(theirs, ours, strict=True)]
+        ratio = sum(theirs) / sum(ours)
+        assert f"{name} takes {ratio:.1f} times ({min(by_seed):.1f} to {max(by_seed):.1f}{by})" in said
+    greedy, sampled = (
+        {name: [100 * run[f"{mode}/judge_win_rate"] for run in runs] for name, runs in found.items()}
+        for mode in ("greedy", "sampled")
+    )
+    apart = study.differences(greedy, "rloo.py")
     for name in ("TRL 1.16.0", "TRL 1.16.0, scored by ids"):
         assert study.with_interval(apart[name]).replace(" [", " points [") in said
     assert f"p = {apart['TRL 1.16.0'].holm:.2f} after Holm's" in said
