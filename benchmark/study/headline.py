@@ -64,7 +64,7 @@ def study_rows() -> list[list[str]]:
     def row(title: str, name: str, command: str, before: str = "", after: str = "") -> list[str]:
         return [title, before + texts[name] + after, str(seeds[name] or ""), command]
 
-    ppo = "TRL's PPO, whose value model begins as the reward model, minus RLOO, points"
+    ppo = "TRL's PPO (value model from the reward model) minus RLOO, points"
     cost = f"; {texts['PPO (TRL): CPU seconds']} CPU seconds against {texts['RLOO, k = 4: CPU seconds']}"
     bests = [texts[f"best of {n}"] for n in (4, 16, 64)]
     return [
@@ -89,27 +89,16 @@ def trainer_rows() -> list[list[str]]:
     speed, exact = "`python benchmark/speed/throughput.py`", "`python benchmark/gradient/exact.py`"
     runs = read("trl/train.json")["found"]
     ours, theirs = (sum(run["cpu_seconds"] for run in runs[name]) for name in ("rloo.py", "TRL 1.16.0"))
-    records = read("speed/throughput.json")
-    first, *_ = records.values()
-
-    def update(name: str) -> str:
-        (rounds,) = (x for lane, x in throughput.ratios(first["found"]["whole update"]).items() if name in lane)
-        return f"{throughput.median(rounds):.2f} ({len(rounds)} rounds: {min(rounds):.2f}, {max(rounds):.2f})"
-
-    vllm = [throughput.ratios(x["found"]["decode"]) for x in records.values()]
-    decoding = sorted(throughput.median(rounds) for lanes in vllm for name, rounds in lanes.items() if "vLLM" in name)
+    first, *_ = read("speed/throughput.json").values()
+    updates = throughput.ratios(first["found"]["whole update"])
+    (rounds,) = (x for name, x in updates.items() if "TRL 1.16.0" in name)
+    slower = f"{throughput.median(rounds):.2f} ({len(rounds)} rounds: {min(rounds):.2f}, {max(rounds):.2f})"
     differences = [line["difference"] for line in read("trl/golden.json")["table"] if not line["why"]]
     largest = f"{max(differences):.1e}".replace("e-0", "e-")
     biases = [row["found"]["rloo (the defaults)"][0] for row in read("gradient/exact.json")["options"]]
     return [
-        ["TRL 1.16.0's RLOO, an update at TL;DR's lengths: its time over rloo.py's", update("TRL 1.16.0"), speed],
-        ["TRL 1.16.0's RLOO, a run on mini TL;DR: its CPU time over rloo.py's", f"{theirs / ours:.1f}", train],
-        ["`--layout plain`, an update at TL;DR's lengths: its time over the default's", update("plain rows"), speed],
-        [
-            f"vLLM: decoding time over rloo.py's, {len(decoding)} cases",
-            f"{decoding[0]:.2f} to {decoding[-1]:.2f}",
-            speed,
-        ],
+        ["an update at TL;DR's lengths: time of TRL 1.16.0's RLOO over rloo.py's", slower, speed],
+        ["a run on mini TL;DR: CPU time of TRL 1.16.0's RLOO over rloo.py's", f"{theirs / ours:.1f}", train],
         [f"weights after 3 updates: largest difference from TRL's, {len(differences)} settings", largest, same],
         [f"bias of RLOO's gradient: largest of {len(biases)} cases", f"{max(biases):.0e}", exact],
     ]
@@ -117,7 +106,10 @@ def trainer_rows() -> list[list[str]]:
 
 def tables() -> dict[str, str]:
     ours = study.markdown([["on mini TL;DR", "number", "seeds", "command"], *study_rows()])
-    return {"headline": ours, "trainers": study.markdown([["of the trainers", "number", "command"], *trainer_rows()])}
+    return {
+        "headline": ours,
+        "trainers": study.markdown([["against TRL, and of gradients", "number", "command"], *trainer_rows()]),
+    }
 
 
 if __name__ == "__main__":
