@@ -34,6 +34,7 @@ def numbers() -> dict[str, tuple[str, int]]:
     for mode in ("sampled", "greedy"):
         found[f"SFT, {mode}"] = f"{100 * ours.records.value('sft', 'second_test', mode, 'win', 'mean'):.1f}", 0
         add(f"default, {mode}", ours.of(plan.episodes), plan.default_seeds, "second_test", mode)
+    found["SFT, other posts"] = f"{100 * ours.records.value('sft', 'test', 'sampled', 'win', 'mean'):.1f}", 0
     for beta in plan.betas:
         add(f"25,600 episodes, β = {beta:g}", ours.of(plan.long_episodes, beta), plan.long_seeds)
     add("100,000 episodes, β = 0.05", ours.of(plan.longest_episodes, plan.long_beta), plan.longest_seeds)
@@ -72,7 +73,7 @@ def study_rows() -> list[list[str]]:
         row("default: greedy, %", "default, greedy", default, f"{texts['SFT, greedy']} → "),
         row("β = 0, 25,600 episodes, %", "25,600 episodes, β = 0", long, after=" (each seed)"),
         *(row(f"β = {x}, 25,600 episodes, %", f"25,600 episodes, β = {x}", long) for x in (0.02, 0.05)),
-        row("β = 0.05, 100,000 episodes, %", "100,000 episodes, β = 0.05", long),
+        row("β = 0.05, 100,000 episodes, %", "100,000 episodes, β = 0.05", long, f"{texts['SFT, other posts']} → "),
         ["best of 4, 16, 64 before training, ± over posts, %", ", ".join(bests), "", best_of_n],
         row("TRL's GRPO minus RLOO, points", "GRPO (TRL) minus RLOO", peers),
         row(ppo, "PPO (TRL) minus RLOO", peers, after=cost),
