@@ -476,7 +476,7 @@ def test_the_pages_numbers_are_those_of_the_records(ours, compared):
         return study.with_interval(x).replace(" [", " points [")
 
     # what RLOO reaches, and over-optimisation
-    expected = [f"best of 8 ({numbers['best of 8']}%)"]
+    expected = [f"best of 8 ({numbers['best of 8']}%, on other posts)"]
     best = records.value(ours.names(ours.of(25_600, 0.05), (1,))[0], "best_of_n", "by_n", "4", "win")
     expected.append(f"{study.over_posts(best, 100)}% (one seed, 1,000 posts)")
     apart = ours.beta_differences()["0.02"]
