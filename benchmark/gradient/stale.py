@@ -74,7 +74,6 @@ SAMPLERS = {  # name of the runs -> in words, flags
         for age in (1, 4, 16)
     },
 }
-COLLAPSED = ("stale16", "off")  # its seeds do not say how much a setting that trains varies
 
 
 def runs(study, seeds, quick: bool) -> list:
@@ -103,36 +102,18 @@ def summary(lines: list[dict]) -> dict[str, float]:
 
 
 def table(study, records) -> str:
-    """A line for each sampler and correction that has a run; differences from the policy's own sampler."""
-
-    def of(name: str) -> list[dict]:
-        return [record for key, record in sorted(records.all.items()) if key.rpartition("__")[0] == name]
-
-    def measure(found: list[dict], name: str) -> list[float]:
-        return [record["validation"]["sampled"][name]["mean"] for record in found]
-
+    """A line for each sampler and correction that has a run, with all seeds: most have fewer than three."""
     labels = {"policy": ("the policy itself", "")}
-    pairs = list(itertools.product(SAMPLERS.items(), CORRECTIONS))
+    pairs = itertools.product(SAMPLERS.items(), CORRECTIONS)
     labels |= {f"{name}_{correction}": (words, f"`{correction}`") for (name, (words, _)), correction in pairs}
-    labels = {name: label for name, label in labels.items() if of(name)}
-    wins = {name: [100 * x for x in measure(of(name), "win")] for name in labels if name != "_".join(COLLAPSED)}
-    apart = study.differences(wins, "policy")
-    head = ["sampler", "correction", "seeds", "gold win rate, %", "KL, nats", "difference, points", "gap"]
-    rows = [head]
+    rows = [["sampler", "correction", "gold win rate of each seed, %", "KL, nats", "gap"]]
     for name, label in labels.items():
-        found = of(name)
-        training = [record.get("training", {}) for record in found]
-        gaps = [x["val/rollout_logprob_gap"] for x in training if x]
-        rows.append(
-            [
-                *label,
-                str(len(found)),
-                study.plus_minus([100 * x for x in measure(found, "win")]),
-                study.plus_minus(measure(found, "kl"), decimals=2),
-                study.with_interval(apart[name]) if name in apart else "",
-                f"{sum(gaps) / len(gaps):.1g}" if gaps else "",
-            ]
-        )
+        found = [record for key, record in sorted(records.all.items()) if key.rpartition("__")[0] == name]
+        wins, kl = ([x["validation"]["sampled"][measure]["mean"] for x in found] for measure in ("win", "kl"))
+        gaps = [x["training"]["val/rollout_logprob_gap"] for x in found if x.get("training")]
+        if found:
+            gap = f"{sum(gaps) / len(gaps):.1g}" if gaps else ""
+            rows.append([*label, study.listed(wins, 100), study.listed(kl), gap])
     return study.markdown(rows)
 
 

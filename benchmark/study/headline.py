@@ -26,33 +26,30 @@ def numbers() -> dict[str, tuple[str, int]]:
     plan, found = reach.Plan(), {}
     ours = reach.Reach(plan, study.ROOT / "runs" / "reach", HERE / "reach.json")
 
-    def add(name: str, values: list[float], seeds: int | None = None, decimals: int = 1):
-        found[name] = study.plus_minus(values, 1, decimals), len(values) if seeds is None else seeds
+    def add(name: str, setting: reach.Setting, seeds, part: str = "test", mode: str = "sampled"):
+        values = ours.records.means(ours.names(setting, seeds), part, "win", mode)
+        write = study.plus_minus if setting.beta else study.listed
+        found[name] = write(values, 100), len(values)
 
-    def percent(names: list[str], part: str, mode: str = "sampled") -> list[float]:
-        return [100 * value for value in ours.records.means(names, part, "win", mode)]
-
-    for mode, end in (("sampled", ""), ("greedy", ", greedy")):
-        add(f"SFT{end}", percent(["sft"], "test", mode), seeds=0)
-        names = ours.names(ours.of(plan.episodes), plan.default_seeds)
-        add(f"default{end}", percent(names, "second_test", mode))
-    longest = ours.names(ours.of(plan.longest_episodes, plan.long_beta), plan.longest_seeds)
-    add("100,000 episodes", percent(longest, "test"))
+    for mode in ("sampled", "greedy"):
+        found[f"SFT, {mode}"] = f"{100 * ours.records.value('sft', 'second_test', mode, 'win', 'mean'):.1f}", 0
+        add(f"default, {mode}", ours.of(plan.episodes), plan.default_seeds, "second_test", mode)
+    found["SFT, other posts"] = f"{100 * ours.records.value('sft', 'test', 'sampled', 'win', 'mean'):.1f}", 0
     for beta in plan.betas:
-        names = ours.names(ours.of(plan.long_episodes, beta), plan.long_seeds)
-        add(f"25,600 episodes, β = {beta:g}", percent(names, "test"))
+        add(f"25,600 episodes, β = {beta:g}", ours.of(plan.long_episodes, beta), plan.long_seeds)
+    add("100,000 episodes, β = 0.05", ours.of(plan.longest_episodes, plan.long_beta), plan.longest_seeds)
     for n, values in ours.records.value("sft", "best_of_n", "by_n").items():
-        add(f"best of {n}", [100 * values["win"]["mean"]], seeds=0)
+        found[f"best of {n}"] = study.over_posts(values["win"], 100), 0
 
     peers = compare.Comparison("peers", study.ROOT / "runs" / "peers", HERE / "peers.json")
     compared = peers.differences()
     for name, values in peers.wins().items():
         title = peers.rows[name].title
-        add(title, values)
+        found[title] = study.plus_minus(values), len(values)
         found[f"{title}: CPU seconds"] = f"{peers.seconds(peers.rows[name]):.0f}", len(values)
         if name in compared:
             x = compared[name]
-            found[f"{title} less RLOO"] = f"{study.with_interval(x)}, p = {x.holm:.2g}: {x.verdict}", len(values)
+            found[f"{title} minus RLOO"] = f"{study.with_interval(x)}, p = {x.holm:.2g}: {x.verdict}", len(values)
     return found
 
 
@@ -60,25 +57,26 @@ def study_rows() -> list[list[str]]:
     """Result, number, seeds, command."""
     found = numbers()
     texts, seeds = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
-    betas = [f"25,600 episodes, β = {beta}" for beta in (0, 0.02, 0.05)]
-    bests = ["best of 4", "best of 16", "best of 64"]
-    seconds = f"{texts['PPO (TRL): CPU seconds']} and {texts['RLOO, k = 4: CPU seconds']}"
-    default, peers = "`python benchmark/study/reach.py --stages default`", "`python benchmark/study/compare.py peers`"
-    ppo = "TRL's PPO, whose value model begins as the reward model,"
-    long, best_of_n = default.replace("default", "long"), default.replace("default", "best_of_n")
+    default, long, best_of_n = (
+        f"`python benchmark/study/reach.py --stages {stage}`" for stage in ("default", "long", "best_of_n")
+    )
+    peers = "`python benchmark/study/compare.py peers`"
 
-    def row(title: str, text: str, name: str, command: str) -> list[str]:
-        return [title, text, str(seeds[name] or ""), command]
+    def row(title: str, name: str, command: str, before: str = "", after: str = "") -> list[str]:
+        return [title, before + texts[name] + after, str(seeds[name] or ""), command]
 
+    ppo = "TRL's PPO (value model from the reward model) minus RLOO, points"
+    cost = f"; {texts['PPO (TRL): CPU seconds']} CPU seconds against {texts['RLOO, k = 4: CPU seconds']}"
+    bests = [texts[f"best of {n}"] for n in (4, 16, 64)]
     return [
-        row("gold win rate of the default, one sample, %", f"{texts['SFT']} → {texts['default']}", "default", default),
-        row("greedy, %", f"{texts['SFT, greedy']} → {texts['default, greedy']}", "default, greedy", default),
-        row("25,600 episodes with β = 0, 0.02, 0.05, %", ", ".join(texts[x] for x in betas), betas[-1], long),
-        row("100,000 episodes with β = 0.05, %", texts["100,000 episodes"], "100,000 episodes", long),
-        row("best of 4, 16, 64 before training, %", ", ".join(texts[x] for x in bests), bests[0], best_of_n),
-        row("TRL's GRPO less RLOO, points", texts["GRPO (TRL) less RLOO"], "GRPO (TRL)", peers),
-        row(f"{ppo} less RLOO, points", texts["PPO (TRL) less RLOO"], "PPO (TRL)", peers),
-        row("CPU seconds of TRL's PPO and of RLOO", seconds, "PPO (TRL)", peers),
+        row("default: gold win rate, one sample, %", "default, sampled", default, f"{texts['SFT, sampled']} → "),
+        row("default: greedy, %", "default, greedy", default, f"{texts['SFT, greedy']} → "),
+        row("β = 0, 25,600 episodes, %", "25,600 episodes, β = 0", long, after=" (each seed)"),
+        *(row(f"β = {x}, 25,600 episodes, %", f"25,600 episodes, β = {x}", long) for x in (0.02, 0.05)),
+        row("β = 0.05, 100,000 episodes, %", "100,000 episodes, β = 0.05", long, f"{texts['SFT, other posts']} → "),
+        ["best of 4, 16, 64 before training, ± over posts, %", ", ".join(bests), "", best_of_n],
+        row("TRL's GRPO minus RLOO, points", "GRPO (TRL) minus RLOO", peers),
+        row(ppo, "PPO (TRL) minus RLOO", peers, after=cost),
     ]
 
 
@@ -91,27 +89,17 @@ def trainer_rows() -> list[list[str]]:
     same, train = (f"`python benchmark/trl/trl_parity.py {part}`" for part in ("same", "train"))
     speed, exact = "`python benchmark/speed/throughput.py`", "`python benchmark/gradient/exact.py`"
     runs = read("trl/train.json")["found"]
-    seconds = {name: sum(run["cpu_seconds"] for run in runs[name]) for name in ("rloo.py", "TRL 0.19.1", "TRL 1.16.0")}
-    ratios = [f"{x / seconds['rloo.py']:.1f}" for name, x in seconds.items() if name != "rloo.py"]
-    records = read("speed/throughput.json")
-    first, *_ = records.values()
-
-    def update(ending: str) -> str:
-        lanes = throughput.ratios(first["found"]["whole update"])
-        (rounds,) = (x for name, x in lanes.items() if ending in name)
-        return f"{throughput.median(rounds):.2f}"
-
-    vllm = [throughput.ratios(x["found"]["decode"]) for x in records.values()]
-    decoding = sorted(throughput.median(rounds) for lanes in vllm for name, rounds in lanes.items() if "vLLM" in name)
+    ours, theirs = (sum(run["cpu_seconds"] for run in runs[name]) for name in ("rloo.py", "TRL 1.16.0"))
+    first, *_ = read("speed/throughput.json").values()
+    updates = throughput.ratios(first["found"]["whole update"])
+    (rounds,) = (x for name, x in updates.items() if "TRL 1.16.0" in name)
+    slower = f"{throughput.median(rounds):.2f} ({len(rounds)} rounds: {min(rounds):.2f}, {max(rounds):.2f})"
     differences = [line["difference"] for line in read("trl/golden.json")["table"] if not line["why"]]
     largest = f"{max(differences):.1e}".replace("e-0", "e-")
     biases = [row["found"]["rloo (the defaults)"][0] for row in read("gradient/exact.json")["options"]]
-    trl, times = "TRL's RLOO 0.19.1, 1.16.0 over rloo.py", f"{update('0.19.1')}, {update('1.16.0')}"
     return [
-        [f"{trl}: CPU time of training on mini TL;DR", ", ".join(ratios), train],
-        [f"{trl}: time of an update at TL;DR's lengths", times, speed],
-        ["plain rows, rollouts by vLLM over group rows: the same", f"{update('plain rows')}, {update('vLLM')}", speed],
-        ["vLLM over rloo.py: time of decoding", f"{decoding[0]:.2f} to {decoding[-1]:.2f}", speed],
+        ["an update at TL;DR's lengths: time of TRL 1.16.0's RLOO over rloo.py's", slower, speed],
+        ["a run on mini TL;DR: CPU time of TRL 1.16.0's RLOO over rloo.py's", f"{theirs / ours:.1f}", train],
         [f"weights after 3 updates: largest difference from TRL's, {len(differences)} settings", largest, same],
         [f"bias of RLOO's gradient: largest of {len(biases)} cases", f"{max(biases):.0e}", exact],
     ]
@@ -119,7 +107,10 @@ def trainer_rows() -> list[list[str]]:
 
 def tables() -> dict[str, str]:
     ours = study.markdown([["on mini TL;DR", "number", "seeds", "command"], *study_rows()])
-    return {"headline": ours, "trainers": study.markdown([["of the trainers", "number", "command"], *trainer_rows()])}
+    return {
+        "headline": ours,
+        "trainers": study.markdown([["against TRL, and of gradients", "number", "command"], *trainer_rows()]),
+    }
 
 
 if __name__ == "__main__":

@@ -4,80 +4,72 @@ python benchmark/study/lora.py                  # trains what has no record in l
 python benchmark/study/lora.py --report_only    # only writes the table of README.md
 """
 
-import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+import study
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import study
-
-HERE = Path(__file__).resolve().parent
 RANKS = (0, 1, 8, 64)  # 0: all weights
 SEEDS = (1, 2, 3)
 
 
-@dataclass
-class Args:
-    """LoRA against all weights on mini TL;DR"""
-
-    runs: Path = Path("runs/lora")
-    """folder of the runs"""
-    report_only: bool = False
-    """write the table of what has a record, train nothing"""
-
-
 def record(run: Path) -> dict:
-    """What a finished run left: measures on the 500 shipped posts, KL of the last 10 updates, memory, a checkpoint's
-    size."""
+    """What a finished run left: measures on the 500 shipped posts, KL of the last 10 updates, a checkpoint's size."""
     after = study.read_lines(run / "evaluations.jsonl")[-1]
     updates = study.read_lines(run / "metrics.jsonl")
     newest = max(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
-    size = sum(file.stat().st_size for file in newest.iterdir())
     return {
         "sampled": 100 * after["sampled/judge_win_rate"],
         "greedy": 100 * after["greedy/judge_win_rate"],
         "kl": mean(update["objective/kl"] for update in updates[-10:]),
-        "checkpoint_mb": size / 1e6,
+        "checkpoint_mb": sum(file.stat().st_size for file in newest.iterdir()) / 1e6,
     }
 
 
-def table(records: dict[str, dict]) -> str:
+def wins(records: study.Records) -> dict[str, list[float]]:
+    """Rank -> its gold win rates in points, one for each seed."""
+    found = {str(rank): [records.value(f"rank {rank}, seed {seed}", "sampled") for seed in SEEDS] for rank in RANKS}
+    return {rank: [x for x in row if x is not None] for rank, row in found.items() if any(row)}
+
+
+def table(records: study.Records) -> str:
     """A row for each rank: means over seeds, and differences from all weights."""
-    rows = {rank: [records[name] for name in records if name.startswith(f"rank {rank}, ")] for rank in RANKS}
-    rows = {rank: found for rank, found in rows.items() if found}
-    found = study.differences({str(rank): [x["sampled"] for x in row] for rank, row in rows.items()}, base="0")
-    cells = [
-        ["policy", "seeds", "gold win rate, %", "less all weights, points", "greedy, %", "KL, nats", "checkpoint, MB"]
-    ]
-    for rank, row in rows.items():
-        sampled, greedy, kl = (study.plus_minus([x[name] for x in row]) for name in ("sampled", "greedy", "kl"))
-        less = study.with_interval(found[str(rank)]) if rank else ""
-        name = f"LoRA of rank {rank}" if rank else "all weights"
-        cells.append([name, str(len(row)), sampled, less, greedy, kl, f"{mean(x['checkpoint_mb'] for x in row):.1f}"])
-    return study.markdown(cells)
+    sampled = wins(records)
+    apart = study.differences(sampled, base="0")
+    head = ["policy", "seeds", "gold win rate, %", "minus all weights, points", "greedy, %", "KL, nats"]
+    rows = [[*head, "checkpoint, MB"]]
+    for rank, row in sampled.items():
+        found = [record for name, record in records.all.items() if name.startswith(f"rank {rank},")]
+        greedy, kl = (study.plus_minus([x[name] for x in found]) for name in ("greedy", "kl"))
+        minus = study.with_interval(apart[rank]) if rank in apart else ""
+        name = f"LoRA of rank {rank}" if rank in apart else "all weights"
+        size = f"{mean(x['checkpoint_mb'] for x in found):.1f}"
+        rows.append([name, str(len(row)), study.plus_minus(row), minus, greedy, kl, size])
+    return study.markdown(rows)
 
 
-def main(args: Args):
-    path = HERE / "lora.json"
-    records = json.loads(path.read_text()) if path.is_file() else {}
-    for seed in () if args.report_only else SEEDS:
+def main(runs: Path = Path("runs/lora"), report_only: bool = False):
+    """LoRA against all weights on mini TL;DR.
+
+    Args:
+        runs: folder of the runs
+        report_only: write the table of what has a record, train nothing
+    """
+    records = study.Records(study.HERE / "lora.json")
+    for seed in () if report_only else SEEDS:
         for rank in RANKS:
-            name, run = f"rank {rank}, seed {seed}", args.runs / f"rank{rank}_seed{seed}"
-            if name in records:
+            name, run = f"rank {rank}, seed {seed}", runs / f"rank{rank}_seed{seed}"
+            if name in records.all:
                 continue
             if not (run / "model.safetensors").is_file():
                 flags = ["--lora_rank", str(rank), "--seed", str(seed), "--output_dir", str(run), "--resume"]
                 run.parent.mkdir(parents=True, exist_ok=True)
                 study.run_logged([sys.executable, study.ROOT / "rloo.py", *flags], run.with_suffix(".log"))
-            records[name] = record(run)
-            path.write_text(json.dumps(records, indent=1) + "\n")
-    study.insert(HERE / "README.md", {"lora": table(records)})
+            records.add(name, **record(run))
+    study.insert(study.HERE / "README.md", {"lora": table(records)})
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=Args.__doc__))
+    tyro.cli(main)

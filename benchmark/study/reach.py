@@ -111,8 +111,10 @@ class Reach(study.Study):
         for seed in self.plan.default_seeds:
             self.run(self.of(self.plan.episodes), seed, "second_test", curve=seed in self.plan.curve_seeds)
             self.run(replace(OLD, episodes=self.plan.episodes), seed, "second_test")
-        if self.records.value("sft", "test") is None:
-            self.records.add("sft", test=self.grade(TASK / "sft", "test", self.plan.test_posts, 1, True)[0])
+        for part in ("test", "second_test"):  # a policy is compared with SFT on the same posts
+            if self.records.value("sft", part) is None:
+                found, _ = self.grade(TASK / "sft", part, self.plan.test_posts, 1, True)
+                self.records.add("sft", **{part: found})
 
     def long(self):
         for seed in self.plan.long_seeds:
@@ -204,32 +206,34 @@ COLUMNS = [  # title, where it is in a run's measures, factor, decimals
 
 
 def reached_table(found: Reach) -> str:
-    """What policies reach on test posts."""
+    """What policies reach on test posts. ± is over seeds, or, where the second column counts posts, over posts."""
     plan, records = found.plan, found.records
     rows = [["policy", "seeds", *(column[0] for column in COLUMNS)]]
 
-    def line(title: str, names: list[str], part: str, seeds: bool = True):
-        values = [records.means(names, part, measure, mode) for _, mode, measure, *_ in COLUMNS]
-        cells = [study.plus_minus(x, *column[3:]) for x, column in zip(values, COLUMNS)]
-        if values[0]:
-            rows.append([title, str(len(values[0])) if seeds else "", *cells])
+    def untrained(title: str, measured: dict | None, posts: int):
+        if measured:
+            values = [measured.get(mode, {}).get(measure) for _, mode, measure, *_ in COLUMNS]
+            cells = [study.over_posts(x, *column[3:]) if x else "" for x, column in zip(values, COLUMNS)]
+            rows.append([title, f"{posts:,} posts", *cells])
 
-    line("SFT", ["sft"], "test", seeds=False)
+    def trained(title: str, setting: Setting, seeds, part: str = "test"):
+        names, write = found.names(setting, seeds), study.plus_minus if setting.beta else study.listed
+        values = [records.means(names, part, measure, mode) for _, mode, measure, *_ in COLUMNS]
+        if values[0]:
+            rows.append([title, str(len(values[0])), *(write(x, *column[3:]) for x, column in zip(values, COLUMNS))])
+
+    untrained("SFT, posts of the default", records.value("sft", "second_test"), plan.test_posts)
+    trained(
+        f"**RLOO, default**: β = 0.02, {plan.episodes:,}", found.of(plan.episodes), plan.default_seeds, "second_test"
+    )
+    untrained("SFT, posts of all below", records.value("sft", "test"), plan.test_posts)
     for n in ("4", "16", "64"):
-        by_n = records.value("sft", "best_of_n", "by_n", n)
-        if by_n:
-            cells = [
-                f"{factor * by_n[measure]['mean']:.{decimals}f}" if mode == "sampled" else ""
-                for _, mode, measure, factor, decimals in COLUMNS
-            ]
-            rows.append([f"best of {n} of SFT", "", *cells])
-    default = found.of(plan.episodes)
-    line(f"**RLOO, default**: β = 0.02, {plan.episodes:,}", found.names(default, plan.default_seeds), "second_test")
+        measured = records.value("sft", "best_of_n", "by_n", n)
+        untrained(f"best of {n} of SFT", measured and {"sampled": measured}, plan.best_of_n_posts)
     for beta in plan.betas:
-        setting = found.of(plan.long_episodes, beta)
-        line(f"β = {beta:g}, {plan.long_episodes:,}", found.names(setting, plan.long_seeds), "test")
-    setting = found.of(plan.longest_episodes, plan.long_beta)
-    line(f"β = {plan.long_beta:g}, {plan.longest_episodes:,}", found.names(setting, plan.longest_seeds), "test")
+        trained(f"β = {beta:g}, {plan.long_episodes:,}", found.of(plan.long_episodes, beta), plan.long_seeds)
+    longest = found.of(plan.longest_episodes, plan.long_beta)
+    trained(f"β = {plan.long_beta:g}, {plan.longest_episodes:,}", longest, plan.longest_seeds)
     return study.markdown(rows)
 
 
@@ -251,12 +255,11 @@ def draw_episodes(found: Reach, path: Path):
             ends = factor * np.array(found.records.means(found.names(setting, seeds), part, measure))
             if curves:
                 episodes, values = curves[0][1:], factor * curves[1][measure][:, 1:]
-                values[:, -1] = ends.mean()  # measured on more posts, and for the default on more seeds
-                axis.plot(episodes, values.mean(0), "-", lw=1.4, color=colour)
-                axis.plot(episodes[:-1], values.T[:-1], ".", ms=3, color=colour, alpha=0.6)
-                text = f"{label}, {setting.episodes:,} episodes (seeds: {len(ends)})"
-                axis.plot([episodes[-1]] * len(ends), ends, ".", ms=3, color=colour, alpha=0.6)
-                axis.plot(episodes[-1], ends.mean(), "o", ms=6, color=colour, label=text)
+                axis.plot(episodes, values.T, "-", lw=0.8, color=colour, alpha=0.7)
+                shown = [ends.mean()] if setting.beta else ends
+                count = f"seeds: {len(ends)}" + (f", {len(values)} with lines" if len(values) < len(ends) else "")
+                text = f"{label}, {setting.episodes:,} episodes ({count})"
+                axis.plot([episodes[-1]] * len(shown), shown, "o", ms=6, color=colour, label=text)
         for n in ("1", "4", "16", "64"):
             by_n = found.records.value("sft", "best_of_n", "by_n", n)
             if by_n and (measure != "kl" or n != "1"):
@@ -275,9 +278,9 @@ def draw_episodes(found: Reach, path: Path):
     for axis in axes:
         axis.minorticks_off()
     figure.suptitle(
-        "RLOO on mini TL;DR: fresh test posts, sampled at T = 0.7. Small dots: seeds, along the way on "
-        f"{plan.curve_posts:,} posts; large dots: mean of the ends, on {plan.test_posts:,} posts\n"
-        "dotted: best of n samples of the SFT policy by the reward model",
+        "RLOO on mini TL;DR: fresh test posts, sampled at T = 0.7. Lines: a seed each, along the way, on "
+        f"{plan.curve_posts:,} posts.\nDots: ends, on {plan.test_posts:,} posts, the mean over seeds, for β = 0 each "
+        f"seed. Dotted: best of n samples of the SFT policy by the reward model, on {plan.best_of_n_posts:,} posts",
         fontsize=10,
     )
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -293,21 +296,22 @@ def draw_overoptimisation(found: Reach, path: Path):
         return
     figure, (axes,) = study.canvas(len(rewards), 4.3 * len(rewards), 4.6, sharey=True)
     for axis, reward in zip(axes, rewards):
-        for beta, style in ((0.02, "s--"), (0.0, "o-")):
-            seeds = plan.long_seeds if not reward else (1,)
+        seeds = plan.long_seeds if not reward else (1,)
+        for beta, fill in ((0.02, "none"), (0.0, "full")):
             curves = found.curves(found.of(plan.long_episodes, beta), seeds, reward)
             measures = ("proxy" if reward else "score", study.ORANGE), ("gold", study.BLUE)
             for measure, colour in measures if curves else ():
-                values, label = curves[1][measure], "gold judge" if measure == "gold" else "reward model trained on"
-                for i, kl in enumerate(curves[1]["kl"]):
-                    text = f"{label}, β = {beta:g}" if i == 0 else None
-                    gained = values[i] - values[i][0]
-                    axis.plot(np.sqrt(np.maximum(kl, 0)), gained, style, ms=3, lw=1, color=colour, label=text)
+                distance, gained = np.sqrt(np.maximum(curves[1]["kl"], 0)), curves[1][measure]
+                label = f"{'gold judge' if measure == 'gold' else 'reward model trained on'}, β = {beta:g}"
+                gained = gained - gained[:, :1]
+                axis.plot(distance[:, 1:], gained[:, 1:], "o", ms=4, color=colour, fillstyle=fill)
+                axis.plot([], [], "o", ms=4, color=colour, fillstyle=fill, label=label)
         axis.axhline(0, color="black", lw=0.8)
-        axis.set_title(f"reward model: {titles[reward]}")
+        axis.set_title(f"reward model: {titles[reward]} (seeds: {len(seeds)})")
         axis.set_xlabel("√KL from the SFT policy, √nats")
     axes[0].set_ylabel("score gained over the SFT policy")
-    title = f"Over-optimisation: {plan.long_episodes:,} episodes, a line for each seed, {plan.curve_posts:,} test posts"
+    posts = f"{plan.curve_posts:,} test posts"
+    title = f"Over-optimisation in {plan.long_episodes:,} episodes: {plan.points} points along each run, {posts}"
     figure.suptitle(title, fontsize=10)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     study.save(figure, path)

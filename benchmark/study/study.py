@@ -490,6 +490,17 @@ def plus_minus(values, factor: float = 1, decimals: int = 1, sign: str = "") -> 
     return text if len(values) < 3 else f"{text} ± {factor * error:.{decimals}f}"
 
 
+def listed(values, factor: float = 1, decimals: int = 1) -> str:
+    """Each seed's value, where seeds go such different ways that their mean is of none of them."""
+    return ", ".join(f"{factor * value:.{decimals}f}" for value in values)
+
+
+def over_posts(found: dict[str, float], factor: float = 1, decimals: int = 1) -> str:
+    """A measure of one policy ± its standard error over posts, if there is one."""
+    text = f"{factor * found['mean'] + 0.0:.{decimals}f}"  # -0.0 becomes 0.0
+    return f"{text} ± {factor * found['stderr']:.{decimals}f}" if found["stderr"] else text
+
+
 def with_interval(found: Difference, decimals: int = 1) -> str:
     return f"{found.mean:+.{decimals}f} [{found.low:+.{decimals}f}, {found.high:+.{decimals}f}]"
 
@@ -541,9 +552,9 @@ def forest(axis, found: dict[str, Difference], labels: dict[str, str]):
         axis.annotate(with_interval(x), (1.01, place), xycoords=side, va="center", fontsize=8, annotation_clip=False)
     axis.set_yticks(range(len(found)), [labels[name] for name in found])
     axis.set_ylim(len(found) - 0.4, -0.6)
-    for verdict, colour in VERDICTS.items():
+    for verdict in dict.fromkeys(x.verdict for x in found.values()):
         rule = "" if verdict == "not told apart" else " (p < 0.05 after Holm's correction)"
-        axis.plot([], [], "o-", color=colour, label=verdict + rule)
+        axis.plot([], [], "o-", color=VERDICTS[verdict], label=verdict + rule)
 
 
 # ---- Command line ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import compare  # noqa: E402
 import headline  # noqa: E402
+import lora  # noqa: E402
 import models  # noqa: E402
 import peers_trl  # noqa: E402
 import reach  # noqa: E402
@@ -110,7 +111,10 @@ def test_commands_have_the_completions_and_settings_that_they_say():
         assert args.per_device_train_batch_size * args.gradient_accumulation_steps == setting.size
         assert (args.seed, args.learning_rate, args.kl_coef) == (5, setting.lr, setting.beta)
         assert (args.rloo_k, args.num_ppo_epochs, args.total_episodes) == (setting.k, setting.epochs, setting.episodes)
-    for trial in all_trials():
+    trials = all_trials()
+    for found in ([trial.name for trial in trials], [trial.command(1) for trial in trials if not trial.row.trainer]):
+        assert len(set(found)) == len(found)  # each of its own
+    for trial in trials:
         script, kind, *words = trial.command(5)
         assert (study.ROOT / script).is_file()
         if trial.row.trainer:
@@ -127,14 +131,6 @@ def test_commands_have_the_completions_and_settings_that_they_say():
             assert args.per_device_train_batch_size * args.gradient_accumulation_steps == trial.size
             assert (args.kl_coef, args.rloo_k, args.num_ppo_epochs) == (trial.beta, trial.row.k, trial.row.epochs)
         assert (args.seed, args.learning_rate) == (5, 3e-4)
-
-
-def test_rows_and_runs_have_names_and_changes_of_their_own():
-    assert len({trial.name for trial in all_trials()}) == len(all_trials())
-    changes = [trial.command(1) for trial in all_trials() if not trial.row.trainer]
-    assert len({tuple(words) for words in changes}) == len(changes)
-    settings = {*reach.SHORT_LIST, replace(reach.DEFAULT, episodes=25_600)}
-    assert len({reach.name_of(setting, 1) for setting in settings}) == len(settings)
 
 
 def test_records_are_json_with_a_line_for_each(tmp_path):
@@ -383,9 +379,34 @@ def test_all_stages_of_the_small_forms_run(tmp_path, monkeypatch):
     assert records["ppo_lr0.0002_size64_beta0.05__2"]["command"].startswith("trl0/bin/python benchmark/study/peers_trl")
 
 
-# ---- The page and its records ----------------------------------------------------------------------------------------
+def test_lora_runs_are_recorded_once_and_compared_with_all_weights(tmp_path, monkeypatch):
+    """The last evaluation, the KL of the last ten updates, the newest checkpoint."""
+    for rank, seed in itertools.product(lora.RANKS, lora.SEEDS):
+        run = tmp_path / f"rank{rank}_seed{seed}"
+        for update in (100, 200):
+            (run / f"checkpoint-{update}").mkdir(parents=True)
+            (run / f"checkpoint-{update}" / "optimizer.pt").write_bytes(b"x" * update * 1000)
+        rates = [0.1, 0.5 + 0.01 * seed + 0.1 * (rank == 8)]
+        lines = [{"sampled/judge_win_rate": x, "greedy/judge_win_rate": x + 0.1} for x in rates]
+        (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        updates = [json.dumps({"objective/kl": float(update)}) + "\n" for update in range(20)]
+        (run / "metrics.jsonl").write_text("".join(updates))
+        (run / "model.safetensors").touch()
+    (tmp_path / "README.md").write_text("a <!-- lora -->\n<!-- end of lora --> b")
+    monkeypatch.setattr(study, "HERE", tmp_path)
+    monkeypatch.setattr(study, "run_logged", lambda *_: pytest.fail("it is finished"))
+    lora.main(runs=tmp_path)
+    record = json.loads((tmp_path / "lora.json").read_text())["rank 8, seed 2"]
+    assert record == pytest.approx({"sampled": 62, "greedy": 72, "kl": 14.5, "checkpoint_mb": 0.2})
+    page = (tmp_path / "README.md").read_text()
+    assert "| all weights | 3 | 52.0 ± 0.6 |  | 62.0 ± 0.6 | 14.5 ± 0.0 | 0.2 |" in page
+    assert "| LoRA of rank 8 | 3 | 62.0 ± 0.6 | +10.0 [" in page
+
+
+# ---- The pages and their records -------------------------------------------------------------------------------------
 
 PAGE = (HERE / "README.md").read_text(encoding="utf-8")
+INDEX = (headline.TOP / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -393,44 +414,85 @@ def ours(tmp_path_factory):
     return reach.Reach(reach.Plan(), tmp_path_factory.mktemp("runs"), HERE / "reach.json")
 
 
-def between(name: str) -> str:
-    return PAGE.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The two comparisons, by their kind."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {kind: compare.Comparison(kind, folder, HERE / f"{kind}.json") for kind in ("options", "peers")}
 
 
-def test_the_tables_are_those_of_the_records(ours, tmp_path):
-    assert between("reached") == reach.reached_table(ours)
-    assert between("peers") == compare.peers_table(compare.Comparison("peers", tmp_path, HERE / "peers.json"))
-    assert all(line.count("|") <= 9 for line in PAGE.splitlines())  # at most eight columns
+def test_the_tables_are_those_of_the_records(ours, compared):
+    tables = {"reached": reach.reached_table(ours), "peers": compare.peers_table(compared["peers"])}
+    tables["lora"] = lora.table(study.Records(HERE / "lora.json"))
+    for page, found in ((PAGE, tables), (INDEX, headline.tables())):
+        for name, table in found.items():
+            assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
+        assert all(line.count("|") <= 9 for line in page.splitlines())  # at most eight columns
 
 
-def test_the_pages_numbers_are_those_of_the_records(ours, tmp_path):
+def test_the_index_names_commands_that_are_there_and_its_answers_repeat_no_number():
+    for _, number, *_, command in [*headline.study_rows(), *headline.trainer_rows()]:
+        script, *words = command.strip("`").split()[1:]
+        assert (study.ROOT / script).is_file()
+        assert "--stages" not in words or words[1] in get_args(reach.Stage)
+        assert INDEX.count(f"| {number} |") == 1
+    assert "37.3 → 63.8 ± 0.4 | 10 |" in INDEX  # of the default; a new choice of it changes this line
+    assert not re.findall(r"\d+\.\d+", INDEX.split("## The questions")[1].split("## Conventions")[0])
+
+
+def test_the_readmes_rows_have_the_numbers_of_the_index_for_their_command():
+    def numbers(text: str) -> list[str]:
+        return re.findall(r"\d+\.\d\b(?: ± \d+\.\d)?", re.sub(r"β = [\d., ]*\d", "", text))
+
+    rows = headline.study_rows()
+    for line in (study.ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        for command in re.findall(r"`python benchmark/study/(?:reach|compare)\.py[^`]*`", line):
+            known = numbers(" ".join(text for _, text, _, of in rows if of == command))
+            assert numbers(line) and set(numbers(line)) <= set(known), line
+
+
+def test_only_what_survives_holms_correction_is_called_ahead_or_behind(compared):
+    told = {kind: {n: x.verdict for n, x in c.differences().items() if x.holm < 0.05} for kind, c in compared.items()}
+    assert told["options"] == {"mean": "behind", "beta_0": "behind"}
+    assert told["peers"] == {"ppo": "ahead"} | dict.fromkeys(("raft", "raft_k2", "raft_k8", "no_baseline"), "behind")
+    ranks = study.differences(lora.wins(study.Records(HERE / "lora.json")), "0")
+    assert {rank: x.verdict for rank, x in ranks.items() if x.holm < 0.05} == {"1": "behind"}
+
+
+def test_the_pages_numbers_are_those_of_the_records(ours, compared):
     """Those of its sentences; the tables are tested above."""
     said = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", PAGE, flags=re.DOTALL)
     said = re.sub(r"\s+", " ", said).replace("−", "-")
     numbers, records = {name: text for name, (text, _) in headline.numbers().items()}, ours.records
-    expected = [f"best of 8 ({numbers['best of 8']})"]
-    expected += [numbers[f"PPO, value model from {x}"] for x in ("the policy", "comparisons only")]
+    seeds, penalties = (1, 2, 3), (0.01, 0.02, 0.05, 0.1)
 
-    def wins(setting, seeds, part="test"):
-        return [100 * x for x in records.means(ours.names(setting, seeds), part, "win")]
+    def measured(setting, seeds, measure="win", part="test"):
+        return records.means(ours.names(setting, seeds), part, measure)
 
-    ends = wins(ours.of(25_600, 0.0), (1, 2, 3))
-    lowest = min(min(wins(ours.of(25_600, beta), (1, 2, 3))) for beta in (0.01, 0.02, 0.05, 0.1))
-    expected += [f"({ends[0]:.1f}, {ends[1]:.1f} and {ends[2]:.1f}%)", f"({lowest:.1f}% or more)"]
+    def wins(*given, **more):
+        return [100 * x for x in measured(*given, **more)]
+
+    def points(x: study.Difference) -> str:
+        return study.with_interval(x).replace(" [", " points [")
+
+    # what RLOO reaches, and over-optimisation
+    expected = [f"best of 8 ({numbers['best of 8']}%, on other posts)"]
+    best = records.value(ours.names(ours.of(25_600, 0.05), (1,))[0], "best_of_n", "by_n", "4", "win")
+    expected.append(f"{study.over_posts(best, 100)}% (one seed, 1,000 posts)")
     apart = ours.beta_differences()["0.02"]
     expected.append(f"0.02 (+{-apart.mean:.1f} points [+{-apart.high:.1f}, +{-apart.low:.1f}], p = {apart.holm:.2f}")
-    default, old = (wins(setting, range(7, 17), "second_test") for setting in (reach.DEFAULT, reach.OLD))
-    expected.append(study.with_interval(study.difference(default, old)).lstrip("+").replace(" [", " points ["))
-    peers = compare.Comparison("peers", tmp_path, HERE / "peers.json")
-    long, seeds = ours.of(25_600), (1, 2, 3)
-    equal = study.difference(wins(long, seeds), peers.wins()["ppo"])
-    assert equal.verdict == "not told apart"
-    expected.append(study.with_interval(equal).replace(" [", " points [") + ", three seeds")
-    seconds = [records.value(name, "cpu_seconds") for name in ours.names(long, seeds)]
-    ppo, usual = (peers.seconds(peers.rows[name]) for name in ("ppo", "rloo"))
-    expected += [f"after {np.mean(seconds):.0f} CPU seconds", f"{ppo / usual:.0f} times the CPU seconds"]
-    name = ours.names(ours.of(25_600, 0.05), (1,))[0]
-    expected.append(f"{100 * records.value(name, 'best_of_n', 'by_n', '4', 'win', 'mean'):.1f}% (one seed, 1,000")
+    default, old = (wins(setting, range(7, 17), part="second_test") for setting in (reach.DEFAULT, reach.OLD))
+    expected.append("it is " + points(study.difference(default, old)).lstrip("+"))
+    expected.append(f"five seeds ({study.with_interval(study.difference(default[:5], old[:5]))})")
+    none, some = ours.of(25_600, 0.0), [ours.of(25_600, beta) for beta in penalties]
+    lowest = min(min(wins(setting, seeds)) for setting in some)
+    assert max(wins(none, seeds)) < lowest
+    expected.append(f"any run with one ({lowest:.1f}% or more)")
+    highest = max(max(measured(setting, seeds, "score")) for setting in some)
+    collapsed = [seed for seed in seeds if measured(none, (seed,), "score")[0] > highest]
+    lengths = [length for setting in some for length in measured(setting, seeds, "length")]
+    tokens = "{:.0f} and {:.0f} tokens".format(*measured(none, collapsed, "length"))
+    expected.append(f"{tokens} instead of {min(lengths):.0f} to {max(lengths):.0f}, which")
     gold = [
         records.value(ours.names(ours.of(25_600, beta), (1,), reward)[0], "test", "sampled", "gold", "mean")
         for beta in (0.0, 0.02)
@@ -439,58 +501,39 @@ def test_the_pages_numbers_are_those_of_the_records(ours, tmp_path):
     expected.append("ends at {:.1f} and {:.1f} with β = 0, at {:.1f} and {:.1f} with β = 0.02".format(*gold))
     agree = [100 * records.value(f"reward_{name}", "agreement") for name in ("noisy10", "noisy25")]
     expected.append("{:.0f} and {:.0f}% of pairs".format(*agree))
-    tokens = records.means(ours.names(ours.of(25_600, 0.0), (2, 3)), "test", "length")
-    expected.append("{:.0f} and {:.0f} tokens".format(*tokens))
-    options = compare.Comparison("options", tmp_path, HERE / "options.json")
-    four, zero, usual = options.differences()["epochs_4"], options.wins()["beta_0"], options.wins()["default"]
-    expected += [f"{four.mean:.1f} points, p = {four.holm:.2f} by the rule", f"{four.high - four.low:.1f} points wide"]
+
+    # options
+    options = compared["options"]
+    four, zero, usual = (options.wins()[name] for name in ("epochs_4", "beta_0", "default"))
+    x = options.differences()["epochs_4"]
 
     def by_welch(wins):
         error, freedom = study.welch(wins, usual)
         return study.two_sided_p(abs(np.mean(wins) - np.mean(usual)) / error, freedom)
 
+    p_four = len(options.differences()) * by_welch(four)  # Bonferroni: at least Holm's
+    expected.append(f"{x.mean:.1f} points, p = {x.holm:.2f} by the rule and about {p_four:.2f} by Welch's test")
     expected.append(f"β = 0 has p = {by_welch(zero):.2f} by Welch's")
-    p_four = len(options.differences()) * by_welch(options.wins()["epochs_4"])  # Bonferroni: at least Holm's
-    expected.append(f"about {p_four:.2f} by Welch's test")
+    assert round(options.seconds(options.rows["epochs_4"]) / options.seconds(options.rows["default"])) == 2  # "twice"
 
+    # peers, and vLLM as the engine
+    peers, names = compared["peers"], ("PPO, value model from comparisons only", "PPO, value model from the policy")
+    expected.append("{} and {}%, three".format(*(numbers[name] for name in names)))
+    expected.append(f"two seeds ({numbers['PPO, 1 epoch']}%)")
+    longer, runs = compare.longer_runs(HERE / "reach.json")
+    equal = study.difference(runs, peers.wins()["ppo"])
+    assert equal.verdict == "not told apart" and runs == wins(ours.of(25_600), seeds)
+    expected += [f"({points(equal)}, three seeds) after {longer:.0f} CPU seconds"]
+    ppo, usual = (peers.seconds(peers.rows[name]) for name in ("ppo", "rloo"))
+    expected.append(f"{ppo / usual:.0f} times the CPU seconds")
+    x = peers.differences()["grpo_trl"]
+    corrected = f"p is {x.p:.2f} alone and {x.holm:.1g} after Holm's correction"
+    expected.append(f"{corrected} for all {len(peers.differences())} rows")
     engines = study.Records(HERE / "engines.json")
-    runs = {name: [f"{name}__{seed}" for seed in range(1, 6)] for name in ("vllm", "own")}
-    vllm, own = ([100 * x for x in engines.means(runs[name], "shipped_test", "win")] for name in ("vllm", "own"))
+    names = [[f"{engine}__{seed}" for seed in range(1, 6)] for engine in ("vllm", "own")]
+    vllm, own = ([100 * x for x in engines.means(runs, "shipped_test", "win")] for runs in names)
     expected.append(f"{study.plus_minus(vllm)} against {study.plus_minus(own)}%")
     expected.append(study.with_interval(study.difference(vllm, own)))
-    kl = study.difference(*(engines.means(runs[name], "shipped_test", "kl") for name in ("vllm", "own")))
+    kl = study.difference(*(engines.means(runs, "shipped_test", "kl") for runs in names))
     expected.append(f"{kl.mean:.1f} nats larger [+{kl.low:.1f}, +{kl.high:.1f}]")
     assert [text for text in expected if text not in said] == []
-
-
-def numbers_in(text: str) -> list[str]:
-    """Numbers with one decimal, and their standard errors, but for β."""
-    return re.findall(r"[-+]?\d+\.\d\b(?: ± \d+\.\d)?", re.sub(r"β = [\d., ]*\d", "", text.replace("−", "-")))
-
-
-def test_the_readmes_rows_that_name_the_studys_commands_have_its_numbers():
-    texts = [text for text, _ in headline.numbers().values()]
-    page = (study.ROOT / "README.md").read_text(encoding="utf-8")
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    found = [x for line in lines if re.search(r"benchmark/study/(reach|compare)\.py", line) for x in numbers_in(line)]
-    assert [x for x in found if not any(x in text for text in texts)] == []
-
-
-def test_the_index_has_the_numbers_of_the_records_and_its_answers_repeat_none():
-    page = (headline.TOP / "README.md").read_text(encoding="utf-8")
-    for name, table in headline.tables().items():
-        assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
-        for line in table.splitlines()[2:]:
-            script, *words = re.findall(r"`python (benchmark/\S+\.py)([^`]*)`", line)[0]
-            assert (study.ROOT / script).is_file()
-            assert "--stages" not in words[0] or words[0].split()[1] in get_args(reach.Stage)
-    assert "37.5 → 63.8 ± 0.4 | 10 |" in page  # of the default; a new choice of it changes this line
-    assert not re.findall(r"\d+\.\d+", page.split("## The questions")[1].split("## Conventions")[0])
-
-
-def test_only_what_survives_holms_correction_is_called_ahead_or_behind(tmp_path):
-    options = compare.Comparison("options", tmp_path, HERE / "options.json").differences()
-    assert {name for name, x in options.items() if x.verdict != "not told apart"} == {"mean", "beta_0"}
-    peers = compare.Comparison("peers", tmp_path, HERE / "peers.json").differences()
-    assert {name for name, x in peers.items() if x.verdict == "ahead"} == {"ppo"}
-    assert {name for name, x in peers.items() if x.verdict == "behind"} == {"raft", "raft_k2", "raft_k8", "no_baseline"}

@@ -1,4 +1,7 @@
-"""Tests of exact.py: the enumeration against sums written anew and against samples; what the page says of it."""
+"""Tests of exact.py, noise.py and stale.py, and of what the page says of their records.
+
+python -m pytest -q benchmark/gradient
+"""
 
 import itertools
 import json
@@ -9,11 +12,16 @@ import re
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import exact
+import noise
 import pytest
+import stale
+import study
 import torch
 from exact import MASK, OPTIONS, TOKENS, B, N, Option
 
 import rloo
+
+# ---- exact.py: the enumeration against sums written anew and against samples -----------------------------------------
 
 
 def a_case(reward: str = "dense", away: float = 0.5) -> exact.Case:
@@ -171,9 +179,6 @@ def test_a_sampler_is_a_distribution_that_differs_from_the_policy(name):
         assert apart[MASK[index]].abs().mean().item() == pytest.approx(gap, rel=0.02)
 
 
-# ---- Records and page ------------------------------------------------------------------------------------------------
-
-
 def test_the_records_are_what_the_command_makes():
     """The numbers of one case of each part, measured again."""
     recorded = json.loads((exact.HERE / "exact.json").read_text())
@@ -189,10 +194,148 @@ def test_the_records_are_what_the_command_makes():
     assert row["found"]["truncate, token"] == pytest.approx(again, rel=1e-3, abs=1e-9)
 
 
+# ---- noise.py: the sketch, the gradients, the errors -----------------------------------------------------------------
+
+
+def test_the_sketch_keeps_inner_products():
+    x = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1))
+    x[1] = x[0] + 0.1 * x[1]
+    found = torch.stack([s @ s.T for s in (noise.Sketch(5000, 200, seed)(x) for seed in range(60))])
+    error = found.std(0) / math.sqrt(60)
+    assert ((found.mean(0) - x @ x.T).abs() < 4 * error).all()
+    norms = x.norm(dim=1)
+    assert (found.std(0) < 1.5 * math.sqrt(1 / 200) * norms[:, None] * norms).all()
+
+
+def test_every_completion_is_in_one_update_with_its_group():
+    x = torch.arange(16 * 8).view(16, 8)
+    for k in (2, 4, 8, 16):
+        updates = noise.to_updates(x, k, 16 // k)
+        assert updates.shape == (8, k, 16 // k) and sorted(updates.flatten().tolist()) == [*range(128)]
+        assert (updates % 8 == updates[:, :1] % 8).all()  # a group is of one prompt
+
+
+def test_figures_are_without_bias_and_their_errors_are_right():
+    """Updates with a known mean and covariance, whose noise within a block is shared in part."""
+    mean = torch.tensor([1.0, 0.5, 0, 0, 0, 0])
+    found = []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        shared, own = torch.randn(60, 1, 6, generator=generator), torch.randn(60, 8, 6, generator=generator)
+        g = mean + shared + own  # trace of the covariance: 12
+        gradients = {("rloo", 16): g.double(), ("grpo", 16): 0.5 * g[..., [1, 0, 2, 3, 4, 5]].double()}
+        found.append(noise.with_errors(gradients))
+    for row, expected in ((0, 12 / 1.25), (1, 12 / 1.25 / 0.8**2)):  # grpo's mean has the cosine 0.8 with the target
+        values = torch.tensor([rows[row]["noise"] for rows in found])
+        errors = torch.tensor([rows[row]["noise_stderr"] for rows in found])
+        assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(40) + 0.02 * expected
+        assert errors.mean() == pytest.approx(values.std().item(), rel=0.4)
+
+
+def test_gradients_are_those_of_the_log_probs_and_the_estimate_that_of_rloo():
+    torch.manual_seed(1)
+    engine = study.Engine()
+    policy = engine.policy(study.TASK / "sft", trained=True)
+    rows = engine.rows(study.read_lines(study.TASK / "train.jsonl")[:2])
+    batch, _ = rloo.rollout(policy, rows, 4, 0.7, 6, engine.stop_ids)
+    policy.set_attn_implementation("eager")
+    completions = [(batch.responses[:, b], batch.response_mask[:, b]) for b in (0, 1)]
+    found = [noise.completion_gradients(policy, rows[b]["prompt_ids"], *completions[b], 0.7) for b in (0, 1)]
+    policy.set_attn_implementation("sdpa")
+    A = rloo.advantage(torch.arange(8.0).view(4, 2).square())
+    new, _ = rloo.completion_logprobs(policy, batch, 0.7)
+    losses, _, _ = rloo.policy_loss(new, new.detach(), A[..., None], batch.response_mask, 0.2, 0.2)
+    exact = -torch.cat([x.flatten() for x in torch.autograd.grad(losses.mean(), list(policy.parameters()))])
+    ours = torch.einsum("jb,jbw->w", A, torch.stack(found, dim=1)) / 8
+    assert (ours - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_a_small_run_has_the_figures_of_the_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(noise, "UPDATE", 16)
+    monkeypatch.setattr(noise, "BLOCK", 8)
+    noise.main(noise.Args(num_prompts=24, output=tmp_path / "small.json"))
+    small, record = (json.loads(path.read_text()) for path in (tmp_path / "small.json", noise.HERE / "noise.json"))
+    assert small.keys() == record.keys() and capsys.readouterr().out.startswith("| noise | k = 2 |")
+    for name in noise.REWARDS:
+        assert [row.keys() for row in small["tables"][name]] == [row.keys() for row in record["tables"][name]]
+    with pytest.raises(SystemExit, match="at least 24, 3 blocks"):
+        noise.main(noise.Args(num_prompts=16, output=tmp_path / "none.json"))
+
+
+# ---- stale.py: old weights, the runs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy():
+    stale.versions.clear()
+    stale.copies.clear()
+    folder = str(rloo.MINI_TLDR / "sft")
+    args = rloo.Args(sft_model_path=folder, model_name_or_path=folder, dtype="float32", device="cpu")
+    return rloo.load_model(args, "--sft_model_path", folder, trained=True)
+
+
+PROMPTS = [[300 + i, 301, 302, 303][: 2 + i] for i in range(3)]
+
+
+def sampled(engine, policy, version: int, k: int = 4):
+    options = {"k": k, "temperature": 0.7, "response_length": 12, "stop_ids": [0], "seed": 5, "max_length": 70}
+    return engine(policy, PROMPTS, version=version, **options)
+
+
+def own(policy, k: int = 4):
+    torch.manual_seed(5)
+    batch, logprobs = rloo.rollout(policy, [{"prompt_ids": ids} for ids in PROMPTS], k, 0.7, 12, [0])
+    return stale.grouped(batch.responses, batch.response_mask), stale.grouped(logprobs, batch.response_mask)
+
+
+def test_completions_come_from_weights_of_the_given_age_and_evaluations_from_those_of_now(policy):
+    assert sampled(stale.updates_0, policy, 0) == own(policy)
+    stale.versions.clear()
+    expected = []
+    for version in range(8):
+        expected.append(own(policy))
+        assert sampled(stale.updates_4, policy, version)[0] == expected[max(0, version - 4)][0], version
+        assert sampled(stale.updates_4, policy, version, k=1)[0] == own(policy, k=1)[0]
+        with torch.no_grad():
+            for x in policy.parameters():
+                x.add_(0.02 * torch.randn_like(x))
+    assert expected[0] != expected[4] and len(stale.versions) == 5  # older ones are not kept
+
+
+def test_it_is_an_engine_of_rloo_and_the_correction_sees_its_age(tmp_path, policy):
+    flags = ["--rollout_engine", f"{stale.HERE}/stale.py:updates_1", "--rollout_correction", "mask", *study.QUIET]
+    flags += ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1", "--total_episodes", "24"]
+    flags += ["--save_steps", "0", "--response_length", "16", "--output_dir", str(tmp_path / "out")]
+    rloo.main(rloo.parse_args(flags))
+    lines = study.read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert lines[0]["val/rollout_logprob_gap"] < 1e-5 and lines[0]["val/rollout_weight_share"] > 0.999
+    assert all(line["val/rollout_logprob_gap"] > 1e-3 for line in lines[1:])
+    assert all(line["val/ratio"] == 1 for line in lines)
+    found = stale.summary([{"val/rollout_logprob_gap": i} for i in range(40)])
+    assert found == {"val/rollout_logprob_gap": sum(range(16, 40)) / 24}
+
+
+def test_all_runs_parse_and_the_records_are_theirs():
+    found = {run.name: run for run in stale.runs(study, (1, 2, 3), quick=False)}
+    assert len(found) == 6 + 3 * 4 * 2
+    for run in found.values():
+        args = rloo.parse_args(list(run.command[1:]))
+        assert (args.seed, args.learning_rate, args.kl_coef) == (run.seed, 5e-4, 0.05)
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
+    for name, record in json.loads((stale.HERE / "stale.json").read_text()).items():
+        words = record["command"].split()
+        assert found[name].seed == record["seed"] and set(words[2:]) <= set(found[name].command)
+
+
+# ---- The page --------------------------------------------------------------------------------------------------------
+
+
 def test_the_page_says_what_the_records_say():
     page = (exact.HERE / "README.md").read_text(encoding="utf-8")
-    result = json.loads((exact.HERE / "exact.json").read_text())
-    for name, table in exact.tables(result).items():
+    result, of_noise = (json.loads((exact.HERE / f"{name}.json").read_text()) for name in ("exact", "noise"))
+    stale_runs = study.Records(stale.HERE / "stale.json")
+    tables = {"noise": noise.table(of_noise), "stale": stale.table(study, stale_runs)}
+    for name, table in (exact.tables(result) | tables).items():
         assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
     (grpo,) = re.findall(r"- GRPO: .*?(?=\n- )", page, re.DOTALL)
     (noise_at, noise_away) = (exact.values(result["options"], "grpo", "noise", position=x) for x in exact.POSITIONS)
@@ -208,7 +351,20 @@ def test_the_page_says_what_the_records_say():
     ]
     left = [token / off for off, token in pairs]
     assert f"leaves {100 * min(left):.0f} to {100 * max(left):.0f}% of the bias" in page
-    noise = [
+    noises = [
         exact.median(exact.values(result["samplers"], "truncate, sequence", "noise", sampler=x)) for x in exact.SAMPLERS
     ]
-    assert f"median noise is at most {max(noise):.2f} times" in " ".join(page.split())
+    assert f"median noise is at most {max(noises):.2f} times" in " ".join(page.split())
+
+    # of the embedded policy
+    gold = {(row["estimator"], row["k"]): row for row in of_noise["tables"]["gold"]}
+    less = [round(100 * (1 - gold["grpo", k]["relative_noise"])) for k in (4, 8, 16)]
+    assert f"GRPO is {min(less)} to {max(less)}% less noisy here than RLOO for k = 4 to 16" in page
+    assert sorted(noise.KS, key=lambda k: gold["rloo", k]["noise"])[2:] == [16, 2]
+    assert gold["reinforce", 2]["relative_noise"] < 1
+
+    # of training runs
+    runs = {name: 100 * x["validation"]["sampled"]["win"]["mean"] for name, x in stale_runs.all.items()}
+    usual = [win for name, win in runs.items() if name.startswith("policy")]
+    for name, win in runs.items():
+        assert win < min(usual) if "stale16" in name else min(usual) <= win <= max(usual), name
