@@ -29,6 +29,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing.util
 import os
 import resource
 import shutil
@@ -798,7 +799,8 @@ def saved_on_error(output: Path, state, save: Callable):
     try:
         yield
     except Exception as error:
-        tqdm.write(f"{type(error).__name__}: {error}")  # an error of saving would hide it
+        with suppress(OSError):  # the error may be that nobody reads stdout any more
+            tqdm.write(f"{type(error).__name__}: {error}")  # an error of saving would hide it
         everywhere = not dist.is_initialized() or getattr(error, "on_all_ranks", False)
         if everywhere and state["update"]:
             save()
@@ -1781,8 +1783,9 @@ def prepare_row(row, tokenizer) -> dict:
     if text.startswith(tokenizer.bos_token or "\0"):
         add_special_tokens = False  # the text has them too
     ids = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
-        ids = ids[:-1]  # some tokenizers end each text with it
+    ends = [tokenizer.eos_token_id, tokenizer.sep_token_id]  # some tokenizers put one of them after each text
+    if ids and ids[-1] in ends and not text.endswith(tokenizer.convert_ids_to_tokens(ids[-1])):
+        ids = ids[:-1]
     require(ids, "the prompt is empty")
     return {
         "prompt": prompt,  # as the dataset has it
@@ -2544,8 +2547,8 @@ def command_line(argv: list[str] | None = None):
             interrupted = True
             raise RuntimeError("a second signal")
 
-    # Forked processes of reward functions get no signal that is sent to the run's group: it waits for their results.
-    os.register_at_fork(after_in_child=partial(os.setpgid, 0, 0))
+    # Workers of a reward function's pool get no signal that is sent to the run's group: it waits for their results.
+    multiprocessing.util.register_after_fork(note, lambda _: os.setpgid(0, 0))  # not in subprocess, which may setsid
     hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []  # not under nohup
     before = {}
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):

@@ -5652,6 +5652,32 @@ def test_the_handlers_of_signals_are_those_of_before_after_a_run(tiny, tmp_path,
     assert [signal.getsignal(number) for number in (2, 15, 1)] == before
 
 
+def from_a_session(prompts, completions, completion_ids, **columns):
+    """As graders of code do, so that they can end all that a program has started."""
+    subprocess.run(["true"], preexec_fn=os.setsid, check=True)
+    return count_a(prompts, completions, completion_ids)
+
+
+def test_a_reward_function_may_start_sessions(tiny, tmp_path):
+    line = command(tiny, tmp_path / "out", num_eval_prompts=2, total_episodes=0)
+    rloo.command_line([*line, "--reward_fns", f"{__file__}:from_a_session"])
+    assert len(read_metrics(tmp_path / "out", "completions")) == 4
+
+
+def test_a_run_whose_output_nobody_reads_any_more_is_saved(train, tmp_path, monkeypatch):
+    write = rloo.tqdm.write
+
+    def broken(text, *where, **options):
+        if "3 of 4" in text or "BrokenPipeError" in text:
+            raise BrokenPipeError(32, "Broken pipe")
+        write(text, *where, **options)
+
+    monkeypatch.setattr(rloo.tqdm, "write", broken)
+    with pytest.raises(BrokenPipeError):
+        train(**LONG | {"save_steps": 0}, output_dir=str(tmp_path / "out"))
+    assert [folder.name for folder in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-3"]
+
+
 def test_a_model_with_adapters_beside_it_is_refused(train, tiny, tmp_path):
     """transformers would add them if peft is there, ignore them if not, and save no more than the adapters."""
     shutil.copytree(tiny / "sft", tmp_path / "sft")
@@ -5758,6 +5784,9 @@ def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it()
             assert "</s>" in text or 2 not in rloo.prepare_row({"prompt": text}, tokenizer)["prompt_ids"]
     tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
     assert rloo.prepare_row({"prompt": [{"role": "user", "content": " b"}]}, tokenizer)["prompt_ids"] == [1, 8, 2]
+    tokenizer = llama_tokenizer(add_eos=True)
+    tokenizer.eos_token, tokenizer.sep_token = None, "</s>"  # as BERT's
+    assert [rloo.prepare_row({"prompt": x}, tokenizer)["prompt_ids"][-1] for x in ("b", "b</s>")] == [8, 2]
 
 
 def test_a_checkpoint_s_evaluation_stays_when_the_run_goes_on_with_more_episodes(train, tmp_path):
