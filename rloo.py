@@ -799,10 +799,10 @@ def saved_on_error(output: Path, state, save: Callable):
     try:
         yield
     except Exception as error:
-        with suppress(OSError):  # the error may be that nobody reads stdout any more
-            tqdm.write(f"{type(error).__name__}: {error}")  # an error of saving would hide it
         everywhere = not dist.is_initialized() or getattr(error, "on_all_ranks", False)
         if everywhere and state["update"]:
+            with suppress(OSError):  # the error may be that nobody reads stdout any more
+                tqdm.write(f"saving after an error: {type(error).__name__}: {error}")  # one of saving would hide it
             save()
         tqdm.write(f"an error ends the run; newest checkpoint: {newest_checkpoint(output) or 'none'}")
         raise
@@ -2409,6 +2409,8 @@ def resolve_args(args: Args) -> Args:
     args = replace(args)
     bundled = not (args.dataset_name or args.sft_model_path or args.model_name_or_path)
     if args.dataset_name is None:
+        if not bundled:
+            print("--dataset_name is not given: the data, judge and, without --reward_fns, rewards of the bundled task")
         args.dataset_name = str(MINI_TLDR)
         args.sft_model_path = args.sft_model_path or args.model_name_or_path or str(MINI_TLDR / "sft")
         args.judge_fn = args.judge_fn or f"{MINI_TLDR}/mini_tldr.py:gold_judge"
