@@ -2480,12 +2480,12 @@ def check_args(args: Args):
         args.sharding == "ddp" or hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
         f"--sharding fsdp: the FSDP of torch {torch.__version__} is too old, 2.13 is tested",
     )
-    check_output(Path(args.output_dir), args.resume)
+    check_output(Path(args.output_dir), args.resume, trains=args.total_episodes != 0)
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
 
 
-def check_output(output: Path, resume: bool):
+def check_output(output: Path, resume: bool, trains: bool):
     """Refuses an output folder in which a run would overwrite something."""
     metrics = output / "metrics.jsonl"
     names = {path.name for path in output.glob("*")}
@@ -2501,6 +2501,11 @@ def check_output(output: Path, resume: bool):
     require(
         new or checkpoints(output) or not (output / "config.json").is_file(),
         f"--resume: {output} has a trained policy and no checkpoint to continue from; choose a new --output_dir",
+    )
+    evaluations = output / "evaluations.jsonl"
+    require(
+        trains or checkpoints(output) or not evaluations.is_file() or not evaluations.read_bytes(),
+        f"--output_dir {output}: holds an evaluation, which would be overwritten; choose a new folder",
     )
 
 
@@ -2545,8 +2550,8 @@ def command_line(argv: list[str] | None = None):
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
                 os.write(2, b"\nrloo.py will save and stop: after this update, or before it changes weights\n")
         signals.append(number)
-        if again:  # what a reward function waits for may never come: the first has ended the processes that it spawned
-            interrupted = True
+        interrupted = interrupted or again
+        if again and in_function_of_user(frame):  # what it waits for may never come, if the first ended its processes
             raise RuntimeError("a second signal")
 
     # Workers of a reward function's pool get no signal that is sent to the run's group: it waits for their results.
@@ -2569,6 +2574,13 @@ def command_line(argv: list[str] | None = None):
     if dist.is_initialized():
         dist.barrier()  # none leaves while another still needs it
         dist.destroy_process_group()
+
+
+def in_function_of_user(frame) -> bool:
+    """Whether a stack frame is that of a reward function, judge or engine, or of what one of them calls."""
+    while frame and frame.f_code not in (function_reward.__code__, own_engine.__code__):
+        frame = frame.f_back
+    return frame is not None
 
 
 def one_line(error: Exception) -> str | None:

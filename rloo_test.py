@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -4722,7 +4723,7 @@ def test_a_name_that_is_no_folder_is_looked_up_with_a_word(train, capsys):
 
 def test_a_missing_column_is_named_with_those_that_there_are(train, tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, animal, **columns):\n    return [1.0 for _ in completions]\n")
-    with pytest.raises(InputError, match="completion_ids, completion, n; .*missing a required argument: 'animal'"):
+    with pytest.raises(InputError, match="missing a required argument: 'animal'.*; it is given .*, completion, n: add"):
         train(reward_fns=(f"{tmp_path}/mine.py:f",))
 
 
@@ -5645,6 +5646,32 @@ def test_a_second_signal_saves_a_run_that_is_stuck_and_a_third_ends_it(tiny, tmp
             process.send_signal(15)
             assert process.wait(timeout=40) == 143
     assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"] * saves
+
+
+def test_a_second_signal_interrupts_only_functions_of_the_user():
+    """Elsewhere it would drop an update that is about to be complete."""
+    frames = []
+
+    def note(*lists, **columns):
+        frames.append(inspect.currentframe())
+        return [0.0]
+
+    batch = rloo.make_batch([rloo.prepare_row({"prompt": "b"}, tiny_tokenizer())], torch.tensor([[[1]]]), [1])
+    rloo.function_reward("--reward_fns x", note, tiny_tokenizer(), batch)
+    assert rloo.in_function_of_user(frames[0]) and not rloo.in_function_of_user(inspect.currentframe())
+
+
+def test_an_evaluation_is_not_overwritten_by_another(train, tmp_path):
+    """... also with --resume, which may repeat one that ended before it was written."""
+    flags = {"total_episodes": 0, "num_eval_prompts": 2, "output_dir": str(tmp_path / "out"), "resume": True}
+    train(**flags)
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(InputError, match="^--output_dir .*/out: holds an evaluation, which would be overwritten"):
+        train(**flags, seed=5)
+    assert snapshot(tmp_path / "out") == before
+    (tmp_path / "out" / "evaluations.jsonl").write_text("")
+    train(**flags)
+    assert (tmp_path / "out" / "evaluations.jsonl").read_text()
 
 
 def test_the_handlers_of_signals_are_those_of_before_after_a_run(tiny, tmp_path, capsys):
