@@ -821,7 +821,9 @@ def stop_if_told(signals, save: Callable, num_updates, output: Path, done):
     if on_any_rank(len(signals) > 0):
         if done:
             save()
-        tqdm.write(f"stopped after update {done} of {num_updates}; continue with --resume --output_dir {output}")
+        tqdm.write(
+            f"stopped after update {done} of {num_updates}; go on by the same command, with --resume, into {output}"
+        )
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
 
 
@@ -1631,6 +1633,9 @@ def load_function(spec, label) -> Callable:
     require(path.is_file() or not is_file, f"{label}: there is no file {source}")
     sys.path.append(str(path.resolve().parent))
     module_name = path.stem if is_file else source
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
+    if path.with_suffix(".py").resolve() == script:
+        module_name = "__main__"  # to import the script that runs would run it again
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

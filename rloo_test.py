@@ -5648,6 +5648,20 @@ def test_a_second_signal_saves_a_run_that_is_stuck_and_a_third_ends_it(tiny, tmp
     assert [folder.name for folder in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"] * saves
 
 
+@pytest.mark.parametrize("spec", ["mine.py:shorter", "mine:shorter"])
+def test_a_reward_function_may_be_in_the_script_that_runs(tiny, tmp_path, spec):
+    """... which is not run again, as an import would."""
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nsys.path.append({str(HERE)!r})\nimport rloo\nprint('begins')\n"
+        "def shorter(prompts, completions, completion_ids, **columns):\n"
+        "    return [-len(text) for text in completions]\nrloo.command_line()\n"
+    )
+    line = command(tiny, "out", reward_model_path=None, reward_fns=spec)
+    done = shell(["mine.py", *line], tmp_path)
+    assert done.returncode == 0 and done.stdout.count("begins") == 1, done.stderr
+    assert read_metrics(tmp_path / "out")[0]["rewards/shorter/mean"] < 0
+
+
 def test_a_second_signal_interrupts_only_functions_of_the_user():
     """Elsewhere it would drop an update that is about to be complete."""
     frames = []
