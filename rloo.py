@@ -601,7 +601,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if args.total_episodes is None:
         args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
     flags = vars(args) | {"completions per update": batch_size}
-    flags |= {"training data": hash_of(train_rows), "held-out data": hash_of(test_rows)}
+    flags |= {
+        "training data": hash_of(train_rows),
+        "held-out data": hash_of(test_rows),
+        "functions": hash_of_files(args),
+    }
     resumed = on_first_rank(lambda: newest_checkpoint(output)) if args.resume else None
     state = load_state(resumed, flags) if resumed else new_state(output, flags)
     first = state["update"]
@@ -660,12 +664,12 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             track(args, metrics, done)
             warn_about(metrics, args)
             show_progress(bar, metrics, evaluation)
-            # Save, evaluate, stop.
+            # Save, stop if told, evaluate.
             if done == num_updates or args.save_steps and done % args.save_steps == 0:
                 save()
+            stop(done)
             if done in modes:
                 evaluation = evaluate_after(done)
-            stop(done)
 
     # 6. The trained policy, and what training has changed.
     if num_updates:
@@ -1755,6 +1759,12 @@ def hash_of(rows) -> str:
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
+def hash_of_files(args) -> str:
+    """A hash of the files of reward functions and judge that are given as file.py:function."""
+    sources = [Path(spec.rpartition(":")[0]) for spec in (*args.reward_fns, args.judge_fn or "")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.suffix == ".py")).hexdigest()[:16]
+
+
 def prepare_row(row, tokenizer) -> dict:
     """A dataset row as the dict returned below. If `prompt` is missing, it is the `messages` up to the user's first; if
     `completion` is missing, the reference is the assistant's first message after the prompt. The chat template also
@@ -1835,7 +1845,8 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
         ids = [args.stop_token_id]
     elif args.stop_token not in (None, "eos"):
         ids = continuation_ids(args.stop_token, tokenizer)
-        if len(ids) != 1 or tokenizer.decode(ids).strip() != args.stop_token.strip():
+        text = tokenizer.decode(ids)
+        if len(ids) != 1 or text != args.stop_token and text.strip() != (args.stop_token.strip() or None):
             ids = []  # not one token, or an unknown one
     else:
         configured = model.generation_config.eos_token_id
@@ -2535,6 +2546,8 @@ LEAST = {  # minimum of numeric flags; 0 for those not listed
 def command_line(argv: list[str] | None = None):
     """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM, Ctrl-C or the end
     of the terminal, with a checkpoint."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return  # a process that a reward function has spawned, which imports the script that runs
     rank = int(os.environ.get("RANK", 0))
     signals = []
     told = math.inf  # when the newest came

@@ -5662,6 +5662,50 @@ def test_a_reward_function_may_be_in_the_script_that_runs(tiny, tmp_path, spec):
     assert read_metrics(tmp_path / "out")[0]["rewards/shorter/mean"] < 0
 
 
+def test_a_signal_before_an_evaluation_is_not_made_to_wait_for_it(train, tmp_path, monkeypatch):
+    told, evaluated = Signal(2), []
+    flags = LONG | {"save_steps": 0, "total_episodes": 32, "output_dir": str(tmp_path / "out")}
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        spy(patch, "update", told.count)
+        spy(patch, "write_evaluation", lambda inputs, output: evaluated.append(inputs[2]) or output)
+        train(**flags, signals=told)  # in the last update
+    assert evaluated == [0] and [path.name for path in rloo.checkpoints(tmp_path / "out")] == ["checkpoint-2"]
+    train(**flags, resume=True)
+    assert end_of(tmp_path / "out") == end_of(train(**flags | {"output_dir": str(tmp_path / "whole")})[1])
+
+
+def test_a_reward_file_that_was_edited_is_said_when_a_run_is_resumed(train, tmp_path, capsys):
+    (tmp_path / "graded.py").write_text("def f(prompts, *lists, **columns):\n    return [1.0] * len(prompts)\n")
+    flags = {"reward_fns": (f"{tmp_path}/graded.py:f",), "output_dir": str(tmp_path / "out"), "save_steps": 1}
+    train(**flags)
+    capsys.readouterr()
+    train(**flags, resume=True, total_episodes=32)
+    assert "functions" not in capsys.readouterr().out
+    (tmp_path / "graded.py").write_text("def f(prompts, *lists, **columns):\n    return [2.0] * len(prompts)\n")
+    train(**flags, resume=True, total_episodes=48)
+    said = capsys.readouterr().out
+    assert (
+        "changed: total_episodes 32 -> 48, functions " in said
+        and "the closing table is without the evaluation before" in said
+    )
+
+
+def starts_a_spawned_process(prompts, completions, completion_ids, **columns):
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    return count_a(prompts, completions, completion_ids)
+
+
+def test_a_spawned_process_of_a_reward_function_does_not_run_the_script_again(tiny, tmp_path):
+    text = f"import sys\nsys.path.append({str(HERE)!r})\nimport rloo\nrloo.command_line()\n"
+    (tmp_path / "mine.py").write_text(text)
+    line = [*command(tiny, "out", total_episodes=0, num_eval_prompts=2), "--reward_fns"]
+    done = shell(["mine.py", *line, f"{__file__}:starts_a_spawned_process"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_second_signal_interrupts_only_functions_of_the_user():
     """Elsewhere it would drop an update that is about to be complete."""
     frames = []
@@ -5786,6 +5830,8 @@ def test_references_and_stop_tokens_follow_a_text_so_they_have_no_space_before_t
         assert rloo.completion_texts(graded, tokenizer) == [reference]
     model = tiny_model()
     assert rloo.stop_token_ids(Args(stop_token="s"), model, tokenizer) == [7]
+    with pytest.raises(InputError, match="must name one of"):
+        rloo.stop_token_ids(Args(stop_token="\n"), model, tokenizer)  # not the token of a space
     words = tiny_tokenizer()  # it knows no line break, nor a word after one
     words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
     assert rloo.continuation_ids("b", words) == words("b")["input_ids"] != []

@@ -484,10 +484,11 @@ def test_the_pages_numbers_are_those_of_the_records(ours, compared):
     default, old = (wins(setting, range(7, 17), part="second_test") for setting in (reach.DEFAULT, reach.OLD))
     expected.append("it is " + points(study.difference(default, old)).lstrip("+"))
     expected.append(f"five seeds ({study.with_interval(study.difference(default[:5], old[:5]))})")
+    expected.append(f"last five alone give {study.with_interval(study.difference(default[5:], old[5:]))}")
     none, some = ours.of(25_600, 0.0), [ours.of(25_600, beta) for beta in penalties]
     lowest = min(min(wins(setting, seeds)) for setting in some)
     assert max(wins(none, seeds)) < lowest
-    expected.append(f"any run with one ({lowest:.1f}% or more)")
+    expected.append(f"any run with one and the same reward model ({lowest:.1f}% or more)")
     highest = max(max(measured(setting, seeds, "score")) for setting in some)
     collapsed = [seed for seed in seeds if measured(none, (seed,), "score")[0] > highest]
     lengths = [length for setting in some for length in measured(setting, seeds, "length")]
@@ -504,16 +505,25 @@ def test_the_pages_numbers_are_those_of_the_records(ours, compared):
 
     # options
     options = compared["options"]
-    four, zero, usual = (options.wins()[name] for name in ("epochs_4", "beta_0", "default"))
+    usual = options.wins()["default"]
+    others = {name: wins for name, wins in options.wins().items() if name != "default"}
+    assert len(usual) == 9  # "nine seeds"
+    expected.append(f"the default** ({study.plus_minus(usual)} on these posts, nine seeds)")
+    spread = [np.std(wins, ddof=1) for wins in options.wins().values()]
+    expected.append(f"run from {min(spread):.2f} to {max(spread):.1f} points")
     x = options.differences()["epochs_4"]
 
     def by_welch(wins):
         error, freedom = study.welch(wins, usual)
         return study.two_sided_p(abs(np.mean(wins) - np.mean(usual)) / error, freedom)
 
-    p_four = len(options.differences()) * by_welch(four)  # Bonferroni: at least Holm's
-    expected.append(f"{x.mean:.1f} points, p = {x.holm:.2f} by the rule and about {p_four:.2f} by Welch's test")
-    expected.append(f"β = 0 has p = {by_welch(zero):.2f} by Welch's")
+    corrected = dict(zip(others, study.holm([by_welch(wins) for wins in others.values()])))
+    expected.append(
+        f"four epochs (+{x.mean:.1f} points, twice the CPU seconds) would be ahead (p = {corrected['epochs_4']:.2f})"
+    )
+    behind = [name for name, p in corrected.items() if p < 0.05 and np.mean(others[name]) < np.mean(usual)]
+    assert len(behind) == 4 and not {"mean", "beta_0"} & {*behind}  # "four other options behind"
+    expected.append(f"the update's mean ({corrected['mean']:.2f}) and β = 0 ({corrected['beta_0']:.2f}) not")
     assert round(options.seconds(options.rows["epochs_4"]) / options.seconds(options.rows["default"])) == 2  # "twice"
 
     # peers, and vLLM as the engine
@@ -523,7 +533,9 @@ def test_the_pages_numbers_are_those_of_the_records(ours, compared):
     longer, runs = compare.longer_runs(HERE / "reach.json")
     equal = study.difference(runs, peers.wins()["ppo"])
     assert equal.verdict == "not told apart" and runs == wins(ours.of(25_600), seeds)
-    expected += [f"({points(equal)}, three seeds) after {longer:.0f} CPU seconds"]
+    expected.append(
+        f"({study.with_interval(equal)}, three seeds, a comparison outside of the table) after {longer:.0f} CPU"
+    )
     ppo, usual = (peers.seconds(peers.rows[name]) for name in ("ppo", "rloo"))
     expected.append(f"{ppo / usual:.0f} times the CPU seconds")
     x = peers.differences()["grpo_trl"]
