@@ -3708,7 +3708,18 @@ def test_readme_numbers_are_those_of_the_records():
     seconds = {name: sum(x["cpu_seconds"] for x in runs) for name, runs in read("trl/train.json")["found"].items()}
     (update,) = [line for line in readme.splitlines() if line.startswith("| time on a CPU")]
     on_mini_tldr = seconds["TRL 1.16.0"] / seconds["rloo.py"]
-    assert re.findall(r"\[([\d.]+)\]\(", update) == [f"{times('TRL 1.16.0'):.2f}", f"{on_mini_tldr:.1f}"]
+    smollm = {
+        method: [
+            read(f"smollm/records/{path.name}").get("cpu_seconds_per_update")
+            for path in (HERE / "benchmark" / "smollm" / "records").glob(f"sentiment-{method}-beta0.02-seed*.json")
+        ]
+        for method in ("trl", "full")
+    }
+    on_smollm, ours = ([x for x in smollm[method] if x] for method in ("trl", "full"))
+    on_smollm = sum(on_smollm) / len(on_smollm) / (sum(ours) / len(ours))
+    shown = [f"{times('TRL 1.16.0'):.2f}", f"{on_mini_tldr:.1f}", f"{on_smollm:.1f}"]
+    assert re.findall(r"\[([\d.]+)\]\(", update) == shown
+    assert f"it takes\n{1 / times('TRL 1.16.0'):.2f} to {1 / on_smollm:.2f} of the time of TRL's trainer" in readme
     same = [row["difference"] for row in read("trl/golden.json")["table"] if not row["why"]]
     assert f"{len(same)} settings within {max(same):.1e}".replace("e-0", "e-") in readme
 

@@ -146,7 +146,8 @@ def tables(found: dict) -> dict[str, str]:
     made = {}
     if "sentiment" in found:
         made |= {"sentiment": sentiment_table(found["sentiment"]), "samples": samples_table(found["sentiment"])}
-        made |= {"rates": rate_table(found["sentiment"])}
+        if any("-rate" in setting for setting in found["sentiment"]):
+            made |= {"rates": rate_table(found["sentiment"])}
     if "reversal" in found:
         made |= {"reversal": reversal_table(found["reversal"]), "reversal samples": samples_table(found["reversal"])}
     return made | {"cost": cost_table(found)}
