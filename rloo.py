@@ -601,11 +601,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     if args.total_episodes is None:
         args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
     flags = vars(args) | {"completions per update": batch_size}
-    flags |= {
-        "training data": hash_of(train_rows),
-        "held-out data": hash_of(test_rows),
-        "functions": hash_of_files(args),
-    }
+    flags |= hashes(args, train_rows, test_rows)
     resumed = on_first_rank(lambda: newest_checkpoint(output)) if args.resume else None
     state = load_state(resumed, flags) if resumed else new_state(output, flags)
     first = state["update"]
@@ -1759,10 +1755,15 @@ def hash_of(rows) -> str:
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
-def hash_of_files(args) -> str:
-    """A hash of the files of reward functions and judge that are given as file.py:function."""
+def hashes(args, train_rows, test_rows) -> dict[str, str]:
+    """Of the data, and of the files of reward functions and judge that are given as file.py:function."""
     sources = [Path(spec.rpartition(":")[0]) for spec in (*args.reward_fns, args.judge_fn or "")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.suffix == ".py")).hexdigest()[:16]
+    code = b"".join(path.read_bytes() for path in sources if path.suffix == ".py")
+    return {
+        "training data": hash_of(train_rows),
+        "held-out data": hash_of(test_rows),
+        "functions": hashlib.sha256(code).hexdigest()[:16],
+    }
 
 
 def prepare_row(row, tokenizer) -> dict:
