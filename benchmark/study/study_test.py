@@ -440,17 +440,6 @@ def test_the_index_names_commands_that_are_there_and_its_answers_repeat_no_numbe
     assert not re.findall(r"\d+\.\d+", INDEX.split("## The questions")[1].split("## Conventions")[0])
 
 
-def test_the_readmes_rows_have_the_numbers_of_the_index_for_their_command():
-    def numbers(text: str) -> list[str]:
-        return re.findall(r"\d+\.\d\b(?: ± \d+\.\d)?", re.sub(r"β = [\d., ]*\d", "", text))
-
-    rows = headline.study_rows()
-    for line in (study.ROOT / "README.md").read_text(encoding="utf-8").splitlines():
-        for command in re.findall(r"`python benchmark/study/(?:reach|compare)\.py[^`]*`", line):
-            known = numbers(" ".join(text for _, text, _, of in rows if of == command))
-            assert numbers(line) and set(numbers(line)) <= set(known), line
-
-
 def test_only_what_survives_holms_correction_is_called_ahead_or_behind(compared):
     told = {kind: {n: x.verdict for n, x in c.differences().items() if x.holm < 0.05} for kind, c in compared.items()}
     assert told["options"] == {"mean": "behind", "beta_0": "behind"}
