@@ -636,6 +636,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
     print(f"updates {first} to {num_updates} of {B * world} prompts, {num_updates * batch_size:,} episodes", flush=True)
     print(settings(args, layout, world, output, len(train_rows), len(test_rows)), flush=True)
+    if 0 < num_updates < 20:
+        print(
+            "these are few updates: raise --total_episodes or make the batch smaller; 50 or more are usual", flush=True
+        )
     start = clock(device)
     bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=not has_terminal())
     with open_output(args, output, state, resumed), bar, saved_on_error(output, state, save):
@@ -2391,14 +2395,26 @@ ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; dashes 
 }
 
 
-LENGTHS = ("__max_steps", "__num_train_epochs", "__num_epochs", "__epochs")  # other trainers' flags
+EPISODES = "give --total_episodes, completions in all; default: each prompt once"
+HINTS = {  # what other trainers' command lines have
+    "__max_steps": EPISODES,
+    "__num_train_epochs": EPISODES,
+    "__num_epochs": EPISODES,
+    "__epochs": EPISODES,
+    "__bf16": "give --dtype bfloat16, the default on a GPU that has it",
+    "__use_peft": "give --lora_rank, such as --lora_rank 32",
+    "__report_to": "give --track for Weights & Biases",
+    "true": "a switch takes no value: --track, or --no_track",
+    "false": "a switch takes no value: --track, or --no_track",
+}
 
 
 def by_own_name(word: str) -> str:
     """A word of the command line, --flag or --flag=value, with an alias replaced."""
     flag, equals, value = word.partition("=")
     name = flag.replace("-", "_")
-    require(name not in LENGTHS, f"{word}: give --total_episodes, completions in all; default: each prompt once")
+    hint = HINTS.get(name.lower())
+    require(hint is None, f"{word}: {hint}")
     return ALIASES.get(name, flag) + equals + value
 
 

@@ -2301,6 +2301,10 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
         "--reward_fns {x}/fns.py:few"
     ],
     "--total_episodes, completions in all": ["--max_steps 3", "--num-train-epochs=1"],
+    "--dtype bfloat16": ["--bf16 True", "--bf16"],
+    "--lora_rank": ["--use_peft"],
+    "give --track": ["--report-to wandb"],
+    "a switch takes no value": ["--gradient_checkpointing True", "--track false"],
     "there is no nothing in {x}/fns.py": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "--resume needs --output_dir": ["--resume"],
     "cannot be written to": ["--output_dir {x}/fns.py/x"],
@@ -2335,7 +2339,9 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, flag
         rloo.command_line((line[:-2] if flags == "--resume" else line) + flags.split())
     said = end.value.code
     assert isinstance(said, str) and said.startswith("rloo.py: ") and message in said
-    assert flags.split()[0].lstrip("-") in said or ".jsonl" in flags
+    assert (
+        flags.split()[0].lstrip("-") in said or ".jsonl" in flags or said.startswith(f"rloo.py: {flags.split()[1]}: ")
+    )
     assert "\n" not in said and len(said) < 600 and "Traceback" not in "".join(capfd.readouterr())
     after = snapshot(tiny, tmp_path)
     assert after == before
@@ -3005,6 +3011,7 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train, monkeypatch, caps
     train(total_episodes=48, **flags)  # there is no checkpoint, so it begins
     (_, trained), left, screen = results[-1], (output / "completions.jsonl").read_text(), capsys.readouterr().out
     assert "\n48 episodes in" in screen and "\nupdates 0 to 3 of " in screen
+    assert "\nthese are few updates: " in screen
     assert len(read_metrics(output)) == 3 and read_metrics(output, "evaluations")[0] == evaluated
     assert trained["before"] == nothing_trained["before"] != trained["after"]
     train(total_episodes=16, **flags)  # fewer than were made: the end is evaluated again
