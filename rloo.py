@@ -561,9 +561,7 @@ def average_gradients(model):
 def require_finite(what: str, values):
     """Ends the run on all ranks, which can then save together, if a value on one of them is not finite."""
     if sum_over_ranks((~values.isfinite()).sum()):
-        error = InputError(f"{what} is not finite: lower --learning_rate, or look for extreme rewards")
-        error.on_all_ranks = True
-        raise error
+        raise known_to_all(InputError(f"{what} is not finite: lower --learning_rate, or look for extreme rewards"))
 
 
 def peak_memory(device: torch.device) -> float:
@@ -578,7 +576,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns the evaluations before and after. If `signals` is not empty, saves and exits: stop_if_told."""
+    """Trains; returns the evaluations before and after. Once `signals` is not empty, saves and exits."""
     args = resolve_args(args)
     check_args(args)
 
@@ -621,8 +619,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         load_moments(resumed, policy, optimizer)
 
     save = partial(save_checkpoint, output, state, policy, optimizer, tokenizer, args.save_total_limit)
-    stop = partial(stop_if_told, signals, save, num_updates, output)
-    optimizer.register_step_pre_hook(partial(before_step, state, stop))  # after load_moments, which may make a step
+    optimizer.register_step_pre_hook(partial(before_step, state, signals))  # after load_moments, which may make a step
 
     # 4. The evaluation before training. A resumed run repeats the evaluation that followed its checkpoint, since files
     # are cut to just before it.
@@ -631,7 +628,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         samples = []
         for mode in modes[done]:
             samples += evaluate(args, policy, rewards, judges, test_rows[rank::world], now, tokenizer, mode)
-            stop(done)  # without writing it: a signal may have ended processes that computed its rewards
+            stop_if_told(signals)  # without writing it: a signal may have ended processes that computed its rewards
         return write_evaluation(args, output, done, done * batch_size, samples)
 
     print(f"updates {first} to {num_updates} of {B * world} prompts, {num_updates * batch_size:,} episodes", flush=True)
@@ -642,7 +639,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         )
     start = clock(device)
     bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=not has_terminal())
-    with open_output(args, output, state, resumed), bar, saved_on_error(output, state, save):
+    with open_output(args, output, state, resumed), bar, saved_at_end(output, state, save):
         evaluation = evaluate_after(first) if first in modes else {}
         if first == 0:
             state["before"] = evaluation
@@ -667,7 +664,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             # Save, stop if told, evaluate.
             if done == num_updates or args.save_steps and done % args.save_steps == 0:
                 save()
-            stop(done)
+            stop_if_told(signals)
             if done in modes:
                 evaluation = evaluate_after(done)
 
@@ -796,39 +793,34 @@ def open_output(args, output: Path, state, resumed: Path | None):
 
 
 @contextmanager
-def saved_on_error(output: Path, state, save: Callable):
-    """Saves a checkpoint of the last complete update if an error inside ends the run. It does not save if the next
-    update has begun to change the weights, or if only this process failed: saving needs all of them, see
-    raised_on_all_ranks."""
+def saved_at_end(output: Path, state, save: Callable):
+    """Saves a checkpoint of the last complete update if an error or a signal ends the run. It does not save if the next
+    update has begun to change the weights, or if the error may be this process's alone: saving needs all of them."""
     try:
         yield
-    except Exception as error:
-        everywhere = not dist.is_initialized() or getattr(error, "on_all_ranks", False)
-        if everywhere and state["update"]:
-            with suppress(OSError):  # the error may be that nobody reads stdout any more
-                tqdm.write(f"saving after an error: {type(error).__name__}: {error}")  # one of saving would hide it
+    except BaseException as error:
+        if state["update"] and (not dist.is_initialized() or getattr(error, "on_all_ranks", False)):
             save()
-        tqdm.write(f"an error ends the run; newest checkpoint: {newest_checkpoint(output) or 'none'}")
+        newest = newest_checkpoint(output) or "none"
+        tqdm.write(
+            f"ended by {type(error).__name__}; newest checkpoint: {newest}; to go on, repeat the command with --resume "
+            f"--output_dir {output}"
+        )
         raise
 
 
-def before_step(state, stop, *_):
+def before_step(state, signals, *_):
     """Before an update's first optimizer step, stops if told: a signal may have ended processes that computed rewards,
-    which are then wrong. From this step until the update is complete, an error must not save the weights."""
+    which are then wrong. From this step until the update is complete, the weights must not be saved."""
     if state["update"] is not None:
-        stop(state["update"])
+        stop_if_told(signals)
     state["update"] = None
 
 
-def stop_if_told(signals, save: Callable, num_updates, output: Path, done):
-    """Saves and exits if any process has received a signal: before an update's first step, or after the update."""
+def stop_if_told(signals):
+    """Ends the run if any process has received a signal."""
     if on_any_rank(len(signals) > 0):
-        if done:
-            save()
-        tqdm.write(
-            f"stopped after update {done} of {num_updates}; go on by the same command, with --resume, into {output}"
-        )
-        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
+        raise known_to_all(SystemExit(128 + (signals[0] if signals else signal.SIGTERM)))
 
 
 def file_lengths(output: Path) -> dict[str, int]:
@@ -2205,8 +2197,7 @@ def on_any_rank(condition: bool) -> bool:
 
 @contextmanager
 def raised_on_all_ranks():
-    """If the body fails on one rank, raises on every rank, so that they can save together. Other errors of one of
-    several ranks end the run without saving."""
+    """If the body fails on one rank, raises on every rank."""
     error = None
     try:
         yield
@@ -2216,9 +2207,13 @@ def raised_on_all_ranks():
         error = RuntimeError(f"ended by {raised!r}")
         error.__cause__ = raised
     if on_any_rank(error is not None):
-        error = error or RuntimeError("another process raised an error, which it prints")
-        error.on_all_ranks = True
-        raise error
+        raise known_to_all(error or RuntimeError("another process raised an error, which it prints"))
+
+
+def known_to_all(error: BaseException) -> BaseException:
+    """Marks an error that all ranks raise at the same place, so that they can save together: see saved_at_end."""
+    error.on_all_ranks = True
+    return error
 
 
 def whole(x):
@@ -2566,9 +2561,8 @@ def command_line(argv: list[str] | None = None):
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return  # a process that a reward function has spawned, which imports the script that runs
     rank = int(os.environ.get("RANK", 0))
-    signals = []
-    told = math.inf  # when the newest came
-    interrupted = False
+    signals = []  # those received
+    newest = -math.inf  # when the newest came
     if rank > 0:  # only the first process prints
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stdout.reconfigure(errors="replace")  # completions may have characters that it cannot print
@@ -2576,25 +2570,25 @@ def command_line(argv: list[str] | None = None):
     transformers.logging.disable_progress_bar()
 
     def note(number: int, frame):
-        nonlocal told, interrupted
-        again = time.monotonic() > told + 1 and "RANK" not in os.environ  # torchrun and `timeout` send each twice
-        told = time.monotonic()
-        if again and interrupted:
-            os._exit(128 + number)  # sys.exit could be caught by a reward function, or wait for its processes
-        if rank == 0 and not signals:
+        nonlocal newest
+        previous, newest = newest, time.monotonic()
+        if newest < previous + 1:
+            return  # torchrun and `timeout` send each signal twice
+        signals.append(number)
+        if len(signals) == 1 and rank == 0:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
                 os.write(2, b"\nrloo.py will save and stop: after this update, or before it changes weights\n")
-        signals.append(number)
-        interrupted = interrupted or again
-        if again and in_function_of_user(frame):  # what it waits for may never come, if the first ended its processes
-            raise RuntimeError("a second signal")
+        if len(signals) == 2 and in_function_of_user(frame):
+            raise KeyboardInterrupt("a second signal")  # it may wait for processes that the first signal has ended
+        if len(signals) > 2:
+            os._exit(128 + number)  # sys.exit could be caught by a reward function, or wait for its processes
 
     # Workers of a reward function's pool get no signal that is sent to the run's group: it waits for their results.
     multiprocessing.util.register_after_fork(note, lambda _: os.setpgid(0, 0))  # not in subprocess, which may setsid
     hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []  # not under nohup
-    before = {}
+    handlers = {}  # those before this run
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
-        before[number] = signal.signal(number, note)
+        handlers[number] = signal.signal(number, note)
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
     try:
         main(parse_args(argv), signals)
@@ -2604,7 +2598,7 @@ def command_line(argv: list[str] | None = None):
             raise
         sys.exit(f"rloo.py: {line}")
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     if dist.is_initialized():
         dist.barrier()  # none leaves while another still needs it
