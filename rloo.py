@@ -2508,32 +2508,23 @@ def check_args(args: Args):
         args.sharding == "ddp" or hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
         f"--sharding fsdp: the FSDP of torch {torch.__version__} is too old, 2.13 is tested",
     )
-    check_output(Path(args.output_dir), args.resume, trains=args.total_episodes != 0)
+    check_output(Path(args.output_dir), args.resume)
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
 
 
-def check_output(output: Path, resume: bool, trains: bool):
-    """Refuses an output folder in which a run would overwrite something."""
-    metrics = output / "metrics.jsonl"
-    names = {path.name for path in output.glob("*")}
-    # A run that ended before its first update does not block its folder, unless all it had to do was to evaluate.
-    is_run = "metrics.jsonl" in names <= {*RUN_FILES, "args.json"}
-    only_evaluates = "args.json" in names and '"total_episodes": 0,' in (output / "args.json").read_text()
-    new = not names or is_run and not metrics.read_bytes() and not only_evaluates
+def check_output(output: Path, resume: bool):
+    """Refuses an output folder in which a run would overwrite something. What a run that failed before its first
+    evaluation has left may be overwritten: args.json and empty files."""
+    left = [path for path in output.glob("*") if path.name != "args.json" and path.stat().st_size]
     require(
-        new or resume and metrics.is_file(),
+        not left or resume and (output / "metrics.jsonl").is_file(),
         f"--output_dir {output}: is not empty; choose a new folder, or continue with --resume if it holds a run "
         "(a metrics.jsonl)",
     )
     require(
-        new or checkpoints(output) or not (output / "config.json").is_file(),
+        checkpoints(output) or not (output / "config.json").is_file(),
         f"--resume: {output} has a trained policy and no checkpoint to continue from; choose a new --output_dir",
-    )
-    evaluations = output / "evaluations.jsonl"
-    require(
-        trains or checkpoints(output) or not evaluations.is_file() or not evaluations.read_bytes(),
-        f"--output_dir {output}: holds an evaluation, which would be overwritten; choose a new folder",
     )
 
 

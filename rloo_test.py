@@ -3902,11 +3902,12 @@ def test_the_files_of_others_are_not_taken_for_those_of_a_run_without_updates(tr
     for name in ("args.json", "completions.jsonl"):
         (output / name).write_text("{}")
     before = snapshot(output)
-    with pytest.raises(InputError, match="is not empty"):
-        train(output_dir=str(output))
+    for resume in (False, True):
+        with pytest.raises(InputError, match="is not empty"):
+            train(output_dir=str(output), resume=resume)
     assert snapshot(output) == before
-    (output / "metrics.jsonl").touch()  # as of a run that was stopped after its evaluation
-    train(output_dir=str(output))
+    (output / "metrics.jsonl").touch()  # as of a run that was killed in its first update
+    train(output_dir=str(output), resume=True)
 
 
 def test_a_file_that_is_shorter_than_at_the_checkpoint_is_not_filled_up(tmp_path):
@@ -4722,10 +4723,11 @@ def test_optimizer_steps_send_no_python_objects(tiny, monkeypatch):
 def test_a_failed_first_attempt_does_not_block_its_folder(train, tmp_path, monkeypatch):
     flags = {"reward_fns": (f"{__file__}:third_call",), "output_dir": str(tmp_path / "out")}
     monkeypatch.setenv("BROKEN", str(tmp_path / "broken"))
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        spy(patch, "update", lambda inputs, metrics: 1 / 0)
-        train(**flags, num_eval_prompts=2)
-    assert len(train(**flags)[0]) == 1
+    for prompts in (0, 2):  # after an evaluation it needs --resume
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            spy(patch, "update", lambda inputs, metrics: 1 / 0)
+            train(**flags, num_eval_prompts=prompts)
+    assert len(train(**flags, resume=True)[0]) == 1
     with pytest.raises(InputError, match="is not empty"):
         train(**flags)
 
@@ -5741,14 +5743,14 @@ def test_a_second_signal_interrupts_only_functions_of_the_user():
 
 
 def test_an_evaluation_is_not_overwritten_by_another(train, tmp_path):
-    """... also with --resume, which may repeat one that ended before it was written."""
-    flags = {"total_episodes": 0, "num_eval_prompts": 2, "output_dir": str(tmp_path / "out"), "resume": True}
+    flags = {"total_episodes": 0, "num_eval_prompts": 2, "output_dir": str(tmp_path / "out")}
     train(**flags)
     before = snapshot(tmp_path / "out")
-    with pytest.raises(InputError, match="^--output_dir .*/out: holds an evaluation, which would be overwritten"):
+    with pytest.raises(InputError, match="^--output_dir .*/out: is not empty; choose a new folder"):
         train(**flags, seed=5)
     assert snapshot(tmp_path / "out") == before
-    (tmp_path / "out" / "evaluations.jsonl").write_text("")
+    for name in ("evaluations.jsonl", "completions.jsonl"):  # as of a run that was killed in its evaluation
+        (tmp_path / "out" / name).write_text("")
     train(**flags)
     assert (tmp_path / "out" / "evaluations.jsonl").read_text()
 
