@@ -1824,16 +1824,10 @@ def continuation_ids(text, tokenizer) -> list[int]:
 
 def load_tokenizer(args, flag, path):
     """The tokenizer of a model. It needs no pad token: padding is masked, so any id will do."""
-    say_if_remote(path)
     with explained(f"{flag} {path}: cannot be loaded as a folder or Hub model"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     require(len(tokenizer) > len(tokenizer.all_special_ids), f"{flag} {path}: has no usable tokenizer; save one there")
     return tokenizer
-
-
-def say_if_remote(path):
-    if not os.path.exists(path):
-        say_once(f"{path} is not a local folder: looking it up on the Hugging Face Hub")
 
 
 def stop_token_ids(args, model, tokenizer) -> list[int]:
@@ -1892,7 +1886,6 @@ def load_model(args, flag, path, trained, auto_class=AutoModelForCausalLM, **opt
 
 def read_model(args, label, path, trained, auto_class, **options):
     """A model on the CPU; with --sharding fsdp only the first rank reads the weights."""
-    say_if_remote(path)
     trust = {"trust_remote_code": args.trust_remote_code}
     dtype = torch.float32 if trained and not args.lora_rank else forward_dtype(args)
     missing = []
@@ -1903,9 +1896,7 @@ def read_model(args, label, path, trained, auto_class, **options):
         options = {"config": config, "attn_implementation": args.attn_implementation, "dtype": dtype, **trust}
         if args.sharding == "ddp" or dist.get_rank() == 0:
             model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
-            missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-            if unused:
-                say_once(f"{label}: {len(unused)} of its weights are not used, such as {unused[0]}")
+            missing = sorted(info["missing_keys"])
         else:
             with torch.device("meta"):
                 model = auto_class.from_config(**options)

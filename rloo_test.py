@@ -4572,14 +4572,6 @@ def test_estimators_without_a_name_or_with_nan_are_refused(train, monkeypatch):
         train()
 
 
-def test_weights_that_a_config_does_not_use_are_said(train, tiny, tmp_path, capsys):
-    folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    train(sft_model_path=str(folder))
-    assert re.search(r"sft: \d+ of its weights are not used, such as gpt_neox.layers.1", capsys.readouterr().out)
-
-
 def test_prompts_are_shown_as_the_model_reads_them(train, tiny, tmp_path, capsys):
     """A tokenizer that knows no word must not look as if it did."""
     folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
@@ -4735,12 +4727,6 @@ def test_a_failed_first_attempt_does_not_block_its_folder(train, tmp_path, monke
 def test_only_mistakes_and_a_lack_of_memory_are_one_line():
     assert rloo.one_line(InputError("x")) == "x" and "batch_size" in rloo.one_line(MemoryError())
     assert rloo.one_line(FileNotFoundError(2, "No such file", "/a/b")) is rloo.one_line(KeyError("x")) is None
-
-
-def test_a_name_that_is_no_folder_is_looked_up_with_a_word(train, capsys):
-    with pytest.raises(InputError, match="cannot be loaded as a folder or Hub model"):
-        train(sft_model_path="nobody/nothing")
-    assert "nobody/nothing is not a local folder: looking it up on the Hugging Face Hub" in capsys.readouterr().out
 
 
 def test_a_missing_column_is_named_with_those_that_there_are(train, tmp_path):
