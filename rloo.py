@@ -24,7 +24,7 @@ Masks are boolean; true marks kept positions. They come from lengths and stop to
 
 import fcntl
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -1613,7 +1613,8 @@ def load_functions(specs: Sequence[str], flag, tokenizer, row) -> dict[str, Call
         hint = f"; it is given {', '.join(given)}: add **columns for those that it does not need"
         with explained(f"{label}: does not take what it is given", hint):
             signature = inspect.signature(function, follow_wrapped=False)
-            signature.bind(**dict.fromkeys([*given, *{"updates_done"} & {*signature.parameters}]))
+            optional = {"updates_done"} & signature.parameters.keys()
+            signature.bind(**dict.fromkeys([*given, *optional]))
         name = spec.rpartition(":")[2]
         require(name not in {*rewards, "reward_model"}, f"{label}: another reward is called {name}; rename one of them")
         rewards[name] = partial(function_reward, label, function, tokenizer)
@@ -1629,17 +1630,16 @@ def load_function(spec, label) -> Callable:
     require(path.is_file() or not is_file, f"{label}: there is no file {source}")
     sys.path.append(str(path.resolve().parent))
     module_name = path.stem if is_file else source
-    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
-    if path.with_suffix(".py").resolve() == script:
+    require(importlib.util.find_spec(module_name.partition(".")[0]), f"{label}: there is no module {module_name}")
+    script = getattr(sys.modules["__main__"], "__file__", None) or "/"
+    if path.with_suffix(".py").resolve() == Path(script).resolve():
         module_name = "__main__"  # to import the script that runs would run it again
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        require(not f"{module_name}.".startswith(f"{error.name}."), f"{label}: there is no module {error.name}")
-        raise  # a module that the file imports
+    module = importlib.import_module(module_name)
     origin = getattr(module, "__file__", None) or "Python itself"
-    same = not is_file or Path(origin).resolve() == path.resolve()
-    require(same, f"{label}: {origin} is loaded under the same name; rename the file")
+    require(
+        not is_file or Path(origin).resolve() == path.resolve(),
+        f"{label}: {origin} is loaded under the same name; rename the file",
+    )
     require(hasattr(module, name), f"{label}: there is no {name} in {origin}")
     return getattr(module, name)
 
@@ -1662,16 +1662,14 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
     given["completion_ids"] = batch.completion_ids()
     with torch.random.fork_rng([]):  # a seed that it sets changes no mini-batch
         values = function(**given)
-        if isinstance(values, Iterator):  # of a generator, which runs here
-            values = list(values)
-    must = (
-        f"{label} must return {len(rows)} finite numbers or Nones in a list, not {' '.join(repr(values).split()):.60}"
-    )
-    with explained(must):  # as for a set or dict, which has no [:]
+        if isinstance(values, Iterator):
+            values = list(values)  # runs a generator here, where its errors are raised as they are
+    must = f"{label} must return a list of {len(rows)} finite numbers or Nones, not {values!r:.60}"
+    with explained(must):  # [:] refuses what has no order, a set or dict
         scores = torch.tensor([math.nan if value is None else value for value in values[:]], dtype=torch.float32)
-    require(len(values) == len(rows), f"{label} must return {len(rows)} values, not {len(values)}")
-    require(scores.isfinite().tolist() == [value is not None for value in values], must)
-    return scores.to(batch.ended.device).view(batch.ended.shape)
+        scores = scores.view(batch.ended.shape)
+    require(scores.isfinite().flatten().tolist() == [value is not None for value in values], must)
+    return scores.to(batch.ended.device)
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------

@@ -1987,15 +1987,15 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
 @pytest.mark.parametrize(
     "returned, message",
     [
-        ([1.0], "12 values, not 1"),
-        ([1.0] * 13, "12 values, not 13"),
-        (None, "12 finite numbers or Nones in a list, not None"),
-        (3.0, "12 finite numbers or Nones in a list, not 3.0"),
-        (["1"] * 12, r"12 finite numbers or Nones in a list, not \['1', "),
-        ([math.nan] * 12, r"12 finite numbers or Nones in a list, not \[nan, "),
-        ([math.inf] * 12, r"12 finite numbers or Nones in a list, not \[inf, "),
-        ([1e300] * 12, r"12 finite numbers or Nones in a list, not \[1e\+300, "),
-        ([10**400] * 12, r"12 finite numbers or Nones in a list, not \[1000"),
+        ([1.0], r"a list of 12 finite numbers or Nones, not \[1.0\] .*invalid for input of size 1"),
+        ([1.0] * 13, r"a list of 12 finite .* \[1.0, .*invalid for input of size 13"),
+        (None, "a list of 12 finite numbers or Nones, not None"),
+        (3.0, "a list of 12 finite numbers or Nones, not 3.0"),
+        (["1"] * 12, r"a list of 12 finite numbers or Nones, not \['1', "),
+        ([math.nan] * 12, r"a list of 12 finite numbers or Nones, not \[nan, "),
+        ([math.inf] * 12, r"a list of 12 finite numbers or Nones, not \[inf, "),
+        ([1e300] * 12, r"a list of 12 finite numbers or Nones, not \[1e\+300, "),
+        ([10**400] * 12, r"a list of 12 finite numbers or Nones, not \[1000"),
     ],
 )
 def test_what_a_reward_function_may_not_return(returned, message):
@@ -5952,7 +5952,7 @@ def test_a_reward_function_that_seeds_torch_changes_no_mini_batch(train, monkeyp
 
 @pytest.mark.parametrize("returned", [{float(i) for i in range(12)}, dict.fromkeys(range(12), 1.0)])
 def test_a_reward_function_may_not_return_what_has_no_order(returned):
-    with pytest.raises(InputError, match="^--reward_fns r must return 12 finite numbers or Nones in a list"):
+    with pytest.raises(InputError, match="^--reward_fns r must return a list of 12 finite numbers or Nones"):
         rloo.function_reward("--reward_fns r", lambda **kw: returned, tiny_tokenizer(), random_batch())
 
 
