@@ -1677,8 +1677,6 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
 
 def load_rows(name, split) -> list[dict] | None:
     """Rows of a split, None if it does not exist. `name`: a .jsonl file (its split: train), a folder, or a Hub id."""
-    is_path = name.startswith(("/", "./", "../"))
-    require(not is_path or Path(name).exists(), f"--dataset_name {name}: there is no such file or folder")
     with explained(f"--dataset_name {name}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
@@ -1715,13 +1713,6 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
         require(column not in columns, f"--dataset_name {name}: rename its column `{column}`, an argument of rewards")
     train = [columns | row for row in train]
     test = [columns | row for row in test[: args.num_eval_prompts]]
-    lacking = {}
-    for number, row in enumerate(train, 1):
-        for column in row:
-            if row[column] is None:
-                lacking.setdefault(column, number)
-    if lacking:
-        print(f"{name}, {split}: some rows lack columns, which rewards get as None; the first of them: {lacking}")
     train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
     test = prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out")
     cut = sum(len(row["reference_ids"]) >= args.response_length for row in test)
@@ -2233,14 +2224,6 @@ def clock(device) -> float:
 
 RUN_FILES = ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl")
 DAMAGED = "checkpoint (if it is damaged, move it away; --resume then uses the one before)"
-KEEPS_FIRST_EVALUATION = {
-    "total_episodes",
-    "num_sample_generations",
-    "save_steps",
-    "save_total_limit",
-    "exp_name",
-    "track",
-}
 FIXED_ON_RESUME = {
     "sft_model_path",
     "model_name_or_path",
@@ -2311,24 +2294,21 @@ def new_state(output: Path, flags: dict) -> dict:
 
 def load_state(folder: Path, flags: dict) -> dict:
     """The state of a checkpoint, with the new `flags`. Prints which of them changed, and refuses changes to
-    FIXED_ON_RESUME. The evaluation before training is dropped, since the one after it may measure something else,
-    unless all changes are in KEEPS_FIRST_EVALUATION."""
+    FIXED_ON_RESUME. If others than the number of episodes changed, evaluations before and after training may not be
+    comparable, so the one before is dropped from the state."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         old = state["flags"]
     new = json.loads(json.dumps(flags))  # with lists instead of tuples
-    names = [name for name in new if old.get(name) != new[name] and name not in ("resume", "output_dir", "device")]
-    changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in names}
+    changed = {name: f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]}
+    for name in ("resume", "output_dir", "device"):
+        changed.pop(name, None)
     fixed = [text for name, text in changed.items() if name in FIXED_ON_RESUME]
     require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
-    said = f"; changed: {', '.join(changed.values())}" if changed else ""
-    print(f"resumed from {folder}{said}")
-    if changed.keys() - KEEPS_FIRST_EVALUATION:
+    print(f"resumed from {folder}; changed: {', '.join(changed.values()) or 'nothing'}")
+    if changed.keys() - {"total_episodes"}:
         print("the closing table is without the evaluation before training, which had other flags")
         state["before"] = {}
-    done = state["update"] * flags["completions per update"]
-    if flags["total_episodes"] < done:
-        print(f"--total_episodes {flags['total_episodes']}: the run has done {done}, so nothing is trained")
     return state | {"flags": flags}
 
 
