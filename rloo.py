@@ -1281,8 +1281,9 @@ def decode(model, chunks, k, temperature, R, stop_ids):
         if ids.is_cpu:
             longest = int(mask.sum(1).max())
             ids, mask = ids[:, -longest:], mask[:, -longest:]
+            decoder = None  # the lanes of the last one have left
         # On a GPU all chunks but the last have one shape, and share one decoder and its graph.
-        if decoder is None or ids.is_cpu or mask.shape != decoder.prompt_mask.shape:
+        if decoder is None or mask.shape != decoder.prompt_mask.shape:
             decoder = None  # frees the old cache before the new one is allocated
             decoder = Decoder(model, *mask.shape, k, R, temperature, stop_ids)
         decoder.generate(ids, mask)
@@ -1734,21 +1735,18 @@ def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
     return kept
 
 
-def hash_of(rows) -> str:
-    """A hash of rows that were prepared, apart from what is not JSON in them."""
-    data = json.dumps([row["columns"] for row in rows], default=lambda value: None)
-    return hashlib.sha256(data.encode()).hexdigest()[:16]
-
-
 def hashes(args, train_rows, test_rows) -> dict[str, str]:
-    """Of the data, and of the files of reward functions and judge that are given as file.py:function."""
+    """Of the data, apart from what is not JSON in them, and of the .py files of reward functions and judge."""
     sources = [Path(spec.rpartition(":")[0]) for spec in (*args.reward_fns, args.judge_fn or "")]
-    code = b"".join(path.read_bytes() for path in sources if path.suffix == ".py")
-    return {
-        "training data": hash_of(train_rows),
-        "held-out data": hash_of(test_rows),
-        "functions": hashlib.sha256(code).hexdigest()[:16],
+    hashed = {
+        "training data": [row["columns"] for row in train_rows],
+        "held-out data": [row["columns"] for row in test_rows],
+        "functions": [path.read_text() for path in sources if path.suffix == ".py"],
     }
+    for name, content in hashed.items():
+        data = json.dumps(content, default=lambda value: None)
+        hashed[name] = hashlib.sha256(data.encode()).hexdigest()[:16]
+    return hashed
 
 
 def prepare_row(row, tokenizer) -> dict:
@@ -1996,9 +1994,7 @@ def why_not_group(model, args, longest) -> str | None:
             return "group rows give other results, as with linear attention or ALiBi"
         if args.rollout_engine == "group" and model.get_output_embeddings() is not None:
             sampler = sampling_model(model, forward_dtype(args))
-            ids = torch.tensor([[0, 1]], device=model.device)
-            tokens, sampled = decode(sampler, [(ids, ids >= 0)], args.rloo_k, 1.0, 3, stop_ids=[-1])
-            batch = make_batch([{"prompt_ids": [0, 1]}], tokens, stop_ids=[-1])
+            batch, sampled = rollout(sampler, [{"prompt_ids": [0, 1]}], args.rloo_k, 1.0, 3, stop_ids=[-1])
             if not close(sampled, completion_logprobs(sampler, batch, 1.0, "plain")[0], sampler):
                 return "this file's decoder gives different log-probs for it"
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
