@@ -591,7 +591,9 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     test_rows = test_rows[: len(test_rows) // world * world]  # the same number for each rank
     functions = load_functions(args.reward_fns, "reward_fns", tokenizer, train_rows[0])
     judges = load_functions([args.judge_fn] if args.judge_fn else [], "judge_fn", tokenizer, train_rows[0])
-    engine = load_engine(args.rollout_engine)
+    engine = args.rollout_engine
+    if engine not in ("group", "hf"):
+        engine = load_function(engine, f"--rollout_engine {engine}")
 
     # 2. Where the run begins: at update 0, or at a checkpoint. `state` is what a checkpoint holds besides weights.
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches // args.rloo_k
@@ -875,7 +877,7 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, mode: str
     """Samples a completion of each row ("greedy": at temperature 0) and grades it: weighted score, judge, and whether
     it beats the row's reference. Returns the samples of all ranks. All calls of a rank begin with the same random
     numbers, which are not those of other ranks."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, _ = rank_and_world()
     transformers.set_seed((args.seed + 100_000 * rank) % 2**32)
     temperature = args.temperature if mode == "sampled" else 0.0
     batch, logprobs = rollout(sampling_model(policy, forward_dtype(args)), rows, 1, temperature, **sampling)
@@ -1329,13 +1331,11 @@ def own_engine(engine: Callable, model, rows, k, temperature, R, stop_ids, versi
     options = {"k": k, "temperature": temperature, "response_length": R, "stop_ids": stop_ids, "version": version}
     options |= {"seed": int(torch.randint(2**31, ())), "max_length": max_length}
     with raised_on_all_ranks():
-        tokens = logprobs = None
         if is_first_rank():
-            tokens, logprobs = engine(model, prompts, **options)
-            vocabulary = model.config.get_text_config().vocab_size
-            check_completions(tokens, logprobs, len(prompts), k, R, stop_ids, vocabulary)
-    tokens, logprobs = on_first_rank(lambda: (tokens, logprobs))
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            sampled = engine(model, prompts, **options)
+            check_completions(*sampled, len(prompts), k, R, stop_ids, model.config.get_text_config().vocab_size)
+    tokens, logprobs = on_first_rank(lambda: sampled)
+    rank, world = rank_and_world()
 
     def of_this_rank(values, dtype):
         """Its part of the values [B][k], each a list of up to R numbers, as a tensor (k, B, R)."""
@@ -1645,11 +1645,6 @@ def load_function(spec, label) -> Callable:
     return getattr(module, name)
 
 
-def load_engine(name: str) -> str | Callable:
-    """What --rollout_engine names, for `rollout`."""
-    return name if name in ("group", "hf") else load_function(name, f"--rollout_engine {name}")
-
-
 def function_reward(label, function: Callable, tokenizer, batch: Batch):
     """Scores (k, B) of a reward function, NaN where it returned None. It gets prompts (as the dataset has them),
     completions (texts), completion_ids (with the stop token) and the other columns by name: lists in order j·B + b. If
@@ -1661,12 +1656,9 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
     given["prompts"] = [row["prompt"] for row in rows]
     given["completions"] = completion_texts(batch, tokenizer)
     given["completion_ids"] = batch.completion_ids()
-    with torch.random.fork_rng([]):  # a seed that it sets changes no mini-batch
-        values = function(**given)
-        if isinstance(values, Iterator):
-            values = list(values)  # runs a generator here, where its errors are raised as they are
+    values = function(**given)
     must = f"{label} must return a list of {len(rows)} finite numbers or Nones, not {values!r:.60}"
-    with explained(must):  # [:] refuses what has no order, a set or dict
+    with explained(must):  # [:] refuses what has no order, a set or dict, and what was not computed, a generator
         scores = torch.tensor([math.nan if value is None else value for value in values[:]], dtype=torch.float32)
         scores = scores.view(batch.ended.shape)
     require(scores.isfinite().flatten().tolist() == [value is not None for value in values], must)
@@ -2130,15 +2122,19 @@ FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_ra
 
 
 def start_processes(device) -> tuple[int, int]:
-    """Rank and number of processes, from torchrun's environment variables. Makes `device` the current CUDA device."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    """Joins the processes that torchrun has started; returns rank_and_world. Makes `device` the current CUDA device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # with a mask its backward gives NaN at times (pytorch#196678)
-    if world > 1 and not dist.is_initialized():
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # saving may take an hour
-    return dist.get_rank() if world > 1 else 0, world
+    return rank_and_world()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """The number of this process, from 0, and the number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def sum_over_ranks(x):
@@ -2158,7 +2154,7 @@ def gather(items: list) -> list:
 
 
 def is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank_and_world()[0] == 0
 
 
 def on_first_rank(function: Callable):
