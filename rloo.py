@@ -626,10 +626,11 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # 4. The evaluation before training. A resumed run repeats the evaluation that followed its checkpoint, since files
     # are cut to just before it.
     def evaluate_after(done) -> dict[str, float]:
-        now = sampling | {"version": done}
         samples = []
         for mode in modes[done]:
-            samples += evaluate(args, policy, rewards, judges, test_rows[rank::world], now, tokenizer, mode)
+            samples += evaluate(
+                args, policy, rewards, judges, test_rows[rank::world], sampling | {"version": done}, tokenizer, mode
+            )
             stop_if_told(signals)  # without writing it: a signal may have ended processes that computed its rewards
         return write_evaluation(args, output, done, done * batch_size, samples)
 
@@ -640,7 +641,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             "these are few updates: raise --total_episodes or make the batch smaller; 50 or more are usual", flush=True
         )
     start = clock(device)
-    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=not has_terminal())
+    watched = is_first_rank() and sys.stderr.isatty()  # otherwise progress is a plain line per update
+    bar = tqdm(total=num_updates, initial=first, unit="update", dynamic_ncols=True, disable=not watched)
     with open_output(args, output, state, resumed), bar, saved_at_end(output, state, save):
         evaluation = evaluate_after(first) if first in modes else {}
         if first == 0:
@@ -653,8 +655,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             set_seed(args.seed, done - 1, rank)
             optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
             rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
-            now = sampling | {"version": done - 1}
-            metrics = update(args, policy, reference, rewards, optimizer, rows, now, layout)
+            versioned = sampling | {"version": done - 1}
+            metrics = update(args, policy, reference, rewards, optimizer, rows, versioned, layout)
             eps = (done - first) * batch_size / (clock(device) - start)
             metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
             # Write, show.
@@ -680,11 +682,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     result = f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"
     print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. {result}")
     return evaluations
-
-
-def has_terminal() -> bool:
-    """Whether somebody watches the first rank. Otherwise its progress is a plain line per update."""
-    return is_first_rank() and sys.stderr.isatty()
 
 
 def settings(args, layout, world, output, train_prompts, test_prompts) -> str:
@@ -1676,36 +1673,43 @@ def load_rows(name, split) -> list[dict] | None:
             from datasets import load_dataset
 
             return list(load_dataset(name).get(split, ())) or None
-        lines = files[split].read_bytes().splitlines() if split in files else []
+        if split not in files:
+            return None
+        lines = files[split].read_bytes().splitlines()
     rows = []
     for number, line in enumerate(lines, 1):
         with explained(f'{files[split]}: line {number} must be a JSON object like {{"prompt": "..."}}'):
             if line.strip():
                 rows.append(dict(**json.loads(line)))
-    return rows if split in files else None
+    return rows
 
 
 def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     """Rows to train and to evaluate on, as `prepare_row` makes them; there may be none to evaluate on."""
+    # 1. The two splits. Without one to evaluate on, the end of the other is held out.
     name = args.dataset_name
     split = args.dataset_train_split
     train = load_rows(name, split)
     require(train, f"--dataset_name {name}: its split {split} has no rows; choose one with --dataset_train_split")
-    test = load_rows(name, args.dataset_test_split or "test")
+    test = None
+    if args.dataset_test_split or split != "test":
+        test = load_rows(name, args.dataset_test_split or "test")
     require(
         test or not args.dataset_test_split, f"--dataset_test_split: {name} has no rows in {args.dataset_test_split}"
     )
-    if not args.dataset_test_split and split == "test":
-        test = None
     if test is None:
         n = min(100, len(train) // 10, args.num_eval_prompts)
         train, test = train[: len(train) - n], train[len(train) - n :]
         print(f"{name}: the last {n} rows of its split {split} are held out to evaluate on")
-    columns = dict.fromkeys(column for row in train + test for column in row)  # None in a row that lacks one
+
+    # 2. Each row gets all columns, since reward functions get them as lists: None where a row lacks one.
+    columns = dict.fromkeys(column for row in train + test for column in row)
     for column in ("prompts", "completions", "completion_ids", "updates_done"):
         require(column not in columns, f"--dataset_name {name}: rename its column `{column}`, an argument of rewards")
     train = [columns | row for row in train]
     test = [columns | row for row in test[: args.num_eval_prompts]]
+
+    # 3. Tokens.
     train = prepare_rows(train, tokenizer, args.max_prompt_length, f"{name}, {split}")
     test = prepare_rows(test, tokenizer, args.max_prompt_length, f"{name}, held out")
     cut = sum(len(row["reference_ids"]) >= args.response_length for row in test)
@@ -1728,7 +1732,7 @@ def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
 
 
 def hashes(args, train_rows, test_rows) -> dict[str, str]:
-    """Of the data, apart from what is not JSON in them, and of the .py files of reward functions and judge."""
+    """Hashes of the data, without values that JSON cannot hold, and of the .py files of reward functions and judge."""
     sources = [Path(spec.rpartition(":")[0]) for spec in (*args.reward_fns, args.judge_fn or "")]
     hashed = {
         "training data": [row["columns"] for row in train_rows],
@@ -1745,6 +1749,7 @@ def prepare_row(row, tokenizer) -> dict:
     """A dataset row as the dict returned below. If `prompt` is missing, it is the `messages` up to the user's first; if
     `completion` is missing, the reference is the assistant's first message after the prompt. The chat template also
     gets the row's `tools` and, as arguments, its `chat_template_kwargs`."""
+    # 1. Prompt and reference, as the dataset has them.
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("completion")
     if prompt is None:
         require(messages, f"the row has {', '.join(x for x in row if row[x] is not None)}")
@@ -1756,6 +1761,7 @@ def prepare_row(row, tokenizer) -> dict:
     if isinstance(reference, list):
         reference = reference[-1]["content"]
 
+    # 2. The text that the model reads.
     if isinstance(prompt, list):
         require(all(isinstance(x["content"], str) for x in prompt), "the content of a message must be a text")
     if isinstance(prompt, str):
@@ -1771,6 +1777,8 @@ def prepare_row(row, tokenizer) -> dict:
         text = tokenizer.apply_chat_template(prompt, row.get("tools"), tokenize=False, **options)
         add_special_tokens = False  # the template has them
     require(isinstance(text, str) and isinstance(reference, str | None), "prompt and completion must be texts")
+
+    # 3. Its tokens.
     if text.startswith(tokenizer.bos_token or "\0"):
         add_special_tokens = False  # the text has them too
     ids = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -2460,11 +2468,6 @@ def check_args(args: Args):
     require(args.warmup_ratio < 1, f"--warmup_ratio {args.warmup_ratio}: must be below 1")
     require(args.stop_token is None or args.stop_token_id is None, "give --stop_token or --stop_token_id, not both")
     require(args.output_dir, "--resume needs --output_dir: which run should continue?")
-    number = os.environ.get("LOCAL_RANK")
-    require(
-        number is None or args.device in ("cpu", f"cuda:{number}"),
-        f"--device {args.device}: torchrun gives each process a GPU of its own, this one {number}; write --device cuda",
-    )
     require(
         args.sharding == "ddp" or hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
         f"--sharding fsdp: the FSDP of torch {torch.__version__} is too old, 2.13 is tested",
@@ -2511,7 +2514,7 @@ def command_line(argv: list[str] | None = None):
     """Runs `python rloo.py argv`. A mistake ends it with one line and status 1; SIGTERM, Ctrl-C or the end
     of the terminal, with a checkpoint."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        return  # a process that a reward function has spawned, which imports the script that runs
+        return  # this process was spawned by a reward function, and imports the script that runs
     rank = int(os.environ.get("RANK", 0))
     signals = []  # those received
     newest = -math.inf  # when the newest came
@@ -2535,8 +2538,9 @@ def command_line(argv: list[str] | None = None):
         if len(signals) > 2:
             os._exit(128 + number)  # sys.exit could be caught by a reward function, or wait for its processes
 
-    # Workers of a reward function's pool get no signal that is sent to the run's group: it waits for their results.
-    multiprocessing.util.register_after_fork(note, lambda _: os.setpgid(0, 0))  # not in subprocess, which may setsid
+    # Ctrl-C goes to the run's whole process group. Workers of a reward function's pool leave the group, since the run
+    # waits for their results. Children of subprocess stay: they may call setsid, which a leader of a group cannot.
+    multiprocessing.util.register_after_fork(note, lambda _: os.setpgid(0, 0))
     hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []  # not under nohup
     handlers = {}  # those before this run
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
