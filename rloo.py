@@ -679,8 +679,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     evaluations = {"before": state["before"], "after": evaluation if num_updates else {}}
     if test_rows:
         print_evaluations(**evaluations, prompts=len(test_rows))
-    result = f"The policy and its tokenizer: {output}" if num_updates else f"Nothing was trained. Completions: {output}"
-    print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. {result}")
+    print(f"\n{(num_updates - first) * batch_size:,} episodes in {clock(device) - start:.0f} s. Results: {output}")
     return evaluations
 
 
@@ -1172,7 +1171,8 @@ def body_of(model):
 
 def final_logits(model, hidden):
     """Logits (..., vocabulary) in float32 of hidden states (..., H), scaled and capped where the model does that."""
-    config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
+    config = model.config.get_text_config()
+    logits = model.get_output_embeddings()(hidden).float()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     logits = logits if scale == 1.0 else logits * scale
@@ -1261,9 +1261,9 @@ def rollout(
             engine, model, rows, k, temperature, response_length, stop_ids, version, max_length
         )
     else:
-        prompt_ids, prompt_mask = (x.to(model.device) for x in pad([row["prompt_ids"] for row in rows], left=True))
+        prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], left=True)
         size = max(1, chunk_size // k)
-        chunks = zip(prompt_ids.split(size), prompt_mask.split(size), strict=True)
+        chunks = zip(prompt_ids.to(model.device).split(size), prompt_mask.to(model.device).split(size), strict=True)
         sample_chunks = decode if engine == "group" else generate
         tokens, logprobs = sample_chunks(model, chunks, k, temperature, response_length, stop_ids)
     batch = make_batch([row | {"updates_done": version} for row in rows], tokens, stop_ids)
@@ -1294,7 +1294,8 @@ def decode(model, chunks, k, temperature, R, stop_ids):
 
 def generate(model, chunks, k, temperature, R, stop_ids):
     """Tokens (k, B, R) by `generate` of transformers, in plain rows, from the full softmax; and None."""
-    config, parts = model.generation_config, []
+    parts = []
+    config = model.generation_config
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=R,
         eos_token_id=stop_ids,
@@ -1545,10 +1546,8 @@ def named_tensors(model) -> dict[str, torch.Tensor]:
 def score(rewards: dict[str, Callable], weights: Sequence[float] | None, batch: Batch):
     """Σ_i weight_i · score_i (k, B) over the rewards that have a score for a completion, NaN where none has; a reward
     of weight 0 never counts. Also the scores of each reward by name. Weights: in the order of the rewards, or all 1."""
-    by_name = {}
     with raised_on_all_ranks():
-        for name, reward in rewards.items():
-            by_name[name] = reward(batch)
+        by_name = {name: reward(batch) for name, reward in rewards.items()}
     weights = weights or [1.0] * len(rewards)
     weighted = [weight * scores for weight, scores in zip(weights, by_name.values(), strict=True) if weight]
     weighted = torch.stack(weighted)
@@ -1608,8 +1607,9 @@ def load_functions(specs: Sequence[str], flag, tokenizer, row) -> dict[str, Call
     for spec in specs:
         label = f"--{flag} {spec}"
         function = load_function(spec, label)
-        hint = f"; it is given {', '.join(given)}: add **columns for those that it does not need"
-        with explained(f"{label}: does not take what it is given", hint):
+        with explained(
+            f"{label}: does not take what it is given, {', '.join(given)}; add **columns for what it ignores"
+        ):
             signature = inspect.signature(function, follow_wrapped=False)
             optional = {"updates_done"} & signature.parameters.keys()
             signature.bind(**dict.fromkeys([*given, *optional]))
@@ -1722,8 +1722,9 @@ def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
     """All rows of a split through `prepare_row`, without those longer than `max_prompt_length` tokens."""
     prepared = []
     for number, row in enumerate(rows, 1):
-        hint = "; it needs `prompt` (text or messages) or `messages`; `completion` is a text"
-        with explained(f"{name}, row {number}: cannot be used", hint):
+        with explained(
+            f"{name}, row {number}: needs `prompt` (text or messages) or `messages`; `completion` is a text"
+        ):
             prepared.append(prepare_row(row, tokenizer))
     kept = [row for row in prepared if len(row["prompt_ids"]) <= max_prompt_length]
     print(f"{name}: {len(kept):,} of {len(rows):,} prompts are within --max_prompt_length {max_prompt_length} tokens")
@@ -1947,7 +1948,8 @@ def choose_layout(model, args, rows) -> str:
 
 def check_sizes(model, args, rows):
     """Refuses a model with too few positions or embeddings for the prompts of `rows`."""
-    config, name = model.config.get_text_config(), type(model).__name__
+    config = model.config.get_text_config()
+    name = type(model).__name__
     longest = max(len(row["prompt_ids"]) for row in rows)
     highest = max(max(row["prompt_ids"] + row.get("reference_ids", [])) for row in rows)
     # Beyond its original positions a model with long-RoPE gives a row other numbers, depending on the other rows.
@@ -2114,8 +2116,7 @@ def load_adapters(folder: Path, policy):
         if is_first_rank():  # it sends them to the others
             saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
             weights = {name: saved[f"base_model.model.{name}"] for name in trained_weights(policy)}
-    options = replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)  # W is not among them
-    state_dict.set_model_state_dict(policy, weights, options=options)
+    state_dict.set_model_state_dict(policy, weights, options=loading_options())  # W is not among them
 
 
 # ---- Processes: one, or as many as torchrun starts, each with prompts of its own -------------------------------------
@@ -2127,6 +2128,11 @@ def load_adapters(folder: Path, policy):
 
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # gathers from all ranks to the first
 FROM_FIRST = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def loading_options():
+    """For a checkpoint that the first rank has read, and that need not have a value for every weight."""
+    return replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)
 
 
 def start_processes(device) -> tuple[int, int]:
@@ -2265,7 +2271,8 @@ def save_policy(folder: Path, policy, tokenizer):
 
 def save_checkpoint(output: Path, state, policy, optimizer, tokenizer, limit):
     """Writes a checkpoint to a temporary folder and renames it when complete. All ranks must call it, and wait."""
-    target, unfinished = output / f"checkpoint-{state['update']}", output / "unfinished-checkpoint"
+    target = output / f"checkpoint-{state['update']}"
+    unfinished = output / "unfinished-checkpoint"
     if on_first_rank(target.exists):
         return
     with explained(f"{target} cannot be saved; free disk space and continue with --resume"):
@@ -2318,8 +2325,7 @@ def load_moments(folder: Path, policy, optimizer):
         moments = {}
         if is_first_rank():  # it sends them to the others
             moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    options = replace(FROM_FIRST if dist.is_initialized() else FULL, strict=False)  # some weights may have no moments
-    state_dict.set_optimizer_state_dict(policy, optimizer, moments, options=options)
+    state_dict.set_optimizer_state_dict(policy, optimizer, moments, options=loading_options())  # not of all weights
     optimizer.param_groups[0].update(optimizer.defaults)
 
 
@@ -2336,15 +2342,15 @@ def require(condition: object, message: str):
 
 
 @contextmanager
-def explained(message: str, hint=""):
-    """Turns an error inside, unless out of memory, into an InputError: `message`, the error's first line, `hint`."""
+def explained(message: str):
+    """Turns an error inside, unless out of memory, into an InputError: `message` and the error's first line."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise InputError(f"{message} ({type(error).__name__}: {first_line:.300}){hint}") from error
+        raise InputError(f"{message} ({type(error).__name__}: {first_line:.300})") from error
 
 
 ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; dashes are written as underscores

@@ -1890,7 +1890,7 @@ def test_rows_of_every_documented_form():
         ({"prompt": [USER | {"content": [{"type": "text", "text": "a"}]}]}, "content of a message must be a text"),
         ([], "AttributeError"),
     ):
-        with pytest.raises(InputError, match=rf"^x, row 1: cannot be used \(.*{why}.*it needs `prompt`"):
+        with pytest.raises(InputError, match=rf"^x, row 1: needs `prompt` .*\(.*{why}"):
             rloo.prepare_rows([row], tokenizer, 9, "x")
 
 
@@ -2281,13 +2281,11 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "there is no module no": ["--reward_fns no:f", "--rollout_engine no.where:f"],
     "is loaded under the same name; rename the file": ["--reward_fns {x}/json.py:f", "--reward_fns {x}/time.py:f"],
     "is not a callable object": ["--reward_fns {x}/fns.py:thing"],
-    "does not take what it is given (TypeError: missing a required argument: 'a'); it is given prompts, ": [
+    "add **columns for what it ignores (TypeError: missing a required argument: 'a')": [
         "--reward_fns {x}/fns.py:sum",
         "--judge_fn {x}/fns.py:sum",
     ],
-    "got an unexpected keyword argument 'prompts'); it is given prompts, completions, completion_ids, ": [
-        "--reward_fns {x}/fns.py:few"
-    ],
+    "does not take what it is given, prompts, completions, completion_ids, ": ["--reward_fns {x}/fns.py:few"],
     "--total_episodes, completions in all": ["--max_steps 3", "--num-train-epochs=1"],
     "--dtype bfloat16": ["--bf16 True", "--bf16"],
     "--lora_rank": ["--use_peft"],
@@ -2307,7 +2305,7 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "line 1 must be a JSON object like": [f"--dataset_name {{x}}/{name}.jsonl" for name in ("latin", "list", "deep")],
     "empty.jsonl: its split train has no rows": ["--dataset_name {x}/empty.jsonl"],
     "line 2 must be a JSON object like": ["--dataset_name {x}/broken.jsonl"],
-    "text.jsonl, train, row 1: cannot be used": ["--dataset_name {x}/text.jsonl"],
+    "text.jsonl, train, row 1: needs `prompt`": ["--dataset_name {x}/text.jsonl"],
     "train: no prompt is within": ["--max_prompt_length 1"],
     "has 128 positions; the longest prompt": ["--response_length 125", "--response_length 4000"],
     "cannot be loaded as a folder or Hub model": ["--sft_model_path /nowhere", "--reward_model_path ./no"],
@@ -3047,7 +3045,7 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
         ["rloo.py", *command(tiny, "out", kl_coef=0.03, num_eval_prompts=8), "--track"], tmp_path, WANDB_MODE="offline"
     )
     assert result.returncode == 0, result.stderr
-    assert f"The policy and its tokenizer: {tmp_path}/out" in result.stdout and "before" in result.stdout
+    assert f" s. Results: {tmp_path}/out\n" in result.stdout and "before" in result.stdout
     out = tmp_path / "out"
     assert {
         "args.json",
@@ -4715,7 +4713,9 @@ def test_only_mistakes_and_a_lack_of_memory_are_one_line():
 
 def test_a_missing_column_is_named_with_those_that_there_are(train, tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions, animal, **columns):\n    return [1.0 for _ in completions]\n")
-    with pytest.raises(InputError, match="missing a required argument: 'animal'.*; it is given .*, completion, n: add"):
+    with pytest.raises(
+        InputError, match="what it is given, .*, completion, n; add .*missing a required argument: 'animal'"
+    ):
         train(reward_fns=(f"{tmp_path}/mine.py:f",))
 
 
@@ -5197,7 +5197,7 @@ def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_p
         NOTES=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("The policy and its tokenizer:") == 1
+    assert done.stdout.count(" s. Results: ") == 1
     assert [done.stderr.count(f"update {number} of 2: ") for number in (1, 2)] == [1, 1]
     noted = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
     assert len({number for number, _ in noted}) == len(noted) == 4  # no two of 2 ranks x 2 updates draw the same
@@ -6012,7 +6012,7 @@ def test_what_is_said_about_prompts_before_training(tmp_path, capsys):
     rloo.prepare_row({"prompt": [USER]}, chat_tokenizer())
     rloo.prepare_row({"prompt": "b"}, tiny_tokenizer())
     assert capsys.readouterr().out == ""
-    with pytest.raises(InputError, match=r"^x, row 1: cannot be used \(ValueError: .*chat_template is not set"):
+    with pytest.raises(InputError, match=r"^x, row 1: needs .*\(ValueError: .*chat_template is not set"):
         rloo.prepare_rows([{"prompt": [SYSTEM, USER]}], tiny_tokenizer(), 9, "x")
 
 
