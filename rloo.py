@@ -576,7 +576,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-    """Trains; returns the evaluations before and after. Once `signals` is not empty, saves and exits."""
+    """Trains; returns the evaluations before and after. Saves and exits once a signal is in the list `signals`."""
     args = resolve_args(args)
     check_args(args)
 
@@ -626,11 +626,10 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     # 4. The evaluation before training. A resumed run repeats the evaluation that followed its checkpoint, since files
     # are cut to just before it.
     def evaluate_after(done) -> dict[str, float]:
+        sampling["version"] = done
         samples = []
         for mode in modes[done]:
-            samples += evaluate(
-                args, policy, rewards, judges, test_rows[rank::world], sampling | {"version": done}, tokenizer, mode
-            )
+            samples += evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer, mode)
             stop_if_told(signals)  # without writing it: a signal may have ended processes that computed its rewards
         return write_evaluation(args, output, done, done * batch_size, samples)
 
@@ -655,8 +654,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             set_seed(args.seed, done - 1, rank)
             optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
             rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
-            versioned = sampling | {"version": done - 1}
-            metrics = update(args, policy, reference, rewards, optimizer, rows, versioned, layout)
+            sampling["version"] = done - 1
+            metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             eps = (done - first) * batch_size / (clock(device) - start)
             metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
             # Write, show.
@@ -694,7 +693,7 @@ def settings(args, layout, world, output, train_prompts, test_prompts) -> str:
 
 
 def sampling_options(args, engine, policy, tokenizer, rows) -> dict:
-    """The arguments of `rollout` that stay the same in a run."""
+    """The arguments of `rollout` that stay the same in a run; main adds `version`, the number of updates done."""
     return {
         "response_length": args.response_length,
         "stop_ids": on_first_rank(lambda: stop_token_ids(args, policy, tokenizer)),
@@ -762,9 +761,9 @@ def open_output(args, output: Path, state, resumed: Path | None):
         return
     with explained(f"--output_dir {output}: cannot be written to, or another run is using it"):
         output.mkdir(parents=True, exist_ok=True)
-        lock = (output / "metrics.jsonl").open("a")  # the first file, since it marks the folder as a run's
+        lock = (output / "metrics.jsonl").open("a")  # opened first, since this file marks the folder of a run
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.register_at_fork(after_in_child=lock.close)  # a pool of a reward function that outlives the run has no lock
+        os.register_at_fork(after_in_child=lock.close)  # so that a forked worker that outlives the run has no lock
     with lock:
         require(
             newest_checkpoint(output) == resumed,
