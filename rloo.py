@@ -600,8 +600,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
     batch_size = args.rloo_k * B * world
     if args.total_episodes is None:
         args.total_episodes = args.rloo_k * len(train_rows)  # each prompt once
-    flags = vars(args) | {"completions per update": batch_size}
-    flags |= hashes(args, train_rows, test_rows)
+    flags = vars(args) | {"completions per update": batch_size} | hashes(args, train_rows, test_rows)
     resumed = on_first_rank(lambda: newest_checkpoint(output)) if args.resume else None
     state = load_state(resumed, flags) if resumed else new_state(output, flags)
     first = state["update"]
@@ -872,11 +871,14 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, mode: str
     """Samples a completion of each row ("greedy": at temperature 0) and grades it: weighted score, judge, and whether
     it beats the row's reference. Returns the samples of all ranks. All calls of a rank begin with the same random
     numbers, which are not those of other ranks."""
+    # 1. Completions.
     rank, _ = rank_and_world()
     transformers.set_seed((args.seed + 100_000 * rank) % 2**32)
     temperature = args.temperature if mode == "sampled" else 0.0
     batch, logprobs = rollout(sampling_model(policy, forward_dtype(args)), rows, 1, temperature, **sampling)
     require_finite("a log-prob of the policy", logprobs)
+
+    # 2. Grades by name, each a list: those of the completions, then those of the references that there are.
     graded = with_references(batch, sampling["stop_ids"])
     grades = {}
     grades["score"], by_reward = score(rewards, args.reward_weights, graded)
@@ -885,6 +887,8 @@ def evaluate(args, policy, rewards, judges, rows, sampling, tokenizer, mode: str
     if len(by_reward) > 1:
         grades |= {f"rewards/{name}": scores for name, scores in by_reward.items()}
     grades = {name: scores[0].tolist() for name, scores in grades.items()}
+
+    # 3. A sample of each row.
     references = itertools.count(len(rows))
     texts = completion_texts(batch, tokenizer)
     lengths = batch.response_mask[0].sum(-1).tolist()
