@@ -1741,7 +1741,7 @@ def hashes(args, train_rows, test_rows) -> dict[str, str]:
     hashed = {
         "training data": [row["columns"] for row in train_rows],
         "held-out data": [row["columns"] for row in test_rows],
-        "functions": [path.read_text() for path in sources if path.suffix == ".py"],
+        "functions": [str(path.read_bytes()) for path in sources if path.suffix == ".py"],
     }
     for name, content in hashed.items():
         data = json.dumps(content, default=lambda value: None)
@@ -1999,7 +1999,9 @@ def why_not_group(model, args, longest) -> str | None:
             return "group rows give other results, as with linear attention or ALiBi"
         if args.rollout_engine == "group" and model.get_output_embeddings() is not None:
             sampler = sampling_model(model, forward_dtype(args))
-            batch, sampled = rollout(sampler, [{"prompt_ids": [0, 1]}], args.rloo_k, 1.0, 3, stop_ids=[-1])
+            ids = torch.tensor([[0, 1]], device=model.device)
+            tokens, sampled = decode(sampler, [(ids, ids >= 0)], args.rloo_k, 1.0, 3, stop_ids=[-1])
+            batch = make_batch([{"prompt_ids": [0, 1]}], tokens, stop_ids=[-1])
             if not close(sampled, completion_logprobs(sampler, batch, 1.0, "plain")[0], sampler):
                 return "this file's decoder gives different log-probs for it"
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
