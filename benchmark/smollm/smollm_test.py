@@ -233,7 +233,7 @@ def test_tables_give_no_error_of_few_seeds(tmp_path):
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("\nbelow\n")
     assert "old" not in text and "| all weights, β = 0 | 20.0 |" in text
-    assert smollm_report.smooth([1, 2, 3, 4, 5, 6]) == [1, 1.5, 2, 2.5, 3, 4]
+    assert smollm_report.smooth([1, 2, 3, 4, 5, 6]) == [3, 4] and smollm_report.smooth([1, 2]) == []
 
 
 def test_trl_gets_the_text_of_messages(tmp_path):
