@@ -3683,23 +3683,28 @@ def test_readme_real_model_is_that_of_its_page():
     """Numbers, number of seeds and samples of SmolLM2."""
     readme, page = ((HERE / path).read_text() for path in ("README.md", "benchmark/smollm/README.md"))
     block = readme.split("<!-- real model -->")[1].split("<!-- end of real model -->")[0]
-    *samples, scores = [[x.strip() for x in line.split("|")[1:-1]] for line in block.strip().splitlines()[2:]]
+    *samples, sentiment, lists = [[x.strip() for x in line.split("|")[1:-1]] for line in block.strip().splitlines()[2:]]
 
     def rows(name):
         part = page.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
         head, _, *body = [[x.strip() for x in line.split("|")[1:-1]] for line in part.splitlines()]
         return head, {row[0]: row for row in body}
 
-    _, table = rows("sentiment")
-    before, after = table["before training"], table["all weights, β = 0.02"]
-    assert scores[1:] == [row[2].partition(";")[0] for row in (before, after)]
-    assert f"(seeds: {len(after[1].split(','))})" in scores[0]
-    head, shown = rows("samples")
+    for name, shown in (("sentiment", sentiment), ("reversal", lists)):
+        _, table = rows(name)
+        before, after = table["before training"], table["all weights, β = 0.02"]
+        assert shown[1:] == [row[2].partition(";")[0] for row in (before, after)]
+        assert f"(seeds: {len(after[1].split(','))})" in shown[0]
+    answers_of = {}
+    for name in ("samples", "reversal samples"):
+        head, body = rows(name)
+        columns = [head.index(column) for column in ("before training", "all weights, β = 0.02")]
+        answers_of |= {prompt: [row[column] for column in columns] for prompt, row in body.items()}
+    assert len(samples) >= 3
     for prompt, *answers in samples:
-        for answer, column in zip(answers, ("before training", "all weights, β = 0.02"), strict=True):
-            text, score = re.fullmatch(r"(.*) … (\*\*\S+\*\*)", answer).groups()
-            cell = shown[prompt][head.index(column)]
-            assert cell.startswith(text) and cell.endswith(score), prompt
+        for answer, cell in zip(answers, answers_of[prompt], strict=True):
+            text, cut, score = re.fullmatch(r"(.*?)( …)? (\*\*\S+\*\*)", answer).groups()
+            assert cell.startswith(text) and cell.endswith(score) and (cut or cell == answer), prompt
 
 
 def test_readme_numbers_are_those_of_the_records():
