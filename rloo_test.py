@@ -3451,11 +3451,8 @@ def test_readme_entropy_bonus_is_the_gradient_of_the_entropy(train, tmp_path, mo
 
 OBJECTIVES_OF_README = [
     [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in (HERE / "README.md")
-    .read_text()
-    .split("| objective (arXiv number) | how |")[1]
-    .split("\n\n")[0]
-    .splitlines()[2:]
+    for line in (HERE / "README.md").read_text().split("| objective (arXiv number) | flags |")[1].splitlines()[2:]
+    if line.startswith("| ") and "`--" in line and "_estimator" in line
 ]
 
 
@@ -3467,11 +3464,11 @@ def readme_flags(name: str) -> list[str]:
 
 def test_readme_names_each_objective_once():
     """By its flags, or by a link to the section that has its file; the median is README's own example."""
-    links = [how for _, how in OBJECTIVES_OF_README if how.startswith("[")]
-    anchors = [re.fullmatch(r"\[\w+\]\(benchmark/objectives/README\.md#([\w-]+)\)", link)[1] for link in links]
-    others = ["objectives-in-a-few-lines", "a-metric-of-your-own", "sampling-with-top-p"]
+    links = re.findall(r"\]\(benchmark/objectives/README\.md#([\w-]+)\)", (HERE / "README.md").read_text())
+    anchors = [link for link in links if link != "batches-and-rows"]
+    others = ["objectives-in-a-few-lines", "a-coefficient-that-changes", "a-metric-of-your-own", "sampling-with-top-p"]
     assert sorted([*anchors, *others]) == sorted(sections_with_files())
-    assert len(OBJECTIVES_OF_README) == len(links) + 4
+    assert len(OBJECTIVES_OF_README) == 4
 
 
 def test_readme_flags_are_the_published_objectives():
@@ -3499,6 +3496,17 @@ def test_readme_objectives_that_are_flags_run(tiny, tmp_path, monkeypatch, name)
     updates = read_metrics(tmp_path / "out")
     assert all(math.isfinite(value) for update in updates for value in update.values())
     assert all(0 < update["objective/scores"] < 1 and update["grad_norm"] > 0 for update in updates)
+
+
+def test_a_coefficient_that_changes_does_so_in_the_run_and_after_resuming(mine, train):
+    mine("with_decay")
+    _, output = train()
+    metrics, _ = train(total_episodes=32, resume=True, output_dir=str(output))
+    assert [found["kl_coef"] for found in metrics] == pytest.approx([0.1, 0.095])
+    for found in metrics:
+        expected = -found["kl_coef"] * found["objective/kl"]
+        assert found["objective/non_score_reward"] == pytest.approx(expected, rel=1e-5)
+    assert metrics[1]["objective/kl"] > 1e-3
 
 
 def test_readme_metric_and_top_p(mine, train, monkeypatch):
@@ -3735,7 +3743,7 @@ def test_readme_numbers_are_those_of_the_records():
 
     readme = (HERE / "README.md").read_text()
     seconds = {name: sum(x["cpu_seconds"] for x in runs) for name, runs in read("trl/train.json")["found"].items()}
-    (update,) = [line for line in readme.splitlines() if line.startswith("| time relative to rloo.py")]
+    (update,) = [line for line in readme.splitlines() if line.startswith("| time on a CPU |")]
     on_mini_tldr = seconds["TRL 1.16.0"] / seconds["rloo.py"]
     smollm = {
         method: [
@@ -3748,7 +3756,6 @@ def test_readme_numbers_are_those_of_the_records():
     on_smollm = sum(on_smollm) / len(on_smollm) / (sum(ours) / len(ours))
     shown = [f"{on_smollm:.1f}", f"{on_mini_tldr:.1f}", f"{times('TRL 1.16.0'):.1f}"]
     assert re.findall(r"\[([\d.]+)\]\(", update) == shown
-    assert f"On a CPU, TRL's trainer took\n{shown[0]} to {shown[2]} times as long." in readme
     same = [row["difference"] for row in read("trl/golden.json")["table"] if not row["why"]]
     assert f"[{len(same)} settings within {max(same):.1e}".replace("e-0", "e-") in readme
 
