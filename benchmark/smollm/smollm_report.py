@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "study"))
-from study import insert, markdown  # noqa: E402
+from study import differences, insert, markdown, with_interval  # noqa: E402
 
 LABELS = {
     "base": "before training",
@@ -110,6 +110,24 @@ def reversal_table(found: dict) -> str:
     return markdown(rows)
 
 
+def difference_table(found: dict) -> str:
+    """Of each setting from all weights with β = 0.02; verdicts as on all pages, with a correction for each task."""
+    rows = [
+        ["task", "minus all weights, β = 0.02", "score or % exact, sampled", "p, after Holm's correction", "verdict"]
+    ]
+    for task, measure, factor in (("sentiment", "score", 1), ("reversal", "exact", 100)):
+        scores = {
+            setting: [factor * value(record, "test", "sampled", measure) for record in records]
+            for setting, records in labelled(found.get(task, {})).items()
+            if setting != "base" and len(records) >= 3
+        }
+        if "full-beta0.02" in scores:
+            for setting, x in differences(scores, "full-beta0.02").items():
+                p = f"{x.holm:.2f}" if x.holm >= 0.005 else "below 0.005"
+                rows.append([task, LABELS[setting], with_interval(x, 1 if factor > 1 else 2), p, x.verdict])
+    return markdown(rows)
+
+
 def rate_table(found: dict) -> str:
     """Runs at other learning rates: each cell is one seed, the first."""
     rows = [["policy, seed 1", *(f"{rate} × the learning rate" for rate in RATES.values())]]
@@ -155,7 +173,7 @@ def tables(found: dict) -> dict[str, str]:
             made |= {"rates": rate_table(found["sentiment"])}
     if "reversal" in found:
         made |= {"reversal": reversal_table(found["reversal"]), "reversal samples": samples_table(found["reversal"])}
-    return made | {"cost": cost_table(found)}
+    return made | {"differences": difference_table(found), "cost": cost_table(found)}
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
