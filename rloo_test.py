@@ -2189,14 +2189,17 @@ TRL = {  # defaults of TRL 0.19 by the names of our flags, and ours where they d
 }
 
 
-def test_defaults_are_those_of_trl_but_for_those_that_the_readme_names():
-    readme, defaults = (HERE / "README.md").read_text(), vars(Args())
+def test_defaults_are_those_of_trl_but_for_those_that_its_page_names():
+    """... and README's table has the defaults of the flags that it lists."""
+    readme, page = ((HERE / path).read_text() for path in ("README.md", "benchmark/trl/README.md"))
+    defaults = vars(Args())
     for name, value in TRL.items():
         trl, ours = value if isinstance(value, tuple) else (value, value)
         assert defaults[name] == ours, name
-        assert (f"`{name}` {ours} (" in readme) == (trl != ours), name
-    shown = re.findall(r"(?m)^\| `--(\w+)` \| ([\d.]+)", readme)
-    assert len(shown) >= 5 and all(defaults[name] == float(value) for name, value in shown)
+        assert (f"`{name}` {ours} (" in page) == (trl != ours), name
+    shown = re.findall(r"(?m)^\| `--(\w+)` \| ([\d.]+(?:e-\d+)?)", readme)
+    of_own_task = vars(rloo.resolve_args(Args(dataset_name="data", sft_model_path="model", device="cpu")))
+    assert len(shown) >= 5 and all(of_own_task[name] == float(value) for name, value in shown)
 
 
 def test_hyphens_trls_name_for_the_token_level_and_the_bundled_task():
@@ -3094,6 +3097,7 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path):
 
 OBJECTIVES = HERE / "benchmark" / "objectives" / "README.md"  # whose blocks are files mine.py beside rloo.py
 METRICS = HERE / "benchmark" / "metrics" / "README.md"
+GPU = HERE / "benchmark" / "gpu" / "README.md"
 RUNS_IT = "rloo.command_line()\n"  # the last line of such a block
 
 
@@ -3113,10 +3117,12 @@ def commands_of(blocks: list[str], folder: Path) -> list[list[str]]:
     return [line.split("\t")[:-1] for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("page", [HERE / "README.md", OBJECTIVES, METRICS], ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", [HERE / "README.md", OBJECTIVES, METRICS, GPU], ids=lambda page: page.parent.name)
 def test_every_command_of_the_readme_parses(page, tmp_path):
     """... and every script that it names is there. Whether they do what they say: the other tests."""
     blocks = blocks_of(page.read_text(), "sh")
+    if page == GPU:
+        blocks = [*[block for block in readme_blocks("sh") if "common=(" in block], *blocks]  # as the page says
     commands = commands_of(blocks, tmp_path)
     lines = [line.lstrip() for block in blocks for line in block.splitlines()]
     assert len(commands) == sum(line.startswith(("python ", "torchrun ")) for line in lines) > 0
@@ -3127,7 +3133,7 @@ def test_every_command_of_the_readme_parses(page, tmp_path):
             assert isinstance(rloo.parse_args(words[words.index(script) + 1 :]), Args)
             ours += 1
         assert script in ("-", "pytest", "rloo.py", "mine.py") or (HERE / script).is_file(), script
-    assert ours >= {"objectives": 11, "metrics": 1}.get(page.parent.name, 8)
+    assert ours >= {"objectives": 11, "metrics": 1, "gpu": 3}.get(page.parent.name, 5)
 
 
 PAGES = [HERE / "README.md", *sorted((HERE / "benchmark").rglob("*.md"))]
@@ -3432,7 +3438,8 @@ def test_readme_entropy_bonus_is_the_gradient_of_the_entropy(train, tmp_path, mo
 
 OBJECTIVES_OF_README = [
     [cell.strip() for cell in line.split("|")[1:-1]]
-    for line in (HERE / "README.md").read_text().split("| objective | how |")[1].split("\n\n")[0].splitlines()[2:]
+    for line in (HERE / "README.md").read_text().split("| objective (arXiv number) | flags |")[1].splitlines()[2:]
+    if line.startswith("| ") and "`--" in line and "_estimator" in line
 ]
 
 
@@ -3444,11 +3451,11 @@ def readme_flags(name: str) -> list[str]:
 
 def test_readme_names_each_objective_once():
     """By its flags, or by a link to the section that has its file; the median is README's own example."""
-    links = [how for _, how in OBJECTIVES_OF_README if how.startswith("[")]
-    anchors = [re.fullmatch(r"\[\w+\]\(benchmark/objectives/README\.md#([\w-]+)\)", link)[1] for link in links]
-    others = ["objectives-in-a-few-lines", "a-metric-of-your-own", "sampling-with-top-p"]
+    links = re.findall(r"\]\(benchmark/objectives/README\.md#([\w-]+)\)", (HERE / "README.md").read_text())
+    anchors = [link for link in links if link != "batches-and-rows"]
+    others = ["objectives-in-a-few-lines", "a-coefficient-that-changes", "a-metric-of-your-own", "sampling-with-top-p"]
     assert sorted([*anchors, *others]) == sorted(sections_with_files())
-    assert len(OBJECTIVES_OF_README) == len(links) + 4
+    assert len(OBJECTIVES_OF_README) == 4
 
 
 def test_readme_flags_are_the_published_objectives():
@@ -3476,6 +3483,17 @@ def test_readme_objectives_that_are_flags_run(tiny, tmp_path, monkeypatch, name)
     updates = read_metrics(tmp_path / "out")
     assert all(math.isfinite(value) for update in updates for value in update.values())
     assert all(0 < update["objective/scores"] < 1 and update["grad_norm"] > 0 for update in updates)
+
+
+def test_a_coefficient_that_changes_does_so_in_the_run_and_after_resuming(mine, train):
+    mine("with_decay")
+    _, output = train()
+    metrics, _ = train(total_episodes=32, resume=True, output_dir=str(output))
+    assert [found["kl_coef"] for found in metrics] == pytest.approx([0.1, 0.095])
+    for found in metrics:
+        expected = -found["kl_coef"] * found["objective/kl"]
+        assert found["objective/non_score_reward"] == pytest.approx(expected, rel=1e-5)
+    assert metrics[1]["objective/kl"] > 1e-3
 
 
 def test_readme_metric_and_top_p(mine, train, monkeypatch):
@@ -3560,7 +3578,9 @@ def test_readme_gpu_commands_are_those_of_the_memory_table(tmp_path):
 
     script = ["bash", str(HERE / "benchmark" / "tldr" / "tldr.sh"), "1b-k4", "--dry_run"]
     tldr, *_ = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
-    commands = [" ".join(words) for words in commands_of(readme_blocks("sh"), tmp_path) if "Qwen/" in " ".join(words)]
+    readme = (HERE / "README.md").read_text()
+    blocks = readme_blocks("sh") + blocks_of(GPU.read_text(), "sh")
+    commands = [" ".join(words) for words in commands_of(blocks, tmp_path) if "Qwen/" in " ".join(words)]
     assert len(commands) == 4
     for line in [*commands, tldr]:
         args = rloo.resolve_args(rloo.parse_args(line.partition("rloo.py ")[2].split()))
@@ -3574,7 +3594,10 @@ def test_readme_gpu_commands_are_those_of_the_memory_table(tmp_path):
         assert args.gradient_checkpointing == run.checkpointing
         assert args.learning_rate == pytest.approx(float(run.learning_rate))
         size = int(re.search(r"(\d+) GB", run.name)[1])
-        assert size in gpu_memory.fitting(run) and f"{size} GB" in (HERE / "README.md").read_text()
+        assert size in gpu_memory.fitting(run)
+        needed = max(gpu_memory.needed(run)[name] for name in ("training", "rollout")) / 2**30
+        if run.gpus == 1 and line != tldr:
+            assert f" on one GPU of {size} GB** ({needed:.1f} GiB computed):" in readme, name
 
 
 def test_readme_library_example_is_a_step_of_rloo(monkeypatch):
@@ -3649,14 +3672,11 @@ def test_readme_functions_and_lines_are_those_of_the_file():
     readme, source = (HERE / "README.md").read_text(), (HERE / "rloo.py").read_text()
     begin, end = source.index("# ---- The maths"), source.index("# ---- The run")
     algorithm = source[begin:end]
-    stated = int(re.search(r"of which the algorithm takes (\d+)", readme)[1])
+    stated, again = map(int, re.findall(r"(?:the algorithm takes|after these) (\d+)", readme))
     whole = int(re.search(r"one file of ([\d,]+) lines", readme)[1].replace(",", ""))
     assert whole == pytest.approx(source.count("\n"), rel=0.1)
-    assert stated == pytest.approx(algorithm.count("\n"), rel=0.1)
-    where = re.search(r"\*\*Where to find the algorithm\.\*\*(.*?)\n\n", readme, re.S)[1]
-    assert "# ---- One update" in algorithm
-    for name in re.findall(r"`(\w+)`", where):
-        assert f"\ndef {name}(" in algorithm, name
+    assert stated == again == pytest.approx(algorithm.count("\n"), rel=0.1)
+    assert '"The maths" and "One update"' in readme and "# ---- One update" in algorithm
     formulas = readme.split("| formula | function |")[1].split("\n\n")[0]
     for name in re.findall(r"`(\w+)`", formulas):
         assert f"\ndef {name}(" in source, name
@@ -3666,23 +3686,33 @@ def test_readme_real_model_is_that_of_its_page():
     """Numbers, number of seeds and samples of SmolLM2."""
     readme, page = ((HERE / path).read_text() for path in ("README.md", "benchmark/smollm/README.md"))
     block = readme.split("<!-- real model -->")[1].split("<!-- end of real model -->")[0]
-    *samples, scores = [[x.strip() for x in line.split("|")[1:-1]] for line in block.strip().splitlines()[2:]]
+    samples = [[x.strip() for x in line.split("|")[1:-1]] for line in block.strip().splitlines()[2:]]
+    below = " ".join(readme.split("<!-- end of real model -->")[1].split("Install, train")[0].split())
 
     def rows(name):
         part = page.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
         head, _, *body = [[x.strip() for x in line.split("|")[1:-1]] for line in part.splitlines()]
         return head, {row[0]: row for row in body}
 
-    _, table = rows("sentiment")
-    before, after = table["before training"], table["all weights, β = 0.02"]
-    assert scores[1:] == [row[2].partition(";")[0] for row in (before, after)]
-    assert f"(seeds: {len(after[1].split(','))})" in scores[0]
-    head, shown = rows("samples")
+    found = {}
+    for name in ("sentiment", "reversal"):
+        _, table = rows(name)
+        found[name] = before, after = table["before training"], table["all weights, β = 0.02"]
+        assert f"from {before[2].partition(';')[0]} to {after[2].partition(';')[0]}" in below
+        assert f"Over {len(after[1].split(','))} seeds" in below
+    before, after = found["sentiment"]
+    assert f"{after[7]}% of its sampled answers say glad, happy or love (before: {before[7]}%)" in below
+    assert f"{after[6]}% name their topic (before: {before[6]}%)" in below
+    answers_of = {}
+    for name in ("samples", "reversal samples"):
+        head, body = rows(name)
+        columns = [head.index(column) for column in ("before training", "all weights, β = 0.02")]
+        answers_of |= {prompt: [row[column] for column in columns] for prompt, row in body.items()}
+    assert len(samples) >= 3
     for prompt, *answers in samples:
-        for answer, column in zip(answers, ("before training", "all weights, β = 0.02"), strict=True):
-            text, score = re.fullmatch(r"(.*) … (\*\*\S+\*\*)", answer).groups()
-            cell = shown[prompt][head.index(column)]
-            assert cell.startswith(text) and cell.endswith(score), prompt
+        for answer, cell in zip(answers, answers_of[prompt], strict=True):
+            text, cut, score = re.fullmatch(r"(.*?)( …)? (\*\*\S+\*\*)", answer).groups()
+            assert cell.startswith(text) and cell.endswith(score) and (cut or cell == answer), prompt
 
 
 def test_readme_numbers_are_those_of_the_records():
@@ -3700,7 +3730,7 @@ def test_readme_numbers_are_those_of_the_records():
 
     readme = (HERE / "README.md").read_text()
     seconds = {name: sum(x["cpu_seconds"] for x in runs) for name, runs in read("trl/train.json")["found"].items()}
-    (update,) = [line for line in readme.splitlines() if line.startswith("| time on a CPU")]
+    (update,) = [line for line in readme.splitlines() if line.startswith("| time on a CPU |")]
     on_mini_tldr = seconds["TRL 1.16.0"] / seconds["rloo.py"]
     smollm = {
         method: [
@@ -3711,11 +3741,10 @@ def test_readme_numbers_are_those_of_the_records():
     }
     on_smollm, ours = ([x for x in smollm[method] if x] for method in ("trl", "full"))
     on_smollm = sum(on_smollm) / len(on_smollm) / (sum(ours) / len(ours))
-    shown = [f"{times('TRL 1.16.0'):.2f}", f"{on_mini_tldr:.1f}", f"{on_smollm:.1f}"]
+    shown = [f"{on_smollm:.1f}", f"{on_mini_tldr:.1f}", f"{times('TRL 1.16.0'):.1f}"]
     assert re.findall(r"\[([\d.]+)\]\(", update) == shown
-    assert f"it takes\n{1 / times('TRL 1.16.0'):.2f} to {1 / on_smollm:.2f} of the time of TRL's trainer" in readme
     same = [row["difference"] for row in read("trl/golden.json")["table"] if not row["why"]]
-    assert f"{len(same)} settings within {max(same):.1e}".replace("e-0", "e-") in readme
+    assert f"[{len(same)} settings within {max(same):.1e}".replace("e-0", "e-") in readme
 
 
 def test_readme_results_are_rows_of_the_index_of_benchmarks():
@@ -3726,7 +3755,7 @@ def test_readme_results_are_rows_of_the_index_of_benchmarks():
         return [line.split(" | ")[:3] for line in table if line.startswith("| ")]
 
     shown = [[*cells[:2], cells[2].removesuffix(" |")] for cells in rows(HERE / "README.md")]
-    assert len(shown) >= 5 and all(row in rows(HERE / "benchmark" / "README.md") for row in shown)
+    assert len(shown) >= 4 and all(row in rows(HERE / "benchmark" / "README.md") for row in shown)
 
 
 def test_every_bug_of_the_page_has_its_test():

@@ -2,7 +2,7 @@
 
     python benchmark/smollm/smollm.py                                   # every run that has no record yet, and the page
     python benchmark/smollm/smollm.py --only sentiment-full-beta0-seed1 reversal-full-beta0.02-seed1
-    python benchmark/smollm/smollm.py --report_only                     # tables and picture from the records
+    python benchmark/smollm/smollm.py --report_only                     # tables and pictures from the records
 
 A run is trained, measured on prompts that it was not trained on, and gets records/<run>.json; what has its record is
 not run again, and a run that was stopped goes on. Policies are in runs/smollm, 0.5 GB each, and may be deleted.
@@ -322,7 +322,7 @@ def main():
     parser.add_argument("--only", nargs="+", help="names of runs (--list prints them)")
     parser.add_argument("--list", action="store_true", help="print the names of all runs and which have a record")
     parser.add_argument("--quick", action="store_true", help="10 updates of each task, in records of their own")
-    parser.add_argument("--report_only", action="store_true", help="only tables and picture")
+    parser.add_argument("--report_only", action="store_true", help="only tables and pictures")
     parser.add_argument("--trl", help="python of an environment with TRL 1.16")
     parser.add_argument("--prompts", type=int, default=500, help="largest number of prompts to measure on")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "smollm", help="folder for policies")

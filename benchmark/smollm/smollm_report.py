@@ -1,4 +1,4 @@
-"""Tables and picture from the records. smollm.py calls it.
+"""Tables and pictures from the records. smollm.py calls it.
 
 A cell is the mean over the seeds that have a record, with ± the standard error over seeds if there are
 three or more.
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "study"))
-from study import insert, markdown  # noqa: E402
+from study import differences, insert, markdown, with_interval  # noqa: E402
 
 LABELS = {
     "base": "before training",
@@ -25,6 +25,11 @@ LABELS = {
 }
 RATES = {"-rate0.3": "0.3", "": "1", "-rate3": "3"}
 SHOWN = ("base", "full-beta0", "full-beta0.02", "full-beta0.1")  # in the tables of samples
+DRAWN = ("full-beta0.02", "lora8-beta0.02", "trl-beta0.02")  # in the picture of training
+TITLES = {
+    "sentiment": "Positive answers: sentiment, from −1 to 1",
+    "reversal": "Reversing lists of words: verifier's score, from 0 to 1",
+}
 COLOURS = dict(
     zip(
         LABELS,
@@ -105,6 +110,24 @@ def reversal_table(found: dict) -> str:
     return markdown(rows)
 
 
+def difference_table(found: dict) -> str:
+    """Of each setting from all weights with β = 0.02; verdicts as on all pages, with a correction for each task."""
+    rows = [
+        ["task", "minus all weights, β = 0.02", "score or % exact, sampled", "p, after Holm's correction", "verdict"]
+    ]
+    for task, measure, factor in (("sentiment", "score", 1), ("reversal", "exact", 100)):
+        scores = {
+            setting: [factor * value(record, "test", "sampled", measure) for record in records]
+            for setting, records in labelled(found.get(task, {})).items()
+            if setting != "base" and len(records) >= 3
+        }
+        if "full-beta0.02" in scores:
+            for setting, x in differences(scores, "full-beta0.02").items():
+                p = f"{x.holm:.2f}" if x.holm >= 0.005 else "below 0.005"
+                rows.append([task, LABELS[setting], with_interval(x, 1 if factor > 1 else 2), p, x.verdict])
+    return markdown(rows)
+
+
 def rate_table(found: dict) -> str:
     """Runs at other learning rates: each cell is one seed, the first."""
     rows = [["policy, seed 1", *(f"{rate} × the learning rate" for rate in RATES.values())]]
@@ -150,57 +173,70 @@ def tables(found: dict) -> dict[str, str]:
             made |= {"rates": rate_table(found["sentiment"])}
     if "reversal" in found:
         made |= {"reversal": reversal_table(found["reversal"]), "reversal samples": samples_table(found["reversal"])}
-    return made | {"cost": cost_table(found)}
+    return made | {"differences": difference_table(found), "cost": cost_table(found)}
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
-    """The mean of each value and up to four before it."""
-    return [sum(values[max(0, i - width + 1) : i + 1]) / min(width, i + 1) for i in range(len(values))]
+    """The mean of each `width` values in a row."""
+    return [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
 
 
-def draw(found: dict, path: Path):
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture without matplotlib: pip install -r benchmark/requirements.txt")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.06)
-    titles = {"sentiment": "Sentiment: score in training", "reversal": "Reversing lists: verifier's score in training"}
-    for axis, task in zip((axes[0], axes[2]), titles):
-        for setting, records in labelled(found.get(task, {})).items():
-            for i, record in enumerate(records):
-                line = smooth(record.get("reward", []))
-                label = LABELS[setting] if i == 0 and line else None
-                axis.plot(range(1, len(line) + 1), line, color=COLOURS[setting], label=label)
+def draw_training(found: dict, axes):
+    """The score in training of the settings of DRAWN that have three seeds or more: their mean and their range."""
+    for axis, (task, title) in zip(axes, TITLES.items()):
+        for setting in DRAWN:
+            lines = [smooth(record.get("reward", [])) for record in found.get(task, {}).get(setting, [])]
+            if len(lines) >= 3:
+                updates = range(5, 5 + len(lines[0]))
+                of_update = list(zip(*lines))
+                label = f"{LABELS[setting]}: mean and range of {len(lines)} seeds"
+                axis.plot(updates, [sum(x) / len(x) for x in of_update], color=COLOURS[setting], label=label)
+                axis.fill_between(
+                    updates, *([f(x) for x in of_update] for f in (min, max)), color=COLOURS[setting], alpha=0.18, lw=0
+                )
         base = value(found.get(task, {}).get("base", [{}])[0], "test", "sampled", "score")
         if base is not None:
-            axis.axhline(base, color="tab:grey", ls=":", label="before training, held-out prompts")
-        axis.set(title=titles[task], xlabel="update (32 completions)", ylabel="mean score of 5 updates")
-        if axis.lines:
-            axis.legend(fontsize=7)
+            axis.axhline(base, color="tab:grey", ls=":", label="before training, on held-out prompts")
+        axis.set(title=title, xlabel="update (32 completions each)", ylabel="mean score of 5 updates", xlim=(5, 40))
+
+
+def draw_kl(found: dict, axis):
+    """The held-out score of each run over its KL divergence."""
     for setting, records in labelled(found.get("sentiment", {})).items():
         points = [(value(x, "test", "sampled", "kl"), value(x, "test", "sampled", "score")) for x in records]
         points = [point for point in points if None not in point]
         if points:
-            axes[1].plot(*zip(*points), "o", color=COLOURS[setting], label=LABELS[setting])
-    axes[1].set(
-        title="Sentiment: held-out score over KL, by run",
+            axis.plot(*zip(*points), "o", color=COLOURS[setting], label=LABELS[setting])
+    axis.set(
+        title="Sentiment: held-out score over KL, a point for each run",
         xlabel="KL divergence from the model before training, nats",
-        ylabel="score, sampled, 200 prompts",
+        ylabel="mean score of sampled answers",
     )
-    axes[1].legend(fontsize=7)
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    print(f"picture: {path}")
+
+
+def draw(found: dict, folder: Path):
+    try:
+        import matplotlib
+    except ImportError:
+        print("no pictures without matplotlib: pip install -r benchmark/requirements.txt")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for name, function, count, width in (("training", draw_training, 2, 10), ("kl", draw_kl, 1, 7)):
+        figure, axes = plt.subplots(1, count, figsize=(width, 4.2), layout="constrained")
+        function(found, axes)
+        handles = {}  # by label: a setting that is in two pictures is once in the legend
+        for axis in figure.axes:
+            axis.grid(alpha=0.3)
+            handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, fontsize=8)
+        figure.savefig(folder / f"{name}.png", dpi=110)
+        print(f"picture: {folder / name}.png")
 
 
 def write(records: Path, page: Path | None):
-    """The tables into the page, between <!-- name --> and <!-- end of name -->, and the picture beside it; without a
+    """The tables into the page, between <!-- name --> and <!-- end of name -->, and the pictures beside it; without a
     page, the tables are printed."""
     found = load(records)
     made = tables(found)
@@ -208,4 +244,4 @@ def write(records: Path, page: Path | None):
         print("\n\n".join(made.values()))
         return
     insert(page, made)
-    draw(found, page.with_name("smollm.png"))
+    draw(found, page.parent)

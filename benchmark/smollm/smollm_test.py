@@ -226,14 +226,21 @@ def test_tables_give_no_error_of_few_seeds(tmp_path):
     assert lines[2].startswith("| before training |  | 0.10; 0.10 |")
     assert lines[3].startswith("| all weights, β = 0 | 1, 2 | 0.30; 0.30 |")
     assert lines[4].startswith("| all weights, β = 0.02 | 1, 2, 3 | 0.30 ± 0.06; 0.30 ± 0.06 |")
+    for seed in (1, 2, 3):
+        smollm.write_record(tmp_path / f"sentiment-full-beta0.1-seed{seed}.json", record(seed, 0.7 + seed / 10))
+    assert smollm_report.difference_table(smollm_report.load(tmp_path)).splitlines()[2:] == [
+        "| sentiment | all weights, β = 0.1 | +0.60 [+0.37, +0.83] | below 0.005 | ahead |"  # β = 0 has two seeds
+    ]
     page = tmp_path / "README.md"
-    marks = "\n".join(f"<!-- {x} -->\nold\n<!-- end of {x} -->" for x in ("sentiment", "samples", "rates", "cost"))
+    marks = "\n".join(
+        f"<!-- {x} -->\nold\n<!-- end of {x} -->" for x in ("sentiment", "samples", "rates", "differences", "cost")
+    )
     page.write_text(f"above\n{marks}\nbelow\n")
     smollm_report.write(tmp_path, page)
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("\nbelow\n")
     assert "old" not in text and "| all weights, β = 0 | 20.0 |" in text
-    assert smollm_report.smooth([1, 2, 3, 4, 5, 6]) == [1, 1.5, 2, 2.5, 3, 4]
+    assert smollm_report.smooth([1, 2, 3, 4, 5, 6]) == [3, 4] and smollm_report.smooth([1, 2]) == []
 
 
 def test_trl_gets_the_text_of_messages(tmp_path):

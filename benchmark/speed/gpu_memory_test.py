@@ -1,4 +1,4 @@
-"""Tests of gpu_memory.py: its formula holds for small models, and README.md has its table."""
+"""Tests of gpu_memory.py: its formula holds for small models, and the page has its table."""
 
 import sys
 from dataclasses import replace
@@ -77,9 +77,9 @@ def test_adapters_have_as_many_weights_as_the_formula_says(family, heads):
     assert gpu_memory.adapter_parameters(sizes, 4) == count
 
 
-def test_readme_has_the_table():
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    assert gpu_memory.table(gpu_memory.RUNS) in readme
+def test_the_page_has_the_table():
+    page = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    assert gpu_memory.table(gpu_memory.RUNS) in page
 
 
 def test_a_configuration_gives_the_sizes_of_the_table(tmp_path, capsys):

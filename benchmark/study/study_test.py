@@ -477,12 +477,12 @@ def test_the_pages_numbers_are_those_of_the_records(ours, compared):
     none, some = ours.of(25_600, 0.0), [ours.of(25_600, beta) for beta in penalties]
     lowest = min(min(wins(setting, seeds)) for setting in some)
     assert max(wins(none, seeds)) < lowest
-    expected.append(f"any run with one and the same reward model ({lowest:.1f}% or more)")
+    expected.append(f"any run with a penalty and the same reward model ({lowest:.1f}% or more)")
     highest = max(max(measured(setting, seeds, "score")) for setting in some)
     collapsed = [seed for seed in seeds if measured(none, (seed,), "score")[0] > highest]
     lengths = [length for setting in some for length in measured(setting, seeds, "length")]
     tokens = "{:.0f} and {:.0f} tokens".format(*measured(none, collapsed, "length"))
-    expected.append(f"{tokens} instead of {min(lengths):.0f} to {max(lengths):.0f}, which")
+    expected.append(f"{tokens} instead of {min(lengths):.0f} to {max(lengths):.0f}.")
     gold = [
         records.value(ours.names(ours.of(25_600, beta), (1,), reward)[0], "test", "sampled", "gold", "mean")
         for beta in (0.0, 0.02)
