@@ -86,6 +86,7 @@ class Data:
     """each row has `prompt` (text or chat messages) or `messages`, and optionally `completion`, the reference"""
 
     dataset_name: str | None = None  # .jsonl file, folder of <split>.jsonl files, or Hub id; None: mini TL;DR
+    dataset_config: str | None = None  # configuration of a Hub dataset that has several
     dataset_train_split: str = "train"  # split to train on
     # split to evaluate on; None: test, else the last tenth of dataset_train_split, at most 100 rows
     dataset_test_split: str | None = None
@@ -683,11 +684,13 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
 def settings(args, layout, world, output, train_prompts, test_prompts) -> str:
     """What was chosen by default, or is worth seeing."""
+    replaced = [name for name, value in globals().items() if getattr(value, "__module__", "") == "__main__" != __name__]
+    by_script = f", replaced by {running_script().name}: {', '.join(replaced)}" if replaced else ""
     return (
         f"{train_prompts:,} prompts to train on, {test_prompts} to evaluate on, {args.rloo_k} completions each, of up "
         f"to {args.response_length} tokens, by {world} x {args.device}, into {output}\nlearning rate "
         f"{args.learning_rate:g}, one ratio per {args.ratio_level}, forward passes in {args.dtype}, layout {layout}, "
-        f"rollout engine {args.rollout_engine}"
+        f"rollout engine {args.rollout_engine}{by_script}"
     )
 
 
@@ -772,6 +775,7 @@ def open_output(args, output: Path, state, resumed: Path | None):
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "rloo.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+            "script": running_script().name,
             "git": os.popen("git rev-parse HEAD 2>/dev/null").read().strip(),  # "" outside of a repository
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -949,7 +953,8 @@ def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
     shown = {
         "reward": metrics.get("objective/rlhf_reward"),
         "kl": metrics.get("objective/kl"),
-        "eval_win": evaluation.get("sampled/judge_win_rate", evaluation.get("sampled/win_rate")),
+        "eval_win": evaluation.get("sampled/judge_win_rate"),
+        "eval_score": None if "sampled/judge_win_rate" in evaluation else evaluation.get("sampled/score"),
     }
     bar.set_postfix({name: value for name, value in shown.items() if value is not None}, refresh=False)
     if bar.disable and is_first_rank():
@@ -1632,8 +1637,7 @@ def load_function(spec, label) -> Callable:
     sys.path.append(str(path.resolve().parent))
     module_name = path.stem if is_file else source
     require(importlib.util.find_spec(module_name.partition(".")[0]), f"{label}: there is no module {module_name}")
-    script = getattr(sys.modules["__main__"], "__file__", None) or "/"
-    if path.with_suffix(".py").resolve() == Path(script).resolve():
+    if path.with_suffix(".py").resolve() == running_script():
         module_name = "__main__"  # to import the script that runs would run it again
     module = importlib.import_module(module_name)
     origin = getattr(module, "__file__", None) or "Python itself"
@@ -1643,6 +1647,11 @@ def load_function(spec, label) -> Callable:
     )
     require(hasattr(module, name), f"{label}: there is no {name} in {origin}")
     return getattr(module, name)
+
+
+def running_script() -> Path:
+    """The file that Python was started with, such as rloo.py or mine.py; no file if it was started without one."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
 
 
 def function_reward(label, function: Callable, tokenizer, batch: Batch):
@@ -1668,14 +1677,15 @@ def function_reward(label, function: Callable, tokenizer, batch: Batch):
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
 
-def load_rows(name, split) -> list[dict] | None:
-    """Rows of a split, None if it does not exist. `name`: a .jsonl file (its split: train), a folder, or a Hub id."""
+def load_rows(name, split, config=None) -> list[dict] | None:
+    """Rows of a split, None if it does not exist. `name`: a .jsonl file (its split: train), a folder, or a Hub id, for
+    which `config` is a configuration or None."""
     with explained(f"--dataset_name {name}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
         if not files:
             from datasets import load_dataset
 
-            return list(load_dataset(name).get(split, ())) or None
+            return list(load_dataset(name, config).get(split, ())) or None
         if split not in files:
             return None
         lines = files[split].read_bytes().splitlines()
@@ -1692,11 +1702,11 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
     # 1. The two splits. Without one to evaluate on, the end of the other is held out.
     name = args.dataset_name
     split = args.dataset_train_split
-    train = load_rows(name, split)
+    train = load_rows(name, split, args.dataset_config)
     require(train, f"--dataset_name {name}: its split {split} has no rows; choose one with --dataset_train_split")
     test = None
     if args.dataset_test_split or split != "test":
-        test = load_rows(name, args.dataset_test_split or "test")
+        test = load_rows(name, args.dataset_test_split or "test", args.dataset_config)
     require(
         test or not args.dataset_test_split, f"--dataset_test_split: {name} has no rows in {args.dataset_test_split}"
     )
@@ -1736,12 +1746,15 @@ def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
 
 
 def hashes(args, train_rows, test_rows) -> dict[str, str]:
-    """Hashes of the data, without values that JSON cannot hold, and of the .py files of reward functions and judge."""
+    """Hashes of the data, without values that JSON cannot hold, of the .py files of reward functions and judge, and of
+    a script that has imported this file, which may replace functions."""
+    script = running_script()
     sources = [Path(spec.rpartition(":")[0]) for spec in (*args.reward_fns, args.judge_fn or "")]
     hashed = {
         "training data": [row["columns"] for row in train_rows],
         "held-out data": [row["columns"] for row in test_rows],
         "functions": [str(path.read_bytes()) for path in sources if path.suffix == ".py"],
+        "script": str(script.read_bytes()) if script.is_file() and __name__ != "__main__" else "",
     }
     for name, content in hashed.items():
         data = json.dumps(content, default=lambda value: None)
@@ -2361,12 +2374,14 @@ def explained(message: str):
 ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; dashes are written as underscores
     "__num_generations": "--rloo_k",
     "__max_completion_length": "--response_length",
+    "__max_new_tokens": "--response_length",
     "__beta": "--kl_coef",
     "__num_iterations": "--num_ppo_epochs",
     "__epsilon": "--cliprange",
     "__epsilon_high": "--cliprange_high",
     "__token_level_kl": "--kl_level=token",
     "__lr": "--learning_rate",
+    "__run_name": "--exp_name",
 }
 
 
@@ -2379,8 +2394,10 @@ HINTS = {  # what other trainers' command lines have
     "__bf16": "give --dtype bfloat16, the default on a GPU that has it",
     "__use_peft": "give --lora_rank, such as --lora_rank 32",
     "__report_to": "give --track for Weights & Biases",
-    "true": "a switch takes no value: --track, or --no_track",
-    "false": "a switch takes no value: --track, or --no_track",
+    "__use_vllm": "give --rollout_engine benchmark/speed/vllm_engine.py:generate",
+    "__resume_from_checkpoint": "give --resume and --output_dir",
+    "true": "a switch takes no value: --flag switches on, --no_flag off",
+    "false": "a switch takes no value: --flag switches on, --no_flag off",
 }
 
 
@@ -2388,7 +2405,7 @@ def by_own_name(word: str) -> str:
     """A word of the command line, --flag or --flag=value, with an alias replaced."""
     flag, equals, value = word.partition("=")
     name = flag.replace("-", "_")
-    hint = HINTS.get(name.lower())
+    hint = HINTS.get(name.lower()) or HINTS.get(value.lower())
     require(hint is None, f"{word}: {hint}")
     return ALIASES.get(name, flag) + equals + value
 

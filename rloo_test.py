@@ -1923,9 +1923,11 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
 
 
 def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
-    fake = types.SimpleNamespace(load_dataset=lambda name: {"train": [{"prompt": f"{name} train"}]})
+    fake = types.SimpleNamespace(load_dataset=lambda name, config: {"train": [{"prompt": f"{name} {config} train"}]})
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    assert rloo.load_rows("someone/something", "train") == [{"prompt": "someone/something train"}]
+    assert rloo.load_rows("someone/something", "train") == [{"prompt": "someone/something None train"}]
+    train, _ = rloo.load_data(Args(dataset_name="someone/something", dataset_config="main"), tiny_tokenizer())
+    assert train[0]["prompt"] == "someone/something main train"
     assert rloo.load_rows("someone/something", "test") is None
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match="pip install datasets"):
@@ -2293,7 +2295,9 @@ MISTAKES = {  # what the line must say besides the flag's name -> what is added 
     "--dtype bfloat16": ["--bf16 True", "--bf16"],
     "--lora_rank": ["--use_peft"],
     "give --track": ["--report-to wandb"],
-    "a switch takes no value": ["--gradient_checkpointing True", "--track false"],
+    "a switch takes no value": ["--gradient_checkpointing True", "--track false", "--track=True"],
+    "vllm_engine.py": ["--use_vllm"],
+    "give --resume": ["--resume_from_checkpoint out"],
     "there is no nothing in {x}/fns.py": ["--reward_fns {x}/fns.py:nothing", "--judge_fn {x}/fns.py:nothing"],
     "--resume needs --output_dir": ["--resume"],
     "cannot be written to": ["--output_dir {x}/fns.py/x"],
@@ -2330,7 +2334,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, flag
     said = end.value.code
     assert isinstance(said, str) and said.startswith("rloo.py: ") and message in said
     assert (
-        flags.split()[0].lstrip("-") in said or ".jsonl" in flags or said.startswith(f"rloo.py: {flags.split()[1]}: ")
+        flags.split()[0].lstrip("-") in said or ".jsonl" in flags or said.startswith(f"rloo.py: {flags.split()[-1]}: ")
     )
     assert "\n" not in said and len(said) < 600 and "Traceback" not in "".join(capfd.readouterr())
     after = snapshot(tiny, tmp_path)
@@ -2965,12 +2969,13 @@ def test_the_closing_table_has_before_on_the_left(capsys):
     assert title == ["before", "after"] and row == ["sampled/score", "1.000", "±", "0.100", "2.000", "±", "0.200"]
 
 
-def test_the_bar_shows_the_win_rate_by_the_judge_if_there_is_one():
-    for evaluation, shown in (({"sampled/win_rate": 0.2}, ["eval_win=0.2"]), ({}, [])):
-        for judged, win in ((evaluation, shown), (evaluation | {"sampled/judge_win_rate": 0.7}, ["eval_win=0.7"])):
-            bar = rloo.tqdm(total=2, file=io.StringIO())
-            rloo.show_progress(bar, {"objective/rlhf_reward": 1.5, "objective/kl": 0.5}, judged)
-            assert bar.n == 1 and bar.postfix.split(", ") == ["reward=1.5", "kl=0.5", *win]
+def test_the_bar_shows_the_win_rate_by_the_judge_or_else_the_score():
+    judged = {"sampled/judge_win_rate": 0.7, "sampled/score": 0.2, "sampled/win_rate": 0.3}
+    scored = {"sampled/score": 0.2, "sampled/win_rate": 0.3}
+    for evaluation, shown in ((judged, ["eval_win=0.7"]), (scored, ["eval_score=0.2"]), ({}, [])):
+        bar = rloo.tqdm(total=2, file=io.StringIO())
+        rloo.show_progress(bar, {"objective/rlhf_reward": 1.5, "objective/kl": 0.5}, evaluation)
+        assert bar.n == 1 and bar.postfix.split(", ") == ["reward=1.5", "kl=0.5", *shown]
 
 
 def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys):
@@ -5696,6 +5701,27 @@ def test_a_signal_before_an_evaluation_is_not_made_to_wait_for_it(train, tmp_pat
     assert end_of(tmp_path / "out") == end_of(train(**flags | {"output_dir": str(tmp_path / "whole")})[1])
 
 
+def test_a_script_that_replaces_functions_is_said_and_so_is_that_it_was_edited(tiny, tmp_path):
+    """Without a script of one's own, nothing is said."""
+    text = f"import sys\nsys.path.append({str(HERE)!r})\nimport rloo\ndef advantage(rewards, estimator):\n"
+    text += "    return {}rewards - rewards.mean(0)\nrloo.advantage = advantage\nrloo.command_line()\n"
+
+    def said(script: str, *flags: str) -> str:
+        done = shell([script, *command(tiny, "out"), *flags], tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (tmp_path / "mine.py").write_text(text.format(""))
+    assert ", replaced by mine.py: advantage\n" in said("mine.py")
+    assert json.loads((tmp_path / "out" / "args.json").read_text())["made_by"]["script"] == "mine.py"
+    assert "changed: nothing\n" in said("mine.py", "--resume")
+    (tmp_path / "mine.py").write_text(text.format("2 * "))
+    assert "changed: script " in said("mine.py", "--resume")
+    shutil.rmtree(tmp_path / "out")
+    assert "replaced" not in said(str(HERE / "rloo.py"))
+    assert "changed: script " in said("mine.py", "--resume")
+
+
 def test_a_reward_file_that_was_edited_is_said_when_a_run_is_resumed(train, tmp_path, capsys):
     (tmp_path / "graded.py").write_text("def f(prompts, *lists, **columns):\n    return [1.0] * len(prompts)\n")
     flags = {"reward_fns": (f"{tmp_path}/graded.py:f",), "output_dir": str(tmp_path / "out"), "save_steps": 1}
@@ -6136,7 +6162,7 @@ def test_a_screen_that_is_no_terminal_gets_a_line_per_update(train, tmp_path, ca
     said = capfd.readouterr()
     lines = [line for line in said.err.splitlines() if line.startswith("update ")]
     assert [line.partition(":")[0] for line in lines] == [f"update {n} of 3" for n in (1, 2, 3)]
-    assert all(re.fullmatch(r"update . of 3: reward=\S+, kl=\S+, eval_win=\S+", line) for line in lines)
+    assert all(re.fullmatch(r"update . of 3: reward=\S+, kl=\S+, eval_score=\S+", line) for line in lines)
     assert "update/s" not in said.err
 
     (tmp_path / "x.jsonl").write_text('{"prompt": "b c"}\n' * 30)  # without references
