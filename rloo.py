@@ -2500,17 +2500,17 @@ def check_args(args: Args):
         args.sharding == "ddp" or hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
         f"--sharding fsdp: the FSDP of torch {torch.__version__} is too old, 2.13 is tested",
     )
-    check_output(Path(args.output_dir), args.resume)
+    check_output(Path(args.output_dir), args.resume, trains=args.total_episodes != 0)
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
 
 
-def check_output(output: Path, resume: bool):
+def check_output(output: Path, resume: bool, trains: bool):
     """Refuses an output folder in which a run would overwrite something. What a run that failed before its first
     evaluation has left may be overwritten: args.json and empty files."""
     left = [path for path in output.glob("*") if path.name != "args.json" and path.stat().st_size]
     require(
-        not left or resume and (output / "metrics.jsonl").is_file(),
+        not left or resume and (output / "metrics.jsonl").is_file() and (trains or checkpoints(output)),
         f"--output_dir {output}: is not empty; choose a new folder, or continue with --resume if it holds a run "
         "(a metrics.jsonl)",
     )

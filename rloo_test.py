@@ -5771,9 +5771,10 @@ def test_an_evaluation_is_not_overwritten_by_another(train, tmp_path):
     flags = {"total_episodes": 0, "num_eval_prompts": 2, "output_dir": str(tmp_path / "out")}
     train(**flags)
     before = snapshot(tmp_path / "out")
-    with pytest.raises(InputError, match="^--output_dir .*/out: is not empty; choose a new folder"):
-        train(**flags, seed=5)
-    assert snapshot(tmp_path / "out") == before
+    for resume in (False, True):
+        with pytest.raises(InputError, match="^--output_dir .*/out: is not empty; choose a new folder"):
+            train(**flags, seed=5, resume=resume)
+        assert snapshot(tmp_path / "out") == before
     for name in ("evaluations.jsonl", "completions.jsonl"):  # as of a run that was killed in its evaluation
         (tmp_path / "out" / name).write_text("")
     train(**flags)
