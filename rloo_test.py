@@ -4631,7 +4631,7 @@ def test_an_error_before_an_updates_first_step_costs_none_and_after_it_saves_not
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             spy(patch, "policy_loss", fail)
             train(**{**LONG, "num_eval_prompts": 0, "save_steps": 0}, output_dir=str(output))
-        assert [path.name for path in rloo.checkpoints(output)] == newest
+        assert [path.name for path in output.glob("*checkpoint*")] == newest
         said = f"ended by ZeroDivisionError; newest checkpoint: {output / newest[0] if newest else 'none'}; to go on, "
         assert said in capsys.readouterr().out
 
