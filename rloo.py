@@ -2386,7 +2386,7 @@ ALIASES = {  # flags' names in TRL 1.x, and others that are often tried; dashes 
 
 
 EPISODES = "give --total_episodes, completions in all; default: each prompt once"
-HINTS = {  # what other trainers' command lines have
+HINTS = {  # flags of other trainers that have no counterpart here, and values that switches do not take
     "__max_steps": EPISODES,
     "__num_train_epochs": EPISODES,
     "__num_epochs": EPISODES,
@@ -2508,7 +2508,7 @@ def check_args(args: Args):
 def check_output(output: Path, resume: bool, trains: bool):
     """Refuses an output folder in which a run would overwrite something. What a run that failed before its first
     evaluation has left may be overwritten: args.json and empty files."""
-    left = [path for path in output.glob("*") if path.name != "args.json" and path.stat().st_size]
+    left = [path for path in output.glob("*") if path.name != "args.json" and path.lstat().st_size]
     require(
         not left or resume and (output / "metrics.jsonl").is_file() and (trains or checkpoints(output)),
         f"--output_dir {output}: is not empty; choose a new folder, or continue with --resume if it holds a run "

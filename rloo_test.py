@@ -4665,7 +4665,7 @@ def test_an_error_before_an_updates_first_step_costs_none_and_after_it_saves_not
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             spy(patch, "policy_loss", fail)
             train(**{**LONG, "num_eval_prompts": 0, "save_steps": 0}, output_dir=str(output))
-        assert [path.name for path in rloo.checkpoints(output)] == newest
+        assert [path.name for path in output.glob("*checkpoint*")] == newest
         said = f"ended by ZeroDivisionError; newest checkpoint: {output / newest[0] if newest else 'none'}; to go on, "
         assert said in capsys.readouterr().out
 
@@ -6058,11 +6058,12 @@ def test_reward_functions_may_ask_how_many_updates_are_done(train):
         rloo.load_data(Args(dataset_name=str(output / "x.jsonl")), tiny_tokenizer())
 
 
-def test_what_is_said_about_prompts_before_training(tmp_path, capsys):
+def test_what_is_said_about_prompts_and_columns_before_training(tmp_path, capsys):
     rloo.say_once.cache_clear()
-    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n' * 12)
-    rloo.load_data(Args(dataset_name=str(tmp_path / "x.jsonl")), chat_tokenizer())
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "n": 1}\n' + '{"prompt": "a"}\n' * 11)
+    rows, _ = rloo.load_data(Args(dataset_name=str(tmp_path / "x.jsonl")), chat_tokenizer())
     assert capsys.readouterr().out.count("text prompts are read as they are, without the chat template") == 1
+    assert [row["columns"]["n"] for row in rows] == [1, *[None] * 10]  # which is not said
 
     rloo.say_once.cache_clear()
     rloo.prepare_row({"prompt": [USER]}, chat_tokenizer())
