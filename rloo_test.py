@@ -6058,7 +6058,7 @@ def test_reward_functions_may_ask_how_many_updates_are_done(train):
         rloo.load_data(Args(dataset_name=str(output / "x.jsonl")), tiny_tokenizer())
 
 
-def test_what_is_said_about_prompts_and_columns_before_training(tmp_path, capsys):
+def test_what_is_said_about_prompts_before_training(tmp_path, capsys):
     rloo.say_once.cache_clear()
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "n": 1}\n' + '{"prompt": "a"}\n' * 11)
     rows, _ = rloo.load_data(Args(dataset_name=str(tmp_path / "x.jsonl")), chat_tokenizer())
