@@ -684,13 +684,13 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
 
 def settings(args, layout, world, output, train_prompts, test_prompts) -> str:
     """What was chosen by default, or is worth seeing."""
-    replaced = [name for name, value in globals().items() if getattr(value, "__module__", "") == "__main__" != __name__]
-    by_script = f", replaced by {running_script().name}: {', '.join(replaced)}" if replaced else ""
+    names = replaced_names()
+    replaced = f", replaced by {running_script().name}: {', '.join(names)}" if names else ""
     return (
         f"{train_prompts:,} prompts to train on, {test_prompts} to evaluate on, {args.rloo_k} completions each, of up "
         f"to {args.response_length} tokens, by {world} x {args.device}, into {output}\nlearning rate "
         f"{args.learning_rate:g}, one ratio per {args.ratio_level}, forward passes in {args.dtype}, layout {layout}, "
-        f"rollout engine {args.rollout_engine}{by_script}"
+        f"rollout engine {args.rollout_engine}{replaced}"
     )
 
 
@@ -1654,6 +1654,14 @@ def running_script() -> Path:
     return Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
 
 
+def replaced_names() -> list[str]:
+    """Names in this file to which a script like mine.py has given other functions. Refuses names that are not here."""
+    names = [name for name, value in globals().items() if callable(value) and value is not ORIGINALS.get(name)]
+    unknown = set(names) - ORIGINALS.keys()
+    require(not unknown, f"{running_script()}: replaces {', '.join(unknown)}, but rloo.py has nothing of this name")
+    return names
+
+
 def function_reward(label, function: Callable, tokenizer, batch: Batch):
     """Scores (k, B) of a reward function, NaN where it returned None. It gets prompts (as the dataset has them),
     completions (texts), completion_ids (with the stop token) and the other columns by name: lists in order j·B + b. If
@@ -2500,6 +2508,7 @@ def check_args(args: Args):
         args.sharding == "ddp" or hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"),
         f"--sharding fsdp: the FSDP of torch {torch.__version__} is too old, 2.13 is tested",
     )
+    replaced_names()
     check_output(Path(args.output_dir), args.resume, trains=args.total_episodes != 0)
     with explained(f"--device {args.device}: cannot be used"):
         torch.zeros(1, device=args.device).item()
@@ -2605,6 +2614,8 @@ def one_line(error: Exception) -> str | None:
         )
     return str(error) if isinstance(error, InputError) else None
 
+
+ORIGINALS = globals().copy()  # see replaced_names
 
 if __name__ == "__main__":
     command_line()

@@ -5722,6 +5722,17 @@ def test_a_script_that_replaces_functions_is_said_and_so_is_that_it_was_edited(t
     assert "changed: script " in said("mine.py", "--resume")
 
 
+def test_a_misspelled_replacement_is_refused_and_any_callable_counts(monkeypatch, train):
+    with monkeypatch.context() as patch:
+        patch.setattr(rloo, "advantage", partial(rloo.advantage, estimator="drgrpo"))
+        patch.setattr(rloo, "policy_loss", json.dumps)  # of another module
+        assert sorted(rloo.replaced_names()) == ["advantage", "policy_loss"]
+        patch.setattr(rloo, "advantges", rloo.advantage, raising=False)
+        with pytest.raises(InputError, match="replaces advantges, but rloo.py has nothing of this name"):
+            train()
+    assert rloo.replaced_names() == []
+
+
 def test_a_reward_file_that_was_edited_is_said_when_a_run_is_resumed(train, tmp_path, capsys):
     (tmp_path / "graded.py").write_text("def f(prompts, *lists, **columns):\n    return [1.0] * len(prompts)\n")
     flags = {"reward_fns": (f"{tmp_path}/graded.py:f",), "output_dir": str(tmp_path / "out"), "save_steps": 1}
