@@ -461,6 +461,9 @@ def improve(args, policy, optimizer, layout, batch, sampled, old, ref, advantage
     of the policy; so the first mini-batch takes `old` from its own forward pass, and ρ is exactly 1 there.
     advantages, correction (k, B, 1 or R): the latter are weights of the policy loss, see rollout_weight.
     in_loss (k, B) bool: completions in the loss.
+
+    A function in its place must make its steps by `optimizer`, since what is saved after an error depends on the first
+    of them, and return at least val/ratio and grad_norm.
     """
     mask = batch.response_mask
     k, B = mask.shape[:2]
@@ -621,7 +624,6 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         load_moments(resumed, policy, optimizer)
 
     save = partial(save_checkpoint, output, state, policy, optimizer, tokenizer, args.save_total_limit)
-    optimizer.register_step_pre_hook(partial(before_step, state, signals))  # after load_moments, which may make a step
 
     # 4. The evaluation before training. A resumed run repeats the evaluation that followed its checkpoint, since files
     # are cut to just before it.
@@ -655,7 +657,8 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
             optimizer.param_groups[0]["lr"] = learning_rate(done - 1)
             rows = rows_of_update(train_rows, args.seed, ((done - 1) * world + rank) * B, B)
             sampling["version"] = done - 1
-            metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
+            with optimizer.register_step_pre_hook(partial(before_step, state, signals)):
+                metrics = update(args, policy, reference, rewards, optimizer, rows, sampling, layout)
             eps = (done - first) * batch_size / (clock(device) - start)
             metrics |= {"update": done, "episode": done * batch_size, "eps": eps}
             # Write, show.
@@ -801,9 +804,10 @@ def saved_at_end(output: Path, state, save: Callable):
     except BaseException as error:
         if state["update"] and (not dist.is_initialized() or getattr(error, "on_all_ranks", False)):
             save()
+        reason = "a signal" if isinstance(error, SystemExit) else type(error).__name__
         newest = newest_checkpoint(output) or "none"
         tqdm.write(
-            f"ended by {type(error).__name__}; newest checkpoint: {newest}; to go on, repeat the command with --resume "
+            f"ended by {reason}; newest checkpoint: {newest}; to go on, repeat the command with --resume "
             f"--output_dir {output}"
         )
         raise
@@ -951,7 +955,7 @@ def means_of(samples: list[dict]) -> dict[str, float]:
 def show_progress(bar: tqdm, metrics: dict, evaluation: dict[str, float]):
     """Advances the progress bar by an update, or prints a line if stderr is not a terminal."""
     shown = {
-        "reward": metrics.get("objective/rlhf_reward"),
+        "score": metrics.get("objective/scores"),
         "kl": metrics.get("objective/kl"),
         "eval_win": evaluation.get("sampled/judge_win_rate"),
         "eval_score": None if "sampled/judge_win_rate" in evaluation else evaluation.get("sampled/score"),
@@ -1057,7 +1061,8 @@ def make_batch(rows, responses, stop_ids, real=True) -> Batch:
     `real` (k, B, R), does not count."""
     prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], left=True)
     is_stop = torch.isin(responses, torch.tensor(stop_ids, device=responses.device))
-    mask = (F.pad(is_stop, (1, -1)).cumsum(-1) == 0) & real  # no stop token before this one
+    stops_before = is_stop.cumsum(-1) - is_stop.long()
+    mask = (stops_before == 0) & real
     prompts = prompt_ids.to(responses.device), prompt_mask.to(responses.device)
     return Batch(rows, *prompts, responses.masked_fill(~mask, 0), mask, (is_stop & mask).any(-1))
 
@@ -1359,7 +1364,7 @@ def check_completions(tokens, logprobs, B, k, R, stop_ids, vocabulary):
         ids = tokens[b][j]
         numbers = [0.0] * len(ids) if logprobs is None else logprobs[b][j]
         expected_length = next((t + 1 for t, token in enumerate(ids[:R]) if token in stop_ids), R)
-        tokens_exist = all(token in range(vocabulary) for token in ids)
+        tokens_exist = all(0 <= token < vocabulary and token == int(token) for token in ids)
         require(
             len(ids) == len(numbers) == expected_length and tokens_exist and all(-math.inf < x < 0.01 for x in numbers),
             f"--rollout_engine: completion {j} of prompt {b} must have {R} tokens of the model or end with its first "
@@ -1690,6 +1695,7 @@ def load_rows(name, split, config=None) -> list[dict] | None:
     which `config` is a configuration or None."""
     with explained(f"--dataset_name {name}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
+        require(config is None or not files, f"--dataset_config {config}: these files are not a Hub dataset")
         if not files:
             from datasets import load_dataset
 
@@ -2327,8 +2333,8 @@ def new_state(output: Path, flags: dict) -> dict:
 
 def load_state(folder: Path, flags: dict) -> dict:
     """The state of a checkpoint, with the new `flags`. Prints which of them changed, and refuses changes to
-    FIXED_ON_RESUME. If others than the number of episodes changed, evaluations before and after training may not be
-    comparable, so the one before is dropped from the state."""
+    FIXED_ON_RESUME. Unless the changes are harmless, evaluations before and after training may not be comparable: the
+    one before is dropped from the state."""
     with explained(f"{DAMAGED} {folder}: cannot be loaded"):
         state = json.loads((folder / "state.json").read_text())
         old = state["flags"]
@@ -2339,7 +2345,8 @@ def load_state(folder: Path, flags: dict) -> dict:
     fixed = [text for name, text in changed.items() if name in FIXED_ON_RESUME]
     require(not fixed, f"--resume: {folder.parent} is a run with other flags: {', '.join(fixed)}")
     print(f"resumed from {folder}; changed: {', '.join(changed.values()) or 'nothing'}")
-    if changed.keys() - {"total_episodes"}:
+    harmless = {"total_episodes", "num_sample_generations", "save_steps", "save_total_limit", "exp_name", "track"}
+    if changed.keys() - harmless:
         print("the closing table is without the evaluation before training, which had other flags")
         state["before"] = {}
     return state | {"flags": flags}
@@ -2519,7 +2526,11 @@ def check_output(output: Path, resume: bool, trains: bool):
     evaluation has left may be overwritten: args.json and empty files."""
     left = [path for path in output.glob("*") if path.name != "args.json" and path.lstat().st_size]
     require(
-        not left or resume and (output / "metrics.jsonl").is_file() and (trains or checkpoints(output)),
+        trains or not resume or not left or checkpoints(output),
+        f"--total_episodes 0 --resume: {output} has no checkpoint to evaluate; choose a new folder",
+    )
+    require(
+        not left or resume and (output / "metrics.jsonl").is_file(),
         f"--output_dir {output}: is not empty; choose a new folder, or continue with --resume if it holds a run "
         "(a metrics.jsonl)",
     )
@@ -2554,7 +2565,7 @@ def command_line(argv: list[str] | None = None):
         return  # this process was spawned by a reward function, and imports the script that runs
     rank = int(os.environ.get("RANK", 0))
     signals = []  # those received
-    newest = -math.inf  # when the newest came
+    newest = -math.inf  # when the newest of them came
     if rank > 0:  # only the first process prints
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stdout.reconfigure(errors="replace")  # completions may have characters that it cannot print
@@ -2563,10 +2574,11 @@ def command_line(argv: list[str] | None = None):
 
     def note(number: int, frame):
         nonlocal newest
-        previous, newest = newest, time.monotonic()
-        if newest < previous + 1:
+        if time.monotonic() < newest + 1:
             return  # torchrun and `timeout` send each signal twice
+        newest = time.monotonic()
         signals.append(number)
+        # The first one is noted, the second interrupts a function of the user, the third ends this process.
         if len(signals) == 1 and rank == 0:
             with suppress(OSError):  # nobody reads this if Ctrl-C has also ended `| tee log`
                 os.write(2, b"\nrloo.py will save and stop: after this update, or before it changes weights\n")

@@ -1928,6 +1928,8 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
     assert rloo.load_rows("someone/something", "train") == [{"prompt": "someone/something None train"}]
     train, _ = rloo.load_data(Args(dataset_name="someone/something", dataset_config="main"), tiny_tokenizer())
     assert train[0]["prompt"] == "someone/something main train"
+    with pytest.raises(InputError, match="--dataset_config main: these files are not a Hub dataset"):
+        rloo.load_rows(str(rloo.MINI_TLDR), "train", "main")
     assert rloo.load_rows("someone/something", "test") is None
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match="pip install datasets"):
@@ -2974,8 +2976,8 @@ def test_the_bar_shows_the_win_rate_by_the_judge_or_else_the_score():
     scored = {"sampled/score": 0.2, "sampled/win_rate": 0.3}
     for evaluation, shown in ((judged, ["eval_win=0.7"]), (scored, ["eval_score=0.2"]), ({}, [])):
         bar = rloo.tqdm(total=2, file=io.StringIO())
-        rloo.show_progress(bar, {"objective/rlhf_reward": 1.5, "objective/kl": 0.5}, evaluation)
-        assert bar.n == 1 and bar.postfix.split(", ") == ["reward=1.5", "kl=0.5", *shown]
+        rloo.show_progress(bar, {"objective/scores": 1.5, "objective/kl": 0.5}, evaluation)
+        assert bar.n == 1 and bar.postfix.split(", ") == ["score=1.5", "kl=0.5", *shown]
 
 
 def test_samples_are_shown_with_the_end_of_their_prompts(train, tmp_path, capsys):
@@ -3457,7 +3459,7 @@ def readme_flags(name: str) -> list[str]:
 def test_readme_names_each_objective_once():
     """By its flags, or by a link to the section that has its file; the median is README's own example."""
     links = re.findall(r"\]\(benchmark/objectives/README\.md#([\w-]+)\)", (HERE / "README.md").read_text())
-    anchors = [link for link in links if link != "batches-and-rows"]
+    anchors = [link for link in links if link not in ("as-a-library", "batches-and-rows")]
     others = ["objectives-in-a-few-lines", "a-coefficient-that-changes", "a-metric-of-your-own", "sampling-with-top-p"]
     assert sorted([*anchors, *others]) == sorted(sections_with_files())
     assert len(OBJECTIVES_OF_README) == 4
@@ -3605,10 +3607,10 @@ def test_readme_gpu_commands_are_those_of_the_memory_table(tmp_path):
             assert f" on one GPU of {size} GB** ({needed:.1f} GiB computed):" in readme, name
 
 
-def test_readme_library_example_is_a_step_of_rloo(monkeypatch):
+def test_library_example_is_a_step_of_rloo(monkeypatch):
     """Its losses and gradient are those of loops over the completions."""
     monkeypatch.chdir(HERE)
-    (text,) = [text for text in readme_blocks("python") if RUNS_IT not in text]
+    (text,) = [text for text in blocks_of(OBJECTIVES.read_text(), "python") if "optimizer.step()" in text]
     assert text.count("\n") <= 22
     torch.manual_seed(0)
     names = {}
@@ -3640,7 +3642,7 @@ def test_readme_fields_of_a_batch_and_keys_of_a_row():
 
 def test_log_probs_of_given_completions_on_the_page_of_objectives(monkeypatch, capsys):
     monkeypatch.chdir(HERE)
-    (text,) = [text for text in blocks_of(OBJECTIVES.read_text(), "python") if RUNS_IT not in text]
+    (text,) = [text for text in blocks_of(OBJECTIVES.read_text(), "python") if "rloo.make_batch(" in text]
     names = {}
     exec(text, names)
     model, tokenizer, batch = names["model"], names["tokenizer"], names["batch"]
@@ -4159,7 +4161,7 @@ def test_told_to_stop_a_run_saves_and_goes_on_as_if_nothing_was(train, tmp_path,
             train(**run, output_dir=str(stopped), signals=signals)
         assert end.value.code == 143
         newest = f"{stopped}/checkpoint-{update}" if update else "none"
-        assert f"ended by SystemExit; newest checkpoint: {newest}; to go on" in capsys.readouterr().out
+        assert f"ended by a signal; newest checkpoint: {newest}; to go on" in capsys.readouterr().out
         assert len(calls) == call  # no more rollouts
         newest = [folder.name for folder in rloo.checkpoints(stopped)[:1]]
         assert newest == [f"checkpoint-{update}"] * (update > 0)
@@ -5722,6 +5724,17 @@ def test_a_script_that_replaces_functions_is_said_and_so_is_that_it_was_edited(t
     assert "changed: script " in said("mine.py", "--resume")
 
 
+def test_an_update_without_a_step_is_saved_and_resumed(train, monkeypatch):
+    """... as of an objective that skips batches: saving makes a step of its own, which must not count."""
+    values = {name: torch.ones(1) for name in ("val/ratio", "grad_norm")}
+    with monkeypatch.context() as patch:
+        patch.setattr(rloo, "improve", lambda *inputs: dict(values))
+        _, output = train(save_steps=1)
+    assert json.loads((rloo.newest_checkpoint(output) / "state.json").read_text())["update"] == 1
+    metrics, _ = train(save_steps=1, resume=True, total_episodes=32, output_dir=str(output))
+    assert [found["update"] for found in metrics] == [1, 2]
+
+
 def test_a_misspelled_replacement_is_refused_and_any_callable_counts(monkeypatch, train):
     with monkeypatch.context() as patch:
         patch.setattr(rloo, "advantage", partial(rloo.advantage, estimator="drgrpo"))
@@ -5738,8 +5751,10 @@ def test_a_reward_file_that_was_edited_is_said_when_a_run_is_resumed(train, tmp_
     flags = {"reward_fns": (f"{tmp_path}/graded.py:f",), "output_dir": str(tmp_path / "out"), "save_steps": 1}
     train(**flags)
     capsys.readouterr()
-    train(**flags, resume=True, total_episodes=32)
-    assert "functions" not in capsys.readouterr().out
+    train(**flags, resume=True, total_episodes=32, save_total_limit=1)
+    said = capsys.readouterr().out
+    assert "functions" not in said and "save_total_limit 2 -> 1" in said and "evaluation before" not in said
+    flags["save_total_limit"] = 1
     (tmp_path / "graded.py").write_text("def f(prompts, *lists, **columns):\n    return [2.0] * len(prompts)\n")
     train(**flags, resume=True, total_episodes=48)
     said = capsys.readouterr().out
@@ -5780,10 +5795,10 @@ def test_a_second_signal_interrupts_only_functions_of_the_user():
 
 def test_an_evaluation_is_not_overwritten_by_another(train, tmp_path):
     flags = {"total_episodes": 0, "num_eval_prompts": 2, "output_dir": str(tmp_path / "out")}
-    train(**flags)
+    train(**flags, resume=True)  # there is nothing to resume yet
     before = snapshot(tmp_path / "out")
-    for resume in (False, True):
-        with pytest.raises(InputError, match="^--output_dir .*/out: is not empty; choose a new folder"):
+    for resume, why in ((False, "is not empty; choose a new folder"), (True, "has no checkpoint to evaluate")):
+        with pytest.raises(InputError, match=why):
             train(**flags, seed=5, resume=resume)
         assert snapshot(tmp_path / "out") == before
     for name in ("evaluations.jsonl", "completions.jsonl"):  # as of a run that was killed in its evaluation
@@ -6175,7 +6190,7 @@ def test_a_screen_that_is_no_terminal_gets_a_line_per_update(train, tmp_path, ca
     said = capfd.readouterr()
     lines = [line for line in said.err.splitlines() if line.startswith("update ")]
     assert [line.partition(":")[0] for line in lines] == [f"update {n} of 3" for n in (1, 2, 3)]
-    assert all(re.fullmatch(r"update . of 3: reward=\S+, kl=\S+, eval_score=\S+", line) for line in lines)
+    assert all(re.fullmatch(r"update . of 3: score=\S+, kl=\S+, eval_score=\S+", line) for line in lines)
     assert "update/s" not in said.err
 
     (tmp_path / "x.jsonl").write_text('{"prompt": "b c"}\n' * 30)  # without references
