@@ -5660,11 +5660,11 @@ def test_a_second_signal_saves_a_run_that_is_stuck_and_a_third_ends_it(tiny, tmp
     """... as when the first one has ended the processes of a spawned pool, whose results never come."""
     with begun(tiny, tmp_path, function) as process:
         process.send_signal(15)
-        time.sleep(0.2)
+        time.sleep(0.5)
         process.send_signal(15)  # with the first: `timeout` sends it to the process and then to its group
-        time.sleep(1.2)
+        time.sleep(0.8)
         assert process.poll() is None
-        process.send_signal(15)
+        process.send_signal(15)  # over a second after the first, which counts, though not after the other
         if saves:
             said, _ = process.communicate(timeout=40)
             assert process.returncode == 1 and "KeyboardInterrupt: a second signal" in said
