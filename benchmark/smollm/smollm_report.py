@@ -206,7 +206,8 @@ def draw_kl(found: dict, axis):
         points = [(value(x, "test", "sampled", "kl"), value(x, "test", "sampled", "score")) for x in records]
         points = [point for point in points if None not in point]
         if points:
-            axis.plot(*zip(*points), "o", color=COLOURS[setting], label=LABELS[setting])
+            marker = "x" if setting.startswith("trl") else "^" if setting.startswith("lora") else "o"
+            axis.plot(*zip(*points), marker, color=COLOURS[setting], label=LABELS[setting])
     axis.set(
         title="Sentiment: held-out score over KL, a point for each run",
         xlabel="KL divergence from the model before training, nats",
