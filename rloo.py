@@ -632,7 +632,7 @@ def main(args: Args, signals: Sequence[int] = ()) -> dict[str, dict[str, float]]
         samples = []
         for mode in modes[done]:
             samples += evaluate(args, policy, rewards, judges, test_rows[rank::world], sampling, tokenizer, mode)
-            stop_if_told(signals)  # without writing it: a signal may have ended processes that computed its rewards
+            stop_if_told(signals)  # before it is written: a signal may have ended workers of a reward function
         return write_evaluation(args, output, done, done * batch_size, samples)
 
     print(f"updates {first} to {num_updates} of {B * world} prompts, {num_updates * batch_size:,} episodes", flush=True)
@@ -797,12 +797,14 @@ def open_output(args, output: Path, state, resumed: Path | None):
 
 @contextmanager
 def saved_at_end(output: Path, state, save: Callable):
-    """Saves a checkpoint of the last complete update if an error or a signal ends the run. It does not save if the next
-    update has begun to change the weights, or if the error may be this process's alone: saving needs all of them."""
+    """Saves a checkpoint of the last complete update if an error or a signal ends the run. It does not save before the
+    first update, nor if the next one has begun to change the weights, nor, since saving needs all processes, after an
+    error that others may not have."""
     try:
         yield
     except BaseException as error:
-        if state["update"] and (not dist.is_initialized() or getattr(error, "on_all_ranks", False)):
+        complete = state["update"] not in (None, 0)  # see before_step
+        if complete and (not dist.is_initialized() or getattr(error, "on_all_ranks", False)):
             save()
         reason = "a signal" if isinstance(error, SystemExit) else type(error).__name__
         newest = newest_checkpoint(output) or "none"
@@ -1695,7 +1697,6 @@ def load_rows(name, split, config=None) -> list[dict] | None:
     which `config` is a configuration or None."""
     with explained(f"--dataset_name {name}: no .jsonl file, folder of them or (pip install datasets) Hub id"):
         files = {"train": Path(name)} if name.endswith(".jsonl") else {x.stem: x for x in Path(name).glob("*.jsonl")}
-        require(config is None or not files, f"--dataset_config {config}: these files are not a Hub dataset")
         if not files:
             from datasets import load_dataset
 
@@ -1703,6 +1704,7 @@ def load_rows(name, split, config=None) -> list[dict] | None:
         if split not in files:
             return None
         lines = files[split].read_bytes().splitlines()
+    require(config is None, f"--dataset_config {config}: {name} is not a Hub dataset")
     rows = []
     for number, line in enumerate(lines, 1):
         with explained(f'{files[split]}: line {number} must be a JSON object like {{"prompt": "..."}}'):
@@ -1760,8 +1762,8 @@ def prepare_rows(rows, tokenizer, max_prompt_length, name) -> list[dict]:
 
 
 def hashes(args, train_rows, test_rows) -> dict[str, str]:
-    """Hashes of the data, without values that JSON cannot hold, of the .py files of reward functions and judge, and of
-    a script that has imported this file, which may replace functions."""
+    """Hashes of the data (values that JSON cannot hold count as null), of the .py files of reward functions and judge,
+    and of a script that has imported this file and may have replaced functions."""
     script = running_script()
     sources = [Path(spec.rpartition(":")[0]) for spec in (*args.reward_fns, args.judge_fn or "")]
     hashed = {
@@ -1855,7 +1857,8 @@ def stop_token_ids(args, model, tokenizer) -> list[int]:
     elif args.stop_token not in (None, "eos"):
         ids = continuation_ids(args.stop_token, tokenizer)
         text = tokenizer.decode(ids)
-        if len(ids) != 1 or text != args.stop_token and text.strip() != (args.stop_token.strip() or None):
+        same_but_for_spaces = text.strip() != "" and text.strip() == args.stop_token.strip()
+        if len(ids) != 1 or not (text == args.stop_token or same_but_for_spaces):
             ids = []  # not one token, or an unknown one
     else:
         configured = model.generation_config.eos_token_id
@@ -2624,7 +2627,7 @@ def one_line(error: Exception) -> str | None:
             "out of memory: lower --local_rollout_forward_batch_size, or --per_device_train_batch_size and raise "
             "--gradient_accumulation_steps by the same factor"
         )
-    return str(error) if isinstance(error, InputError) else None
+    return " ".join(str(error).split()) if isinstance(error, InputError) else None  # the repr of an array has lines
 
 
 ORIGINALS = globals().copy()  # see replaced_names

@@ -1928,7 +1928,7 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
     assert rloo.load_rows("someone/something", "train") == [{"prompt": "someone/something None train"}]
     train, _ = rloo.load_data(Args(dataset_name="someone/something", dataset_config="main"), tiny_tokenizer())
     assert train[0]["prompt"] == "someone/something main train"
-    with pytest.raises(InputError, match="--dataset_config main: these files are not a Hub dataset"):
+    with pytest.raises(InputError, match="^--dataset_config main: .*mini_tldr is not a Hub dataset$"):
         rloo.load_rows(str(rloo.MINI_TLDR), "train", "main")
     assert rloo.load_rows("someone/something", "test") is None
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -5724,6 +5724,15 @@ def test_a_script_that_replaces_functions_is_said_and_so_is_that_it_was_edited(t
     assert "changed: script " in said("mine.py", "--resume")
 
 
+def test_a_reward_of_a_wrong_shape_is_one_line():
+    with pytest.raises(InputError) as error:
+        rloo.function_reward(
+            "--reward_fns r", lambda **columns: rloo.np.zeros((12, 2)), tiny_tokenizer(), random_batch()
+        )
+    line = rloo.one_line(error.value)
+    assert "\n" in str(error.value) and "\n" not in line and "12 finite numbers or Nones, not array([[0., 0.]," in line
+
+
 def test_an_update_without_a_step_is_saved_and_resumed(train, monkeypatch):
     """... as of an objective that skips batches: saving makes a step of its own, which must not count."""
     values = {name: torch.ones(1) for name in ("val/ratio", "grad_norm")}
@@ -6126,6 +6135,8 @@ def test_other_trainers_names_of_flags_parse_and_help_does_not_show_them(capsys)
         rloo.parse_args(["--help"])
     said = capsys.readouterr().out
     shown = re.findall(r"--(\w+)", said)
+    args = parse("--max_new_tokens 77 --run-name mine")
+    assert (args.response_length, args.exp_name) == (77, "mine")
     assert not {name.strip("_") for name in rloo.ALIASES} & {*shown} and "rloo_k" in shown
     assert "default: None" not in re.sub(r"\(default:\s+(│\s+│\s+)?None\)", "", said)
     assert "default" not in re.sub(r"\(default:.*?\)", "", said, flags=re.DOTALL)  # one default per flag
