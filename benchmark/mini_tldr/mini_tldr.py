@@ -263,6 +263,12 @@ def gold_judge(prompts, completions, completion_ids=None, *, facts, **columns):
     return scores
 
 
+def gold_win_rate(prompts, completions, completion_ids=None, *, facts, completion, **columns):
+    """1 where the gold judge prefers a completion to the row's own, the reference `completion`; 0.5 for a tie."""
+    ours, theirs = gold_judge(prompts, completions, facts=facts), gold_judge(prompts, completion, facts=facts)
+    return [(x > y) + 0.5 * (x == y) for x, y in zip(ours, theirs)]
+
+
 # ------------------------------------------------------------------------------------ sizes
 
 
