@@ -1,0 +1,295 @@
+"""One training by a trainer of TRL, with flags as rloo.py names them, in an environment that has this TRL.
+
+    trl0/bin/python benchmark/trl/run.py rloo --output_dir runs/trl0      # RLOOTrainer of TRL 0.19
+    trl0/bin/python benchmark/trl/run.py ppo --output_dir runs/ppo --num_ppo_epochs 4 --learning_rate 2e-4
+    trl1/bin/python benchmark/trl/run.py rloo --output_dir runs/trl1      # RLOOTrainer of TRL 1.x
+    trl1/bin/python benchmark/trl/run.py grpo --output_dir runs/grpo
+
+benchmark/requirements.txt says how to make the environments. Defaults are those of rloo.py for mini TL;DR. A flag for
+which a trainer has no setting is refused. The folder gets the policy, with the tokenizer and configuration that it had
+before, and metrics.jsonl: a line for each update, by rloo.py's names, with the seconds since the update before. It
+appears when complete; a run cannot be resumed.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+MINI_TLDR = Path(__file__).resolve().parents[1] / "mini_tldr"
+
+# Settings of each trainer: flag -> its name in the config of TRL 0.19 or 1.x. A flag that is not here, and not in
+# `common_config` or `trainer_of`, has no such setting.
+V0 = ("total_episodes", "num_ppo_epochs", "num_mini_batches", "kl_coef", "response_length", "missing_eos_penalty")
+V0 = {name: name for name in (*V0, "local_rollout_forward_batch_size")}
+V1 = {
+    "rloo_k": "num_generations",
+    "kl_coef": "beta",
+    "response_length": "max_completion_length",
+    "num_ppo_epochs": "num_iterations",
+    "mask_truncated_completions": "mask_truncated_completions",
+}
+RLOO_V0 = ("rloo_k", "token_level_kl", "normalize_reward", "normalize_advantage", "reward_clip_range")
+RLOO_V1 = {"normalize_advantage": "normalize_advantages", "reward_clip_range": "reward_clip_range"}
+SETTINGS = {
+    ("rloo", 0): V0 | {name: name for name in RLOO_V0},
+    ("ppo", 0): V0,
+    ("rloo", 1): V1 | RLOO_V1,
+    ("grpo", 1): V1,
+}
+OFF = {  # flags that not every trainer knows: what they are if they do nothing
+    "token_level_kl": False,
+    "normalize_reward": False,
+    "normalize_advantage": False,
+    "mask_truncated_completions": False,
+    "reward_clip_range": None,
+    "missing_eos_penalty": None,
+}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trainer", choices=["rloo", "ppo", "grpo"])
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--sft_model_path", type=Path, default=MINI_TLDR / "sft")
+    parser.add_argument("--reward_model_path", type=Path, default=MINI_TLDR / "reward")
+    parser.add_argument("--value_model_path", type=Path, help="ppo: what its value model begins as; None: reward model")
+    parser.add_argument("--reward_fns", help="1.x: file.py:function in place of the reward model; it gets texts")
+    parser.add_argument("--reward_by", choices=["ids", "text"], default="ids", help="1.x: what a reward model reads")
+    parser.add_argument("--dataset_name", type=Path, default=MINI_TLDR, help=".jsonl file, or folder with train.jsonl")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--lr_scheduler_type", default="linear", choices=["linear", "cosine", "constant"])
+    numbers = {"seed": 1, "rloo_k": 4, "response_length": 53, "total_episodes": 6_400, "num_ppo_epochs": 1}
+    numbers |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
+    numbers |= {"local_rollout_forward_batch_size": 64, "temperature": 0.7, "kl_coef": 0.02, "learning_rate": 2.5e-4}
+    numbers |= {"adam_eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    for name, default in OFF.items():
+        options = {"type": float} if default is None else {"action": "store_true"}
+        parser.add_argument(f"--{name}", default=default, **options)
+    return parser.parse_args(argv)
+
+
+def size_of_update(args) -> int:
+    """Completions per update."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+
+
+def config_of(args, version: int) -> dict:
+    """The flags as arguments of the trainer's config. Nothing is saved, evaluated or shown."""
+    settings = SETTINGS.get((args.trainer, version))
+    if settings is None:
+        raise SystemExit(f"run.py: {args.trainer} is not a trainer of TRL {'0.19' if version == 0 else '1.x'}")
+    known = {*settings, "missing_eos_penalty"} if version == 1 and not args.reward_fns else settings  # see score_by_ids
+    unknown = [name for name, off in OFF.items() if getattr(args, name) != off and name not in known]
+    if unknown:
+        raise SystemExit(f"run.py: {args.trainer} of this TRL has no setting for --{', --'.join(unknown)}")
+    config = common_config(args) | {theirs: getattr(args, name) for name, theirs in settings.items()}
+    clip = args.reward_clip_range
+    if version == 0:
+        config |= {"stop_token": "eos", "num_sample_generations": 0}
+        if args.trainer == "rloo":
+            config["reward_clip_range"] = clip or 10.0  # it cannot be switched off
+        return config
+    if clip:
+        config["reward_clip_range"] = (-clip, clip)
+    updates = math.ceil(args.total_episodes / size_of_update(args))
+    return config | {
+        "steps_per_generation": args.gradient_accumulation_steps * args.num_mini_batches,
+        "max_steps": updates * args.num_ppo_epochs * args.num_mini_batches,
+        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
+    }
+
+
+def common_config(args) -> dict:
+    """The arguments that the configs of all trainers have."""
+    names = ("seed", "temperature", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm")
+    names += ("per_device_train_batch_size", "gradient_accumulation_steps")
+    return {name: getattr(args, name) for name in names} | {
+        "adam_epsilon": args.adam_eps,
+        "optim": "adamw_torch_fused",
+        "bf16": args.dtype == "bfloat16",
+        "use_cpu": args.device == "cpu",
+        "dataloader_pin_memory": args.device != "cpu",
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+
+
+# ---- Models, data, rewards -------------------------------------------------------------------------------------------
+
+
+def write_for_transformers_4(source: Path, target: Path):
+    """Copies a model's folder, with the names that version 4 has for settings in its config and tokenizer as well."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    config, tokenizer = target / "config.json", target / "tokenizer_config.json"
+    found = json.loads(config.read_text())
+    rope = found.get("rope_parameters") or {"rope_theta": 10000}
+    found |= {"torch_dtype": "float32", "rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"]}
+    found["rotary_pct"] = rope.get("partial_rotary_factor", found.get("rotary_pct", 1.0))
+    config.write_text(json.dumps(found))
+    more = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | more))
+
+
+def read_prompts(path: Path) -> list[dict]:
+    """The training rows of a .jsonl file, or of the folder of one."""
+    file = path / "train.jsonl" if path.is_dir() else path
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def score_by_ids(args) -> Callable:
+    """The reward model as a function of the token ids, which may end in a stop token, minus the penalty where there is
+    none. From the model's folder TRL 1.x would read the text, tokenized again, without the stop token."""
+    tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path)
+    model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path).to(args.device).eval()
+
+    @torch.no_grad()
+    def reward_model(prompts, completions, completion_ids, **columns) -> list[float]:
+        rows = [p + c for p, c in zip(tokenizer(prompts)["input_ids"], completion_ids, strict=True)]
+        lengths = torch.tensor([len(row) for row in rows], device=args.device)
+        rows = [torch.tensor(row, device=args.device) for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(ids.shape[1], device=args.device) < lengths[:, None]
+        hidden = model.base_model(ids, attention_mask=mask.long())[0]
+        last = hidden[torch.arange(len(rows), device=args.device), lengths - 1]
+        scores = model.score(last).squeeze(-1).tolist()
+        penalty = args.missing_eos_penalty or 0.0
+        ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
+        return [score - penalty * (not end) for score, end in zip(scores, ended, strict=True)]
+
+    return reward_model
+
+
+def score_by_function(spec: str) -> Callable:
+    """A reward function of rloo.py, file.py:name. For prompts that are chats TRL has completions that are chats."""
+    path, name = spec.rsplit(":", 1)
+    module_spec = importlib.util.spec_from_file_location("rewards", path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    function = getattr(module, name)
+
+    def reward(prompts, completions, completion_ids, **columns):
+        texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
+        return function(prompts=prompts, completions=texts, completion_ids=completion_ids, **columns)
+
+    reward.__name__ = name
+    return reward
+
+
+# ---- The trainer -----------------------------------------------------------------------------------------------------
+
+
+class Marks(transformers.TrainerCallback):
+    """Writes metrics.jsonl: a line for each update."""
+
+    NAMES = {"objective/scores": "objective/scores", "reward": "objective/scores", "objective/kl": "objective/kl"}
+    NAMES |= {name: name for name in ("completions/mean_length", "frac_reward_zero_std")}
+
+    def __init__(self, folder: Path, args):
+        self.path, self.size, self.on_gpu = folder / "metrics.jsonl", size_of_update(args), args.device == "cuda"
+        self.updates = 0
+
+    def clocks(self) -> tuple[float, float]:
+        """Wall time and CPU time in seconds."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
+
+    def peak_gb(self) -> float:
+        """GiB, as rloo.py counts them."""
+        on_cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return torch.cuda.max_memory_reserved() / 2**30 if self.on_gpu else on_cpu
+
+    def on_train_begin(self, *args, **options):
+        self.begin = self.clocks()
+
+    def on_log(self, args, state, control, logs, **options):
+        line = {ours: logs[theirs] for theirs, ours in self.NAMES.items() if theirs in logs}
+        if "objective/scores" not in line:  # a step of an update that has its line, or the summary at the end
+            return
+        now, self.updates = self.clocks(), self.updates + 1
+        seconds, cpu_seconds = (b - a for a, b in zip(self.begin, now, strict=True))
+        line |= {"update": self.updates, "episode": self.updates * self.size, "memory/peak_gb": self.peak_gb()}
+        line |= {"time/update": seconds, "cpu_time": cpu_seconds}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.begin = now
+
+
+def trainer_of(args, folder: Path, rows: list[dict], callback, reward: Callable | None = None, **theirs):
+    """The trainer of the TRL that is installed, for rows with a prompt each. `folder` is for what it writes.
+    reward: in 1.x in place of what the flags say. theirs: more arguments of its config."""
+    import datasets
+    import trl
+
+    version = int(trl.__version__.partition(".")[0])
+    config = config_of(args, version) | {"output_dir": str(folder)} | theirs
+    config = getattr(trl, f"{args.trainer.upper()}Config")(**config)
+    trainer = getattr(trl, f"{args.trainer.upper()}Trainer")
+    data = datasets.Dataset.from_list(rows)
+    if version == 1:
+        tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path, padding_side="left")
+        if reward is None and args.reward_fns:
+            reward = score_by_function(args.reward_fns)
+        elif reward is None:
+            reward = score_by_ids(args) if args.reward_by == "ids" else str(args.reward_model_path)
+        given = {"args": config, "train_dataset": data, "processing_class": tokenizer, "callbacks": [callback]}
+        return trainer(str(args.sft_model_path), reward, **given)
+
+    def load(auto_class, path: Path, dtype: str, **options):
+        options |= {"attn_implementation": "sdpa", "torch_dtype": getattr(torch, dtype)}
+        return auto_class.from_pretrained(folder / "models" / path.name, **options)
+
+    value = args.value_model_path or args.reward_model_path
+    for path in {args.sft_model_path, args.reward_model_path, value}:
+        write_for_transformers_4(path, folder / "models" / path.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "models" / args.sft_model_path.name, padding_side="left")
+    data = data.map(lambda row: tokenizer(row["prompt"]), remove_columns=data.column_names)
+    policy = load(AutoModelForCausalLM, args.sft_model_path, "float32")
+    reference = load(AutoModelForCausalLM, args.sft_model_path, args.dtype)
+    reward_model = load(AutoModelForSequenceClassification, args.reward_model_path, args.dtype, num_labels=1)
+    given = {"ref_model": reference, "reward_model": reward_model, "train_dataset": data}
+    given |= {"processing_class": tokenizer, "callbacks": [callback]}
+    if args.trainer == "rloo":
+        given["ref_policy"] = given.pop("ref_model")
+        return trainer(config=config, policy=policy, **given)
+    given["value_model"] = load(AutoModelForSequenceClassification, value, "float32", num_labels=1)
+    given["eval_dataset"] = data.select(range(1))  # it wants one, and does not use it
+    return trainer(args=config, model=policy, **given)
+
+
+def main(args: argparse.Namespace):
+    transformers.set_seed(args.seed)
+    out = args.output_dir.with_name(args.output_dir.name + ".unfinished")
+    shutil.rmtree(out, ignore_errors=True)  # of a run that was ended
+    out.mkdir(parents=True)
+    trainer = trainer_of(args, out, read_prompts(args.dataset_name), Marks(out, args))
+    trainer.train()
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    policy = getattr(policy, "policy", policy)  # PPO's model has a value model as well
+    policy.save_pretrained(out)
+    for path in (*args.sft_model_path.glob("*.json"), *args.sft_model_path.glob("*.jinja")):
+        shutil.copy(path, out)  # TRL writes other names, and a generation config without eos
+    shutil.rmtree(out / "models", ignore_errors=True)
+    out.rename(args.output_dir)
+
+
+if __name__ == "__main__":
+    main(parse_args())
