@@ -1,9 +1,9 @@
-"""How much memory of a GPU a run needs, computed from the sizes of its models, and which GPUs have it.
+"""How much memory of a GPU a run needs, computed from the sizes of its models.
 
     python benchmark/speed/gpu_memory.py                                # prints the table of README.md
     python benchmark/speed/gpu_memory.py --config MODEL --k 8 --R 400   # a run of yours; MODEL: a folder or Hub id
 
-gpu_memory_test.py counts what the formula for activations says, for small models on the CPU.
+A test counts what the formula for activations says, for small models on the CPU.
 """
 
 import sys
@@ -16,19 +16,18 @@ import tyro
 GIB = 2**30
 LOGIT_BYTES = 22  # for each logit of a block: float32 logits, log-probs, probabilities and their gradients
 BLOCK = 2**27  # logits of a block, see completion_logprobs
-FAMILIES = {"Qwen2.5": (34, 8), "GPT-NeoX": (26, 4)}  # bytes that a layer keeps of a token: · d + · f
-# The same with LoRA, whose weights and residual stream are in bfloat16; and how many linear layers have an adapter.
-LORA = {"Qwen2.5": (18, 8, 7), "GPT-NeoX": (19, 4, 4)}
-
-CARDS = (16, 24, 40, 48, 80, 141)  # GiB of memory of common GPUs
 CONTEXT = 0.5 * GIB  # CUDA's own memory, and kernels
 NCCL = 1 * GIB  # buffers of several processes
+# Bytes that a layer keeps of a token for backward: a · width + b · feed_forward. With LoRA weights and residual stream
+# are in bfloat16; the third number is that of linear layers, which have adapters.
+FAMILIES = {"Qwen2.5": (34, 8), "GPT-NeoX": (26, 4)}
+LORA = {"Qwen2.5": (18, 8, 7), "GPT-NeoX": (19, 4, 4)}
 GATED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2")  # model types whose layers are like Qwen2.5's
 
 
 @dataclass
 class Model:
-    """Sizes of a policy, and of the models beside it."""
+    """Sizes of a policy."""
 
     family: str
     parameters: float
@@ -37,42 +36,40 @@ class Model:
     feed_forward: int
     key_width: int  # of all key heads of a layer together
     vocabulary: int
-    beside: float = 0.0  # parameters of the reward model
 
 
 @dataclass
-class Run:
-    """A row of the table."""
+class Args:
+    """Memory that a run needs on each GPU."""
 
-    name: str
-    model: Model
-    k: int
-    micro_batch: int
-    P: int
-    R: int
-    learning_rate: str
+    config: str | None = None  # folder or Hub id of the policy; only its configuration is read
+    reward_parameters: float = 0.0  # of a reward model
+    k: int = 4  # --rloo_k
+    m: int = 32  # --per_device_train_batch_size
+    P: int = 512  # --max_prompt_length
+    R: int = 53  # --response_length
     chunk: int = 64  # --local_rollout_forward_batch_size
-    gpus: int = 1  # over which fsdp divides parameters
-    checkpointing: bool = False
-    lora_rank: int = 0  # 0: all weights are trained, and the reference is another model
+    gpus: int = 1  # more than one: with --sharding fsdp
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0
 
 
 QWEN_05B = Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936)
 QWEN_15B = Model("Qwen2.5", 1544e6, 28, 1536, 8960, 256, 151_936)
 QWEN_3B = Model("Qwen2.5", 3086e6, 36, 2048, 11_008, 256, 151_936)
 QWEN_7B = Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064)
-PYTHIA_410M = Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304, 354e6)
-PYTHIA_1B = Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304, 909e6)
-LORA_32 = {"checkpointing": True, "lora_rank": 32}
-RUNS = [
-    Run("Qwen2.5-0.5B, 24 GB", QWEN_05B, 8, 8, 256, 400, "1e-6", chunk=256),
-    Run("pythia-410m, 24 GB", PYTHIA_410M, 4, 32, 512, 53, "3e-6"),
-    Run("pythia-1b, 80 GB", PYTHIA_1B, 4, 64, 512, 53, "3e-6", chunk=256),
-    Run("Qwen2.5-1.5B, 80 GB", QWEN_15B, 8, 16, 256, 512, "1e-6", chunk=256),
-    Run("Qwen2.5-7B, 4 × 80 GB", QWEN_7B, 8, 16, 256, 512, "1e-6", gpus=4, checkpointing=True),
-    Run("Qwen2.5-3B, 24 GB, LoRA of rank 32", QWEN_3B, 8, 8, 256, 512, "1e-5", chunk=32, **LORA_32),
-    Run("Qwen2.5-7B, 80 GB, LoRA of rank 32", QWEN_7B, 8, 16, 256, 512, "1e-5", **LORA_32),
-]
+PYTHIA_410M = Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304)
+PYTHIA_1B = Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304)
+LORA_32 = {"gradient_checkpointing": True, "lora_rank": 32}
+RUNS = {
+    "Qwen2.5-0.5B, 24 GB": (QWEN_05B, Args(k=8, m=8, P=256, R=400, chunk=256)),
+    "pythia-410m, 24 GB": (PYTHIA_410M, Args(reward_parameters=354e6)),
+    "pythia-1b, 80 GB": (PYTHIA_1B, Args(reward_parameters=909e6, m=64, chunk=256)),
+    "Qwen2.5-1.5B, 80 GB": (QWEN_15B, Args(k=8, m=16, P=256, R=512, chunk=256)),
+    "Qwen2.5-7B, 4 × 80 GB": (QWEN_7B, Args(k=8, m=16, P=256, R=512, gpus=4, gradient_checkpointing=True)),
+    "Qwen2.5-3B, 24 GB, LoRA of rank 32": (QWEN_3B, Args(k=8, m=8, P=256, R=512, chunk=32, **LORA_32)),
+    "Qwen2.5-7B, 80 GB, LoRA of rank 32": (QWEN_7B, Args(k=8, m=16, P=256, R=512, **LORA_32)),
+}
 
 
 def kept_by_layer(family: str, width: int, feed_forward: int, lora_rank: int = 0) -> int:
@@ -94,17 +91,16 @@ def adapter_parameters(model: Model, rank: int) -> int:
     return rank * sizes * model.layers
 
 
-def needed(run: Run) -> dict[str, float]:
+def needed(model: Model, run: Args) -> dict[str, float]:
     """Bytes on each GPU, by the columns of the table."""
-    model = run.model
-    slots = run.micro_batch // run.k * (run.P + run.k * run.R)
+    slots = run.m // run.k * (run.P + run.k * run.R)
     layer = kept_by_layer(model.family, model.width, model.feed_forward, run.lora_rank)
     head = model.vocabulary * model.width
     if run.lora_rank:  # the policy in bfloat16, which is the reference too, and its adapters
-        trained, frozen, beside = adapter_parameters(model, run.lora_rank), model.parameters, model.beside
+        trained, frozen, beside = adapter_parameters(model, run.lora_rank), model.parameters, run.reward_parameters
     else:
-        trained, frozen, beside = model.parameters, 0, model.parameters + model.beside
-    if run.checkpointing:  # every layer's input, and all of one layer
+        trained, frozen, beside = model.parameters, 0, model.parameters + run.reward_parameters
+    if run.gradient_checkpointing:  # every layer's input, and all of one layer
         stream = 2 if run.lora_rank else 4  # bytes of a number in the residual stream
         activations = slots * (stream * model.width * model.layers + layer)
         cast = 2 * head + model.parameters / model.layers  # weights in bfloat16: embedding, head, one layer
@@ -113,91 +109,51 @@ def needed(run: Run) -> dict[str, float]:
         cast = model.parameters
     if run.lora_rank and run.gpus == 1:  # they are in bfloat16 already; fsdp still gathers them
         cast = trained
+    logits = LOGIT_BYTES * min(run.m * run.R * model.vocabulary, BLOCK)
+    weights = (16 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * cast
+    kept = activations + logits + (0 if run.lora_rank else 8 * head)
+    rest = CONTEXT + (NCCL if run.gpus > 1 else 0)
+    # fsdp holds two layers at once: gathered, their gradients, and these in float32 to be summed
+    two_layers = 2 * 8 * model.parameters / model.layers if run.gpus > 1 else 0
     cache = 4 * model.layers * model.key_width * (run.chunk / run.k * run.P + run.chunk * run.R)
-    found = {
-        "states": (16 * trained + 2 * frozen) / run.gpus,
-        "copies": 2 * beside / run.gpus + 2 * cast,
-        "activations": activations,
-        "logits": LOGIT_BYTES * min(run.micro_batch * run.R * model.vocabulary, BLOCK)
-        + (0 if run.lora_rank else 8 * head),
-    }
-    rest = CONTEXT
-    if run.gpus > 1:  # fsdp holds two layers at once: gathered, their gradients, and these in float32 to be summed
-        rest += NCCL + 2 * 8 * model.parameters / model.layers
-    found["rest"] = rest
-    found["training"] = sum(found.values())
-    weights = (12 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * model.parameters
-    found["rollout"] = weights + cache + LOGIT_BYTES * run.chunk * model.vocabulary + CONTEXT
-    found["rollout"] += NCCL if run.gpus > 1 else 0
-    return found | {"cache": cache}
+    rollout = (12 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * model.parameters
+    rollout += cache + LOGIT_BYTES * run.chunk * model.vocabulary + rest
+    found = {"weights": weights, "kept": kept, "training": weights + kept + rest + two_layers}
+    return found | {"rollout": rollout, "cache": cache}
 
 
-def table(runs: list[Run]) -> str:
+def table(runs: dict[str, tuple[Model, Args]]) -> str:
     """The table of README.md."""
     head = ["model, GPU", "k, m", "P, R", "weights, AdamW", "activations, logits", "training", "rollout (cache)"]
-    head += ["learning rate"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for run in runs:
-        found = {name: value / GIB for name, value in needed(run).items()}
-        cells = [run.name, f"{run.k}, {run.micro_batch}", f"{run.P}, {run.R}"]
-        cells += [f"{found['states'] + found['copies']:.1f}", f"{found['activations'] + found['logits']:.1f}"]
-        cells += [f"{found['training']:.1f}", f"{found['rollout']:.1f} ({found['cache']:.1f})", run.learning_rate]
-        lines.append("| " + " | ".join(cells) + " |")
+    for name, (model, run) in runs.items():
+        found = {part: f"{size / GIB:.1f}" for part, size in needed(model, run).items()}
+        cells = [name, f"{run.k}, {run.m}", f"{run.P}, {run.R}", found["weights"], found["kept"], found["training"]]
+        lines.append("| " + " | ".join([*cells, f"{found['rollout']} ({found['cache']})"]) + " |")
     return "\n".join(lines)
 
 
-def model_of(path: str, reward_parameters: float) -> Model:
+def model_of(path: str) -> Model:
     """Sizes from the configuration of a model, whose weights are not loaded."""
     config = transformers.AutoConfig.from_pretrained(path).get_text_config()
     if config.model_type not in (*GATED, "gpt_neox"):
         sys.exit(f"{path}: no formula for layers of type {config.model_type}")
     with torch.device("meta"):
         count = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    family = "GPT-NeoX" if config.model_type == "gpt_neox" else "Qwen2.5"
     heads = config.num_attention_heads
     head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Model(
-        "GPT-NeoX" if config.model_type == "gpt_neox" else "Qwen2.5",
-        count,
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.intermediate_size,
-        (getattr(config, "num_key_value_heads", None) or heads) * head_width,
-        config.vocab_size,
-        reward_parameters,
-    )
-
-
-def fitting(run: Run) -> list[int]:
-    """The cards that have the memory, with a tenth left free for fragmentation."""
-    found = needed(run)
-    return [size for size in CARDS if max(found["training"], found["rollout"]) <= 0.9 * size * GIB]
-
-
-@dataclass
-class Args:
-    """Memory that a run needs on each GPU."""
-
-    config: str | None = None  # folder or Hub id of the policy; only its configuration is read
-    reward_parameters: float = 0.0  # of a reward model
-    k: int = 4  # --rloo_k
-    m: int = 32  # --per_device_train_batch_size
-    P: int = 512  # --max_prompt_length
-    R: int = 53  # --response_length
-    chunk: int = 64  # --local_rollout_forward_batch_size
-    gpus: int = 1  # more than one: with --sharding fsdp
-    gradient_checkpointing: bool = False
-    lora_rank: int = 0
+    key_width = (getattr(config, "num_key_value_heads", None) or heads) * head_width
+    widths = config.hidden_size, config.intermediate_size, key_width
+    return Model(family, count, config.num_hidden_layers, *widths, config.vocab_size)
 
 
 def main(args: Args):
     if args.config is None:
         print(table(RUNS))
-        return
-    sizes = (args.k, args.m, args.P, args.R, "", args.chunk, args.gpus, args.gradient_checkpointing, args.lora_rank)
-    run = Run(args.config, model_of(args.config, args.reward_parameters), *sizes)
-    print(table([run]))
-    cards = ", ".join(f"{size} GB" for size in fitting(run))
-    print(f"\nGiB for each of {run.gpus} GPUs. With a tenth left free it fits: {cards or 'none of ' + str(CARDS)}")
+    else:
+        print(table({args.config: (model_of(args.config), args)}))
+        print("\nGiB for each GPU. The larger of training and rollout must fit in 90% of its memory.")
 
 
 if __name__ == "__main__":

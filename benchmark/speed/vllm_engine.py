@@ -5,6 +5,7 @@ of its own, which runs this file as well: `serve`.
 """
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import time
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 SETTINGS = {  # further arguments of vllm.LLM, by the device of the policy
     "cpu": {"kv_cache_memory_bytes": 2**30, "enable_chunked_prefill": False},  # with it, seeds end vLLM
@@ -47,13 +49,22 @@ def generate(model, prompt_ids, *, k, temperature, response_length, stop_ids, se
 
 
 def write_weights(model, folder):
-    """The model as a checkpoint that has a tied head as well: left out, it would keep its first weights in vLLM."""
-    weights, seen = model.state_dict(), set()
+    """Config and weights, which is all that vLLM reads, by the names of the model's own files. A tied head is written
+    too: left out, it would keep its first weights in vLLM."""
+    from safetensors.torch import save_file
+
+    weights = model.state_dict()
+    with suppress(ImportError):  # transformers 5 renames and stacks some weights as it loads them, such as experts
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = revert_weight_conversion(model, weights)
+    seen = set()
     for name, weight in weights.items():
-        if weight.data_ptr() in seen:
-            weights[name] = weight.clone()  # `save_pretrained` leaves out what shares its memory with other weights
+        weights[name] = weight.clone() if weight.data_ptr() in seen else weight.contiguous()
         seen.add(weight.data_ptr())
-    model.save_pretrained(folder, state_dict=weights)
+    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    Path(folder, "config.json").write_text(json.dumps(config))
 
 
 def start() -> Connection:
