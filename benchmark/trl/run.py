@@ -253,24 +253,24 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, reward: Callable 
         given = {"args": config, "train_dataset": data, "processing_class": tokenizer, "callbacks": [callback]}
         return trainer(str(args.sft_model_path), reward, **given)
 
-    def load(auto_class, path: Path, dtype: str, **options):
+    def load(name: str, dtype: str, auto_class=AutoModelForSequenceClassification, **options):
         options |= {"attn_implementation": "sdpa", "torch_dtype": getattr(torch, dtype)}
-        return auto_class.from_pretrained(folder / "models" / path.name, **options)
+        return auto_class.from_pretrained(folder / "models" / name, **options)
 
-    value = args.value_model_path or args.reward_model_path
-    for path in {args.sft_model_path, args.reward_model_path, value}:
-        write_for_transformers_4(path, folder / "models" / path.name)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "models" / args.sft_model_path.name, padding_side="left")
+    paths = {"policy": args.sft_model_path, "reward": args.reward_model_path}
+    paths["value"] = args.value_model_path or args.reward_model_path
+    for name, path in paths.items():
+        write_for_transformers_4(path, folder / "models" / name)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "models" / "policy", padding_side="left")
     data = data.map(lambda row: tokenizer(row["prompt"]), remove_columns=data.column_names)
-    policy = load(AutoModelForCausalLM, args.sft_model_path, "float32")
-    reference = load(AutoModelForCausalLM, args.sft_model_path, args.dtype)
-    reward_model = load(AutoModelForSequenceClassification, args.reward_model_path, args.dtype, num_labels=1)
-    given = {"ref_model": reference, "reward_model": reward_model, "train_dataset": data}
+    policy = load("policy", "float32", AutoModelForCausalLM)
+    given = {"ref_model": load("policy", args.dtype, AutoModelForCausalLM), "train_dataset": data}
+    given |= {"reward_model": load("reward", args.dtype, num_labels=1)}
     given |= {"processing_class": tokenizer, "callbacks": [callback]}
     if args.trainer == "rloo":
         given["ref_policy"] = given.pop("ref_model")
         return trainer(config=config, policy=policy, **given)
-    given["value_model"] = load(AutoModelForSequenceClassification, value, "float32", num_labels=1)
+    given["value_model"] = load("value", "float32", num_labels=1)
     given["eval_dataset"] = data.select(range(1))  # it wants one, and does not use it
     return trainer(args=config, model=policy, **given)
 

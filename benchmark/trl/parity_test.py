@@ -1,0 +1,108 @@
+"""rloo.py against TRL's numbers in golden.json, without TRL: `pytest -q benchmark/trl/parity_test.py`.
+
+`python benchmark/trl/parity.py same` trained TRL 0.19 and 1.x on the completions in that file and noted how far their
+weights moved. On the same completions rloo.py must move as far, and have the same KL, rewards and loss. If mini TL;DR's
+SFT policy or reward model has changed, `same` must run again.
+"""
+
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
+
+import parity
+import pytest
+import run
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+golden = json.loads(parity.GOLDEN.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model gains nothing from a second thread
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """flags -> what rloo.py does; rows of both versions share it."""
+    known = {}
+
+    def train(flags: dict):
+        key = json.dumps(flags, sort_keys=True)
+        if key not in known:
+            known[key] = parity.train_rloo(flags, golden["prompts"], golden["completions"])
+        return known[key]
+
+    return train
+
+
+def test_golden_numbers_are_of_these_settings():
+    assert [(int(x["trl"].split()[1][0]), x["setting"]) for x in golden["table"]] == [
+        (r.trl, r.name) for r in parity.ROWS
+    ]
+    assert {(int(x["trl"].split()[1][0]), x["setting"]) for x in golden["golden"]} == set(parity.KEPT)
+    assert all(line["agree"] == (not line["why"]) for line in golden["table"])
+    ended = (torch.tensor(golden["completions"]) == 0).any(-1)
+    assert ended.any() and not ended.all()
+
+
+@pytest.mark.parametrize("line", golden["golden"], ids=lambda line: f"{line['trl'].split(',')[0]}, {line['setting']}")
+def test_rloo_moves_as_trl_does(line, trained):
+    ours, metrics = trained(line["flags"] | (parity.OWN_SCORE if line["reward"] == "length" else {}))
+    start = load_file(parity.SFT / "model.safetensors")
+    tensors = len(start)
+    for weights, theirs in zip(ours, line["movement"], strict=True):
+        found, total = parity.movement(start, weights), sum(norm**2 for norm in theirs[:tensors]) ** 0.5
+        # What rounding costs on any CPU: 5e-6 of a tensor's norm, 3e-5 of a projection.
+        assert sum(norm**2 for norm in found[:tensors]) ** 0.5 == pytest.approx(total, rel=1e-5)
+        assert found[:tensors] == pytest.approx(theirs[:tensors], rel=5e-5)
+        assert found[tensors:] == pytest.approx(theirs[tensors:], abs=1e-4 * total)
+    for our_line, their_line in zip(metrics, line["metrics"], strict=True):
+        our_line = parity.comparable(int(line["trl"].split()[1][0]), our_line, ours=True)
+        assert our_line == pytest.approx(their_line, rel=1e-5, abs=1e-5)
+
+
+def test_flags_become_settings_of_each_trainer_or_are_refused():
+    words = ["--output_dir", "x", "--rloo_k", "2", "--num_ppo_epochs", "3", "--num_mini_batches", "2"]
+    words += ["--gradient_accumulation_steps", "4", "--per_device_train_batch_size", "8", "--total_episodes", "100"]
+
+    def config(trainer, version, *more):
+        return run.config_of(run.parse_args([trainer, *words, *more]), version)
+
+    v0, ppo, v1 = config("rloo", 0), config("ppo", 0), config("grpo", 1)
+    assert (v0["rloo_k"], v0["total_episodes"], v0["reward_clip_range"]) == (2, 100, 10.0)
+    assert "rloo_k" not in ppo and ppo["num_mini_batches"] == 2
+    assert (v1["num_generations"], v1["steps_per_generation"]) == (2, 8)
+    assert v1["max_steps"] == 2 * 3 * 2  # 100 completions are two updates of 64
+    clipped = config("rloo", 1, "--reward_clip_range", "2", "--missing_eos_penalty", "1")
+    assert clipped["reward_clip_range"] == (-2, 2)
+    for trainer, version, flag in (("rloo", 1, "normalize_reward"), ("grpo", 1, "normalize_advantage")):
+        with pytest.raises(SystemExit, match=flag):
+            config(trainer, version, f"--{flag}")
+    with pytest.raises(SystemExit, match="missing_eos_penalty"):  # only with a reward model
+        config("rloo", 1, "--missing_eos_penalty", "1", "--reward_fns", "a.py:b")
+    with pytest.raises(SystemExit, match="not a trainer"):
+        config("ppo", 1)
+
+
+def test_rewards_of_trl_get_texts_and_token_ids(tmp_path):
+    (tmp_path / "own.py").write_text("def size(completions, answer, **columns):\n    return [*map(len, completions)]\n")
+    own = run.score_by_function(f"{tmp_path}/own.py:size")
+    assert own(["p"], [[{"role": "assistant", "content": "four"}]], [[1]], answer=[1]) == [4]
+    words = ["rloo", "--output_dir", "x", "--device", "cpu"]
+    tokenizer = AutoTokenizer.from_pretrained(parity.SFT)
+    prompts = golden["prompts"][0][:2]
+    ids = tokenizer([" a cat", " a dog and a cat"])["input_ids"]
+    ids[0].append(tokenizer.eos_token_id)
+    raw = run.score_by_ids(run.parse_args(words))
+    scores = raw(prompts, None, ids)
+    assert scores[0] == pytest.approx(raw(prompts[:1], None, ids[:1])[0], abs=1e-4)  # without padding
+    assert raw(prompts[:1], None, [ids[0][:-1]])[0] != pytest.approx(scores[0], abs=1e-3)  # it reads the stop token
+    penalised = run.score_by_ids(run.parse_args([*words, "--missing_eos_penalty", "5"]))(prompts, None, ids)
+    assert penalised == pytest.approx([scores[0], scores[1] - 5])
