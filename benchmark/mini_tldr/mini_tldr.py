@@ -3,30 +3,39 @@
     python benchmark/mini_tldr/mini_tldr.py                                   # about 40 minutes, on one core
     python benchmark/mini_tldr/mini_tldr.py --quick --output_dir /tmp/mini    # under a minute, smaller
 
-It writes posts with human-like reference summaries, a tokenizer, a policy fine-tuned on the
-references (sft/) and a reward model trained on noisy comparisons (reward/). The ground truth
-behind each post is known, so a gold judge can score any summary exactly. As in the real
-benchmark the policy never sees the judge, only the reward model.
+It writes posts with human-like reference summaries, a tokenizer, a policy fine-tuned on the references (sft/) and a
+reward model trained on noisy comparisons (reward/). The facts behind each post are known, so a gold judge can score any
+summary exactly. As in the real benchmark the policy never sees the judge, only the reward model.
 
-Reading order is running order: tables, posts, references, judge, tokenizer, training, main.
+Reading order is running order: tables, posts, judge, tokenizer, training, reward model, figures, main.
 """
 
 import json
 import math
 import random
 import re
-import shutil
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tldr"))  # for text_reward.py, which loads torch
+import torch
+import torch.nn.functional as F
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
-# ------------------------------------------------------------------------------------ tables
-# A post has one value per slot. A value is a list of surface forms: any of them states the
-# fact. No form may contain another value's form (checked in `check_tables`).
+HERE = Path(__file__).resolve().parent
+sys.path.append(
+    str(HERE.parents[1])
+)  # for rloo.py; it loads this module, so this module imports it only when it builds
+
+# ---- Tables ----------------------------------------------------------------------------------------------------------
+
+# A post has one value per slot. A value is a list of surface forms: any of them states the fact. No form may contain
+# another value's form.
 
 SLOTS = {
     "who": [
@@ -108,8 +117,8 @@ TITLES = [
     "Please help.",
 ]  # fmt: skip
 
-# A summary is built from one fragment per slot, in one of three orders. Dropped facts leave
-# nothing, or for who and problem a word which says nothing.
+# A summary is built from one fragment per slot, in one of three orders. Dropped facts leave nothing, or for who and
+# problem a word which says nothing.
 FRAGMENTS = {
     "who": ["my {}"],
     "problem": ["keeps {}", "won't stop {}", "was caught {}"],
@@ -131,7 +140,7 @@ RAMBLES = [
 ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------ posts
+# ---- Posts and summaries ---------------------------------------------------------------------------------------------
 
 
 def sample_facts(rng):
@@ -156,15 +165,9 @@ def sample_post(facts, rng):
     return f"SUBREDDIT: r/{rng.choice(SUBREDDITS)}\n\nTITLE: {rng.choice(TITLES)}\n\nPOST: {post}\n\nTL;DR:", decoys
 
 
-# ------------------------------------------------------------------------------------ summaries
-
-
 def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
-    """A summary as a string which starts with a space.
-
-    drop, wrong, ramble are probabilities: of leaving out a fact, of stating a wrong one (half
-    of the time a decoy's, when the post has one for the slot), of adding empty talk.
-    """
+    """A summary, which starts with a space. drop, wrong and ramble are probabilities: of leaving out a fact, of stating
+    a wrong one (half of the time a decoy's, if the post has one for the slot), and of adding empty talk."""
     said = {}
     for slot, value in facts.items():
         if rng.random() < drop:
@@ -174,49 +177,39 @@ def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
             others = [v for v in range(len(SLOTS[slot])) if v != facts[slot]]
             value = decoys[slot] if slot in decoys and rng.random() < 0.5 else rng.choice(others)
         said[slot] = rng.choice(FRAGMENTS[slot]).format(rng.choice(SLOTS[slot][value]))
-    parts = {s: t for s, t in said.items() if t}
-    order = [s for s in rng.choice(ORDERS) if s in parts]
+    order = [slot for slot in rng.choice(ORDERS) if said[slot]]
     text = ""
-    for i, slot in enumerate(order):  # commas around the feeling and before the question
-        comma = i and (slot in ("feeling", "question") or order[i - 1] == "feeling")
-        text += ("," if comma else "") + " " + parts[slot]
+    for before, slot in zip(["", *order], order):  # commas around the feeling and before the question
+        comma = before and (slot in ("feeling", "question") or before == "feeling")
+        text += ("," if comma else "") + " " + said[slot]
     if rng.random() < ramble:
         text += (" " if text.endswith("?") else ", ") + rng.choice(RAMBLES)
     return " " + text.strip()
 
 
-def write_reference(facts, decoys, rng):
-    """The simulated human: usually right, rarely complete, now and then rambling."""
-    return write_summary(facts, decoys, rng, drop=0.35, wrong=0.05, ramble=0.1)
-
-
-def sample_row(rng, taken=None):
-    """One row of the data; `taken` is a set of fact combinations not to use, and is added to."""
+def sample_row(rng, taken):
+    """One row of the data. Its facts are none of the combinations in `taken`, a set, which they are added to."""
     facts = sample_facts(rng)
-    while taken is not None and tuple(facts.values()) in taken:
+    while tuple(facts.values()) in taken:
         facts = sample_facts(rng)
-    if taken is not None:
-        taken.add(tuple(facts.values()))
+    taken.add(tuple(facts.values()))
     prompt, decoys = sample_post(facts, rng)
-    completion = write_reference(facts, decoys, rng)
-
-    def names(d):
-        return {s: SLOTS[s][v][0] for s, v in d.items()}
-
-    return {"prompt": prompt, "completion": completion, "facts": names(facts), "decoys": names(decoys)}
+    # The simulated human: usually right, rarely complete, now and then rambling.
+    completion = write_summary(facts, decoys, rng, drop=0.35, wrong=0.05, ramble=0.1)
+    return {"prompt": prompt, "completion": completion, "facts": names_of(facts), "decoys": names_of(decoys)}
 
 
-def values_of(named):
-    """A row's facts or decoys, slot -> value's name, as slot -> index."""
-    return {s: [v[0] for v in SLOTS[s]].index(name) for s, name in named.items()}
+def names_of(values):
+    """Facts or decoys, slot -> index, as slot -> name: the first form of the value."""
+    return {slot: SLOTS[slot][value][0] for slot, value in values.items()}
 
 
-def complete_row(row, rng):
-    """The row with a summary which has all of the facts right."""
-    return {**row, "completion": write_summary(values_of(row["facts"]), {}, rng)}
+def values_of(names):
+    """The other way round."""
+    return {slot: [forms[0] for forms in SLOTS[slot]].index(name) for slot, name in names.items()}
 
 
-# ------------------------------------------------------------------------------------ judge
+# ---- Judge -----------------------------------------------------------------------------------------------------------
 
 FREE_WORDS = 24  # a complete summary has about 18 words
 WORD_COST = 0.1  # for each word beyond
@@ -225,86 +218,54 @@ PATTERN = {s: re.compile(r"\b(" + "|".join(sorted(v, key=len, reverse=True)) + r
 
 
 def stated(text):
-    """The values which a text states: dict slot -> set of values (named by their first form)."""
+    """The values that a text states: dict slot -> set of names."""
     text = " ".join(re.sub(r"[^a-z0-9]+", " ", text.lower()).split())
-    return {slot: {VALUE_OF[slot][m] for m in PATTERN[slot].findall(text)} for slot in SLOTS}
-
-
-def check_tables():
-    """Every form states exactly its own value, and the words around the facts state none."""
-    for slot, values in SLOTS.items():
-        for forms in values:
-            for form in forms:
-                assert stated(form) == {s: {forms[0]} if s == slot else set() for s in SLOTS}, form
-    templates = [t for table in (STATE, DECOY, FRAGMENTS) for ts in table.values() for t in ts]
-    for text in templates + OTHERS + FILLERS + TITLES + SUBREDDITS + RAMBLES + list(DROPPED.values()):
-        assert not any(stated(text).values()), text
-
-
-def judge_parts(facts, completion):
-    """(correct facts, wrong facts, excess words) of one summary; facts is a dict slot -> value."""
-    said = stated(completion)
-    correct = sum(facts[s] in said[s] for s in SLOTS)
-    wrong = sum(len(said[s] - {facts[s]}) for s in SLOTS)
-    words = max(len(completion.split()), len(completion) / 8)  # text without spaces is long too
-    return correct, wrong, max(0.0, words - FREE_WORDS)
+    return {slot: {VALUE_OF[slot][form] for form in PATTERN[slot].findall(text)} for slot in SLOTS}
 
 
 def gold_judge(prompts, completions, completion_ids=None, *, facts, **columns):
     """Correct facts - wrong facts - 0.1 per excess word, for each completion: list of floats.
 
-    A fact counts once however often it is repeated, and each wrong value counts, so that
-    naming many values of a slot loses. An empty summary has 0.
+    A fact counts once however often it is repeated, and each wrong value counts, so that naming many values of a slot
+    loses. An empty summary has 0.
     """
     scores = []
-    for fact, completion in zip(facts, completions):
-        correct, wrong, excess = judge_parts(fact, completion.replace("<|endoftext|>", ""))
-        scores.append(float(correct - wrong - WORD_COST * excess))
+    for right, text in zip(facts, completions):
+        said = stated(text)
+        correct = sum(right[slot] in said[slot] for slot in SLOTS)
+        wrong = sum(len(said[slot] - {right[slot]}) for slot in SLOTS)
+        words = max(len(text.split()), len(text) / 8)  # a text without spaces is long too
+        scores.append(float(correct - wrong - WORD_COST * max(0.0, words - FREE_WORDS)))
     return scores
 
 
 def gold_win_rate(prompts, completions, completion_ids=None, *, facts, completion, **columns):
-    """1 where the gold judge prefers a completion to the row's own, the reference `completion`; 0.5 for a tie."""
-    ours, theirs = gold_judge(prompts, completions, facts=facts), gold_judge(prompts, completion, facts=facts)
+    """1 where the gold judge prefers a completion to the row's own `completion`, the reference; 0.5 for a tie."""
+    ours = gold_judge(prompts, completions, facts=facts)
+    theirs = gold_judge(prompts, completion, facts=facts)
     return [(x > y) + 0.5 * (x == y) for x, y in zip(ours, theirs)]
 
 
-# ------------------------------------------------------------------------------------ sizes
+# ---- Sizes and tokenizer ---------------------------------------------------------------------------------------------
 
-
-@dataclass
-class Config:
-    seed: int = 1
-    output_dir: str = str(Path(__file__).resolve().parent)
-    quick: bool = False
-    """a small build which shows that everything runs; its models are poor"""
-
-
-@dataclass
-class Sizes:
-    train: int = 10000  # rows
-    validation: int = 500
-    test: int = 500
-    sft: int = 24000  # examples; how long the policy trains decides its win rate, almost alone
-    reader: int = 20000  # examples
-    pool: int = 4000  # posts with two SFT samples each, for the reward model
-    stages: tuple = (8000, 9000, 3000)  # posts for the reward model, GROUP completions each
-
-
-QUICK = Sizes(200, 12, 12, 64, 48, 8, (16, 16, 16))
+SIZES = {
+    "train": 10_000,  # rows, also of the next two
+    "validation": 500,
+    "test": 500,
+    "sft": 24_000,  # examples; how long the policy trains decides its win rate, almost alone
+    "reader": 20_000,  # examples
+    "pool": 4_000,  # posts with two SFT samples each, for the reward model
+    "stages": (8_000, 9_000, 3_000),  # posts for the reward model, GROUP completions each
+}
+QUICK = dict(zip(SIZES, (200, 12, 12, 64, 48, 8, (16, 16, 16))))
 VOCABULARY = 1024  # tokens
 BATCH = 16  # examples
 GROUP = 6  # completions of one post, all compared with each other
 LABEL_NOISE = 0.1  # the share of comparisons which the labellers get wrong
 
 
-# ------------------------------------------------------------------------------------ tokenizer
-
-
 def train_bpe(texts, vocabulary, special, digits=False):
     """Byte-level BPE whose first tokens are `special`; with `digits` each digit is a token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     tokenizer, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if digits else byte_level
@@ -317,21 +278,29 @@ def train_bpe(texts, vocabulary, special, digits=False):
 
 def train_tokenizer(texts):
     """<|endoftext|> (id 0) is eos and [PAD] (id 1) is pad."""
-    from transformers import PreTrainedTokenizerFast
-
     eos, pad = special = ["<|endoftext|>", "[PAD]"]
     names = {"bos_token": eos, "eos_token": eos, "unk_token": eos, "pad_token": pad}
     bpe = train_bpe(texts, VOCABULARY, special)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **names, model_max_length=512)
 
 
-# ------------------------------------------------------------------------------------ training
+def save_tokenizer(tokenizer, folder: Path):
+    """Writes a tokenizer with names that transformers 4 knows as well."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.pop("backend", None)
+    extra = config.pop("extra_special_tokens", None)
+    if extra:
+        config["additional_special_tokens"] = extra
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def model_config(tokenizer, layers, **extra):
     """A GPT-NeoX of pythia's shape, but tiny. With an initialisation of 0.02 it hardly learns to read."""
-    from transformers import GPTNeoXConfig
-
     return GPTNeoXConfig(
         vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=layers, num_attention_heads=4,
         intermediate_size=512, max_position_embeddings=512, initializer_range=0.06, attention_dropout=0.0,
@@ -340,90 +309,69 @@ def model_config(tokenizer, layers, **extra):
     )  # fmt: skip
 
 
-def pad(sequences, value, left=False):
-    """List of lists of numbers -> tensor [B, longest]."""
-    import torch
-
-    n = max(map(len, sequences))
-    fill = [[value] * (n - len(s)) for s in sequences]
-    return torch.tensor([f + list(s) if left else list(s) + f for s, f in zip(sequences, fill)])
-
-
 def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_size=BATCH):
-    """One pass over `total` fresh examples: AdamW, warm-up, cosine down to a twentieth of lr.
-
-    make_chunk(n) returns n examples; sorted by length they make batches with little padding.
-    """
-    import torch
-    from tqdm import tqdm
-
-    steps, batches, mean = total // batch_size, [], None
+    """One pass over `total` fresh examples: AdamW, warm-up, cosine down to a twentieth of lr. make_chunk(n) returns n
+    examples; sorted by length they make batches with little padding."""
+    steps = total // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
 
-    def decay(s):
-        return min(1.0, (s + 1) / 50) * max(0.05, 0.5 * (1 + math.cos(math.pi * s / steps)))
+    def decay(step):
+        return min(1.0, (step + 1) / 50) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
     model.train()
-    bar = tqdm(range(steps), desc=name, mininterval=10)
-    for _ in bar:
+    batches = []
+    for _ in tqdm(range(steps), desc=name, mininterval=10):
         if not batches:
             chunk = sorted(make_chunk(batch_size * 20), key=length_of)
             batches = [chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size)]
             rng.shuffle(batches)
-        loss = loss_fn(batches.pop())
         optimizer.zero_grad()
-        loss.backward()
+        loss_fn(batches.pop()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
-        bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
     return model.eval()
 
 
 def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=BATCH):
     """The model, trained to say the completions given the prompts; make_rows(n) returns n rows of texts."""
-    import torch
+    import rloo
 
     def make_chunk(n):
         rows = make_rows(n)
-        prompts = tokenizer([r["prompt"] for r in rows]).input_ids
-        completions = tokenizer([r["completion"] + tokenizer.eos_token for r in rows]).input_ids
+        prompts = tokenizer([row["prompt"] for row in rows]).input_ids
+        completions = tokenizer([row["completion"] + tokenizer.eos_token for row in rows]).input_ids
         return list(zip(prompts, completions))
 
     def loss_fn(batch):
-        ids = pad([p + c for p, c in batch], tokenizer.pad_token_id)
-        labels = pad([[-100] * len(p) + c for p, c in batch], -100)[:, 1:]
+        ids, _ = rloo.pad([prompt + completion for prompt, completion in batch])
+        asked, _ = rloo.pad([[0] * len(prompt) + [1] * len(completion) for prompt, completion in batch])
+        asked = asked[:, 1:] > 0
         hidden = model.base_model(ids).last_hidden_state[:, :-1]  # causal: padding on the right is not seen
-        keep = labels != -100  # logits for the completions only: half of the work is saved
-        return torch.nn.functional.cross_entropy(model.get_output_embeddings()(hidden[keep]), labels[keep])
+        logits = model.get_output_embeddings()(hidden[asked])  # of completions only: half of the work is saved
+        return F.cross_entropy(logits, ids[:, 1:][asked])
 
     return optimise(name, model, total, make_chunk, lambda x: len(x[0]) + len(x[1]), loss_fn, lr, rng, batch_size)
 
 
-def generate(model, tokenizer, prompts, temperature, max_new_tokens=48, batch_size=256):
-    """One completion per prompt (greedy at temperature 0): list of (text, whether it ended with eos)."""
-    import torch
+def generate(model, tokenizer, prompts, temperature, length=48):
+    """A completion of up to `length` tokens for each prompt, greedy at temperature 0: texts."""
+    import rloo
 
-    out, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for i in range(0, len(order), batch_size):
-        index = order[i : i + batch_size]
-        ids = tokenizer([prompts[j] for j in index]).input_ids
-        ids = pad(ids, tokenizer.pad_token_id, left=True)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        with torch.no_grad():
-            new = model.generate(
-                ids, attention_mask=(ids != tokenizer.pad_token_id).long(), max_new_tokens=max_new_tokens, **sampling
-            )
-        for j, row in zip(index, new[:, ids.shape[1] :].tolist()):
-            ended = tokenizer.eos_token_id in row
-            row = row[: row.index(tokenizer.eos_token_id)] if ended else row
-            out[j] = (tokenizer.decode(row, skip_special_tokens=True), ended)
-    return out
+    args = rloo.Args(rollout_engine="hf", response_length=length, local_rollout_forward_batch_size=256)
+    model.layout = "plain"
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    texts = {}
+    for begin in range(0, len(order), 256):
+        numbers = order[begin : begin + 256]  # prompts of like length need little padding
+        rows = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in numbers]
+        batch, _ = rloo.rollout(args, model, rows, 1, temperature, [tokenizer.eos_token_id], version=0)
+        texts |= dict(zip(numbers, rloo.completion_texts(batch, tokenizer)))
+    return [texts[i].replace(tokenizer.pad_token, "") for i in range(len(prompts))]
 
 
-# ------------------------------------------------------------------------------------ reward model
+# ---- Reward model ----------------------------------------------------------------------------------------------------
 
 
 def hack(row, rng):
@@ -491,33 +439,29 @@ def token_labels(facts, text, spans):
 def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
     """Reader -> reward model; `pool` is a list of (row, SFT samples), `stages` three numbers of posts.
 
-    Comparisons alone teach a small model hardly more than that longer is better. So it learns
-    first to check each token against the post, then to count, and only then to compare:
+    Comparisons alone teach a small model hardly more than that longer is better. So it learns first to check each token
+    against the post, then to count, and only then to compare:
 
         checking   is this token in a correct fact, in a wrong one, or in none? (a head thrown away)
         reading    the next token, except in wrong facts (the reader's head, thrown away)
-        counting   at each token the score is to be the judge's score so far, which also teaches
-                   what a completion cut short is worth
+        counting   at each token the score is to be the judge's score so far, which also teaches what a completion cut
+                   short is worth
         comparing  the logistic loss on which of two completions noisy labellers prefer
     """
-    import torch
-    from transformers import GPTNeoXForSequenceClassification
+    import rloo
 
-    F, pad_id, eos_id = torch.nn.functional, tokenizer.pad_token_id, tokenizer.eos_token_id
     model = GPTNeoXForSequenceClassification(model_config(tokenizer, reader.config.num_hidden_layers, num_labels=1))
     model.gpt_neox.load_state_dict(reader.gpt_neox.state_dict())
     model.read = reader.get_output_embeddings()
     model.check = torch.nn.Linear(model.config.hidden_size, 3)
 
     def make_chunk(n, hacks, sampled):
-        """n posts -> list of (prompt ids, GROUP x (completion ids, scores so far, kinds)).
-
-        hacks, sampled: the shares of posts with a hack, and with SFT samples, in their group.
-        """
+        """n posts -> list of (prompt ids, GROUP x (completion ids, scores so far, kinds)). hacks, sampled: the shares
+        of posts with a hack, and with SFT samples, in their group."""
         chosen = [rng.choice(pool) if rng.random() < sampled else (row, []) for row in make_rows(n)]
         texts = [candidates(row, samples, rng, hacks) for row, samples in chosen]
         prompts = tokenizer([row["prompt"] for row, _ in chosen]).input_ids
-        encoded = tokenizer([t for group in texts for t in group], return_offsets_mapping=True)
+        encoded = tokenizer([text for group in texts for text in group], return_offsets_mapping=True)
         encoded = zip(encoded.input_ids, encoded.offset_mapping)
         groups = []
         for (row, _), prompt, group in zip(chosen, prompts, texts):
@@ -527,7 +471,7 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
                 scores, kinds = token_labels(row["facts"], text, spans)
                 read = text[: spans[:63][-1][1]] if spans else ""
                 scores = scores[:63] + gold_judge(None, [read], facts=[row["facts"]])
-                ids, kinds = ids[:63] + [eos_id], kinds[:63] + [0]
+                ids, kinds = ids[:63] + [tokenizer.eos_token_id], kinds[:63] + [0]
                 if rng.random() < 0.1 and len(ids) > 2:  # cut short, without eos
                     cut = rng.randint(1, len(ids) - 1)
                     ids, scores, kinds = ids[:cut], scores[:cut], kinds[:cut]
@@ -539,15 +483,18 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
         return len(example[0]) + GROUP * max(len(ids) for ids, _, _ in example[1])
 
     def loss_fn(batch, weights):
-        prompt = pad([p for p, _ in batch], pad_id, left=True)
-        ids, target, kinds = (pad([c[i] for _, g in batch for c in g], v) for i, v in enumerate((pad_id, 0.0, 0)))
-        prompt_mask, mask = (prompt != pad_id).long(), (ids != pad_id).long()
-        # A post is read once: its keys and values serve all of its completions [B * GROUP, C].
-        cache = model.gpt_neox(prompt, attention_mask=prompt_mask, use_cache=True).past_key_values
+        checking, counting, comparing = weights
+        prompts, prompt_mask = rloo.pad([prompt for prompt, _ in batch], left=True)
+        completions = [completion for _, group in batch for completion in group]
+        ids, mask = rloo.pad([ids for ids, _, _ in completions])  # (B * GROUP, R)
+        target = pad_sequence([torch.tensor(scores) for _, scores, _ in completions], batch_first=True)
+        kinds, _ = rloo.pad([kinds for _, _, kinds in completions])
+        # A post is read once: its keys and values serve all of its completions.
+        cache = model.gpt_neox(prompts, attention_mask=prompt_mask.long(), use_cache=True).past_key_values
         cache.batch_repeat_interleave(GROUP)
-        seen = torch.cat([prompt_mask.repeat_interleave(GROUP, 0), mask], 1)
+        seen = torch.cat([prompt_mask.repeat_interleave(GROUP, 0), mask], 1).long()
         hidden = model.gpt_neox(ids, attention_mask=seen, past_key_values=cache, use_cache=True).last_hidden_state
-        scores, real = model.score(hidden).squeeze(-1), mask > 0
+        scores = model.score(hidden).squeeze(-1)
 
         # Bradley-Terry over the pairs of each group which are not tied; some labels are flipped.
         def at_end(x):
@@ -555,181 +502,134 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
 
         margin, gap = (at_end(x)[:, :, None] - at_end(x)[:, None, :] for x in (scores, target))
         flip = torch.where(torch.rand_like(margin) < LABEL_NOISE, -1.0, 1.0)
-        loss = weights["comparing"] * F.softplus(-margin * flip)[gap > 1e-6].mean()
-        if weights["counting"]:
-            loss = loss + weights["counting"] * F.smooth_l1_loss(scores[real], target[real])
-        if weights["checking"]:
-            loss = loss + weights["checking"] * F.cross_entropy(model.check(hidden[real]), kinds[real])
-            right = real[:, 1:] & (kinds[:, 1:] != 2)
+        loss = comparing * F.softplus(-margin * flip)[gap > 1e-6].mean()
+        if counting:
+            loss = loss + counting * F.smooth_l1_loss(scores[mask], target[mask])
+        if checking:
+            loss = loss + checking * F.cross_entropy(model.check(hidden[mask]), kinds[mask])
+            right = mask[:, 1:] & (kinds[:, 1:] != 2)
             loss = loss + 0.5 * F.cross_entropy(model.read(hidden[:, :-1][right]), ids[:, 1:][right])
         return loss
 
-    for name, total, batch_size, lr, hacks, sampled, *weights in [  # simulated writers err more than the policy
-        ("reward model, checking", stages[0], 8, 1e-3, 0.2, 0.0, 2.0, 0.2, 0.1),
-        ("reward model, counting", stages[1], 16, 8e-4, 0.5, 0.5, 2.0, 1.0, 0.5),
-        ("reward model, comparing", stages[2], 16, 3e-4, 0.5, 0.5, 0.0, 0.0, 1.0),
-    ]:
-        weights = dict(zip(("checking", "counting", "comparing"), weights))
-        chunk = partial(make_chunk, hacks=hacks, sampled=sampled)
-        loss = partial(loss_fn, weights=weights)
-        optimise(name, model, total, chunk, length, loss, lr, rng, batch_size)
+    # Posts per batch, learning rate, arguments of make_chunk, weights of checking, counting and comparing.
+    settings = {
+        "checking": (8, 1e-3, {"hacks": 0.2, "sampled": 0.0}, (2.0, 0.2, 0.1)),
+        "counting": (16, 8e-4, {"hacks": 0.5, "sampled": 0.5}, (2.0, 1.0, 0.5)),
+        "comparing": (16, 3e-4, {"hacks": 0.5, "sampled": 0.5}, (0.0, 0.0, 1.0)),
+    }
+    for total, (name, (batch_size, lr, shares, weights)) in zip(stages, settings.items()):
+        chunk, loss = partial(make_chunk, **shares), partial(loss_fn, weights=weights)
+        optimise(f"reward model, {name}", model, total, chunk, length, loss, lr, rng, batch_size)
     del model.read, model.check
     return model
 
 
-def reward(model, tokenizer, prompts, completions):
-    """Scores of prompt + completion + eos: list of floats."""
-    from text_reward import scores_of
-
-    ends = tokenizer([c + tokenizer.eos_token for c in completions]).input_ids
-    return scores_of(model, [p + c for p, c in zip(tokenizer(prompts).input_ids, ends)], size=128)
-
-
-# ------------------------------------------------------------------------------------ evaluation
-
-
-def win_rate(rows, completions):
-    """Share of the rows on which the judge prefers the completion to the reference; ties count half."""
-    facts = [r["facts"] for r in rows]
-    ours = gold_judge(None, completions, facts=facts)
-    theirs = gold_judge(None, [r["completion"] for r in rows], facts=facts)
-    return sum((a > b) + 0.5 * (a == b) for a, b in zip(ours, theirs)) / len(rows)
+# ---- Figures ---------------------------------------------------------------------------------------------------------
 
 
 def mean(xs):
     return sum(xs) / max(1, len(xs))
 
 
+def win_rate(rows, texts):
+    """Of a completion of each row against its reference."""
+    facts, references = ([row[name] for row in rows] for name in ("facts", "completion"))
+    return mean(gold_win_rate(None, texts, facts=facts, completion=references))
+
+
+def scores_of(model, tokenizer, rows, texts):
+    """The reward model's scores of completions that end."""
+    import rloo
+
+    ids, _ = rloo.pad(tokenizer([text + tokenizer.eos_token for text in texts]).input_ids)
+    rows = [{"prompt_ids": tokenizer(row["prompt"]).input_ids} for row in rows]
+    model.layout = "plain"
+    return rloo.token_reward(model, 128, rloo.make_batch(rows, ids[None], [tokenizer.eos_token_id]))[0].tolist()
+
+
 def evaluate(policy, reward_model, tokenizer, rows):
     """Figures on held-out rows: dict name -> number."""
-    prompts, facts, figures = [r["prompt"] for r in rows], [r["facts"] for r in rows], {}
+    prompts, facts, references = ([row[name] for row in rows] for name in ("prompt", "facts", "completion"))
+    figures = {}
     for name, temperature in [("greedy", 0.0), ("sampled", 0.7)]:
-        texts = [t for t, _ in generate(policy, tokenizer, prompts, temperature)]
+        texts = generate(policy, tokenizer, prompts, temperature)
         figures[f"sft {name} win rate"] = win_rate(rows, texts)
         figures[f"sft {name} gold score"] = mean(gold_judge(None, texts, facts=facts))
-    figures["reference gold score"] = mean(gold_judge(None, [r["completion"] for r in rows], facts=facts))
+    figures["reference gold score"] = mean(gold_judge(None, references, facts=facts))
 
-    rows, prompts, facts = rows[:300], prompts[:300], facts[:300]
-    n = 16  # samples of each prompt; pairs are the first with the second, the third with the fourth, ...
-    texts = [t for t, _ in generate(policy, tokenizer, [p for p in prompts for _ in range(n)], 0.7)]
-    gold = gold_judge(None, texts, facts=[f for f in facts for _ in range(n)])
-    score = reward(reward_model, tokenizer, [p for p in prompts for _ in range(n)], texts)
-    words = [len(t.split()) for t in texts]
-    pairs = [(i, i + 1) for i in range(0, len(texts), 2) if gold[i] != gold[i + 1]]
-
-    def sign(x):
-        return (x > 0) - (x < 0)
-
-    def agree(value):
-        return mean([0.5 + 0.5 * sign(value[i] - value[j]) * sign(gold[i] - gold[j]) for i, j in pairs])
-
-    figures["reward model agreement"] = agree(score)
-    # Length-only rules: the summary nearer to so many words wins; 0 is "the shorter", 999 "the longer".
-    rules = {n_words: agree([-abs(w - n_words) for w in words]) for n_words in (0, *range(8, 40), 999)}
-    best = max(rules, key=rules.get)
-    figures["best length-only rule agreement"], figures["its words"] = rules[best], best
-    figures["held-out pairs"] = len(pairs)
+    rows = [row for row in rows[:300] for _ in range(16)]  # pairs: the first with the second, the third with the fourth
+    texts = generate(policy, tokenizer, [row["prompt"] for row in rows], 0.7)
+    gold = gold_judge(None, texts, facts=[row["facts"] for row in rows])
+    score = scores_of(reward_model, tokenizer, rows, texts)
+    signs = [
+        (score[i] - score[i + 1]) * (gold[i] - gold[i + 1]) for i in range(0, len(rows), 2) if gold[i] != gold[i + 1]
+    ]
+    figures["reward model agreement"] = mean([(sign > 0) + 0.5 * (sign == 0) for sign in signs])
+    figures["held-out pairs"] = len(signs)
     return figures
 
 
-# ------------------------------------------------------------------------------------ main
-
-
-def save_tokenizer(tokenizer, folder: Path):
-    """Writes a tokenizer with names that transformers 4 knows as well."""
-    tokenizer.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.pop("backend", None)
-    extra = config.pop("extra_special_tokens", None)
-    if extra:
-        config["additional_special_tokens"] = extra
-    file.write_text(json.dumps(config, indent=2) + "\n")
+# ---- Main ------------------------------------------------------------------------------------------------------------
 
 
 def save_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def move_into(build: Path, output: Path):
-    """Moves all that `build` holds into `output`; nothing else there is touched."""
-    output.mkdir(parents=True, exist_ok=True)
-    for new in build.iterdir():
-        old = output / new.name
-        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-        new.rename(old)
-    build.rmdir()
-
-
-def main(config: Config):
-    import torch
-    from transformers import GPTNeoXForCausalLM
-
-    sizes, start = (QUICK if config.quick else Sizes()), time.time()
+def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
+    """Makes mini TL;DR, see above. `quick`: a small build which shows that everything runs; its models are poor."""
+    sizes, start = (QUICK if quick else SIZES), time.time()
 
     def log(message):
-        return print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
+        print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
 
-    check_tables()
-    rng, taken = random.Random(config.seed), set()
-    torch.manual_seed(config.seed)
+    rng, taken = random.Random(seed), set()
+    torch.manual_seed(seed)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
-    build = Path(config.output_dir + ".build")
-    shutil.rmtree(build, ignore_errors=True)
-    build.mkdir(parents=True)
+    output_dir.mkdir(parents=True, exist_ok=True)
 
     def save(model, name):
-        model.save_pretrained(build / name)
-        save_tokenizer(tokenizer, build / name)
-
-    # No combination of facts is in two splits, nor in what the models are trained on beyond the splits.
-    splits = {s: [sample_row(rng, taken) for _ in range(getattr(sizes, s))] for s in ("test", "validation", "train")}
+        model.save_pretrained(output_dir / name)
+        save_tokenizer(tokenizer, output_dir / name)
 
     def fresh(n):
+        """No combination of facts is in two splits, nor in what the models are trained on beyond the splits."""
         return [sample_row(rng, taken) for _ in range(n)]
 
+    splits = {split: fresh(sizes[split]) for split in ("test", "validation", "train")}
     for split, rows in splits.items():
-        save_jsonl(build / f"{split}.jsonl", rows)
-    tokenizer = train_tokenizer([r["prompt"] + r["completion"] for r in splits["train"]])
-    log(f"{len(tokenizer)} tokens; posts, references and tokenizer made; first row:")
-    print(splits["train"][0]["prompt"] + splits["train"][0]["completion"], flush=True)
+        save_jsonl(output_dir / f"{split}.jsonl", rows)
+    tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in splits["train"]])
+    log(f"{len(tokenizer)} tokens; the first row:\n{splits['train'][0]['prompt']}{splits['train'][0]['completion']}")
 
     epochs = (row for _ in iter(int, 1) for row in rng.sample(splits["train"], len(splits["train"])))
-
-    def references(n):
-        return [next(epochs) for _ in range(n)]
-
     policy = GPTNeoXForCausalLM(model_config(tokenizer, layers=3))
-    policy = train_lm("policy", tokenizer, policy, sizes.sft, references, 2e-3, rng)
+    policy = train_lm("policy", tokenizer, policy, sizes["sft"], lambda n: [next(epochs) for _ in range(n)], 2e-3, rng)
     save(policy, "sft")
     some = splits["validation"][:200]
-    texts = [[t for t, _ in generate(policy, tokenizer, [r["prompt"] for r in some], t)] for t in (0.7, 0.0)]
+    texts = [generate(policy, tokenizer, [row["prompt"] for row in some], temperature) for temperature in (0.7, 0.0)]
     log("policy fine-tuned; win rate sampled {:.2f}, greedy {:.2f}".format(*(win_rate(some, t) for t in texts)))
 
     # The reward model begins as a language model of complete and correct summaries: it can read.
     def complete(n):
-        return [complete_row(row, rng) for row in fresh(n)]
+        return [row | {"completion": write_summary(values_of(row["facts"]), {}, rng)} for row in fresh(n)]
 
     reader = GPTNeoXForCausalLM(model_config(tokenizer, layers=4))
-    reader = train_lm("reader", tokenizer, reader, sizes.reader, complete, 2e-3, rng)
+    reader = train_lm("reader", tokenizer, reader, sizes["reader"], complete, 2e-3, rng)
     log("reader trained on complete summaries")
-    rows = fresh(sizes.pool)
-    drawn = [generate(policy, tokenizer, [row["prompt"] for row in rows], t) for t in (0.7, 1.0)]
-    pool = [(row, [a, b]) for row, (a, _), (b, _) in zip(rows, *drawn)]
+    rows = fresh(sizes["pool"])
+    drawn = [generate(policy, tokenizer, [row["prompt"] for row in rows], temperature) for temperature in (0.7, 1.0)]
+    pool = [(row, samples) for row, *samples in zip(rows, *drawn)]
     log("policy sampled")
-    reward_model = train_reward_model(tokenizer, reader, sizes.stages, fresh, pool, rng)
+    reward_model = train_reward_model(tokenizer, reader, sizes["stages"], fresh, pool, rng)
     log("reward model trained")
     save(reward_model, "reward")
 
-    figures = evaluate(policy, reward_model, tokenizer, splits["test"])
-    for name, value in figures.items():
-        print(f"{name:36} {value:8.3f}")
-    (build / "figures.json").write_text(json.dumps({"seed": config.seed, **figures}, indent=2) + "\n")
-    move_into(build, Path(config.output_dir))
-    log(f"saved in {config.output_dir}")
+    figures = {"seed": seed, **evaluate(policy, reward_model, tokenizer, splits["test"])}
+    print("\n".join(f"{name:36} {value:8.3f}" for name, value in figures.items()))
+    (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    log(f"saved in {output_dir}")
 
 
 if __name__ == "__main__":
-    import tyro
-
-    main(tyro.cli(Config))
+    tyro.cli(main, use_underscores=True)
