@@ -1,167 +1,82 @@
 """What can RLOO reach on mini TL;DR, by episodes and β, beside best-of-n, and when does reward stop meaning quality?
 
-    python benchmark/study/reach.py                            # all that has no record yet; about 12 hours of a core
-    python benchmark/study/reach.py --stages default report    # some of it
-    python benchmark/study/reach.py --quick                    # each in small, in runs/reach-quick
+    python benchmark/study/reach.py                          # all that has no record yet: about 8 hours of a core
+    python benchmark/study/reach.py --names sft default      # some of it
 
-The stages, in their order:
-
-    choice     the settings among which the default was chosen, six seeds each, on fresh validation posts
-    default    the default and the one before it: ten other seeds on fresh test posts, five of them along the way
-    long       25,600 episodes for each β, and 100,000, along the way
-    noisy      the same for reward models from noisy comparisons
-    best_of_n  the best of n samples, of the SFT policy and of a trained one, by the reward model
-    report     table and pictures of what is there
-
-Records: reach.json. It also has the one-seed trials from which the short list was made, with their commands.
+Records: reach.json. A run that has its record is not made again.
 """
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
-import models
+import measure
 import numpy as np
-import study
-import torch
 import tyro
-from study import TASK, Run, Setting
+from measure import Setting, common
 
-Stage = Literal["choice", "default", "long", "noisy", "best_of_n", "report"]
-DEFAULT = Setting()  # rloo.py's, by this study
-OLD = Setting(5e-4, 128, 0.05)  # rloo.py's before it
-SHORT_LIST = [OLD, Setting(5e-4, beta=0.05), Setting(3.5e-4, beta=0.05), DEFAULT]
-SHORT_LIST += [Setting(5e-4, 64), Setting(3.5e-4, 64)]
+HERE = Path(__file__).resolve().parent
+RECORDS, PICTURE = HERE / "reach.json", HERE / "episodes.png"
+POSTS = 5_000
+MOST, BEST_OF_N_POSTS = 64, 2_000  # best-of-n: samples of each post, and test posts
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much of everything."""
+class Row:
+    """A setting of rloo.py with its seeds, measured on one kind of fresh posts."""
 
-    choice_seeds: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    default_seeds: tuple[int, ...] = tuple(range(7, 17))
-    curve_seeds: tuple[int, ...] = tuple(range(12, 17))
-    episodes: int = 6_400
-    betas: tuple[float, ...] = (0.0, 0.01, 0.02, 0.05, 0.1)
-    long_episodes: int = 25_600
-    long_seeds: tuple[int, ...] = (1, 2, 3)
-    longest_episodes: int = 100_000
-    longest_seeds: tuple[int, ...] = (1, 2, 3, 4)
-    long_beta: float = 0.05
-    noises: tuple[str, ...] = ("noisy10", "noisy25")
-    noisy_betas: tuple[float, ...] = (0.0, 0.02)
-    noisy_posts: int = 20_000
-    """that a reward model from noisy comparisons is trained on"""
-    validation_posts: int = 2_000
-    test_posts: int = 5_000
-    curve_posts: int = 1_000
-    points: int = 8
-    """along the way"""
-    most: int = 64
-    """n of best-of-n, at most"""
-    best_of_n_posts: int = 2_000
+    title: str
+    setting: Setting
+    seeds: Sequence[int]
+    kind: str = "test"
+    curve_seeds: Sequence[int] = ()
+    """those that are measured along the way"""
+
+    def names(self) -> list[str]:
+        """Of its records."""
+        return [f"beta{self.setting.beta:g}_episodes{self.setting.episodes}__{seed}" for seed in self.seeds]
 
 
-QUICK = Plan((1, 2), (7, 8), (7,), 128, (0.0, 0.05), 256, (1,), 0, (), 0.05, ("noisy25",), (0.0,), 200)
-QUICK = replace(QUICK, validation_posts=50, test_posts=60, curve_posts=30, points=2, most=8, best_of_n_posts=30)
+def long(beta: float, seeds: Sequence[int], **more) -> Row:
+    return Row(f"β = {beta:g}, 25,600 episodes", Setting(beta=beta, episodes=25_600), seeds, **more)
 
 
-def name_of(setting: Setting, seed: int, reward: str = "") -> str:
-    parts = [f"lr{setting.lr:g}", f"size{setting.size}", f"beta{setting.beta:g}"]
-    parts += [f"episodes{setting.episodes}"] if setting.episodes != DEFAULT.episodes else []
-    return "_".join(parts + ([reward] if reward else [])) + f"__{seed}"
+ROWS = {
+    # It was chosen with seeds 1 to 6 on validation posts, and has test posts of its own.
+    "default": Row("**default**: β = 0.02, 6,400 episodes", Setting(), range(7, 17), "second_test", range(12, 17)),
+    "beta0": long(0.0, (1, 2, 3), curve_seeds=(1, 2, 3)),
+    "beta0.01": long(0.01, (1, 2)),
+    "beta0.02": long(0.02, (1, 2, 3)),
+    "beta0.05": long(0.05, (1, 2, 3), curve_seeds=(1, 2, 3)),
+    "beta0.1": long(0.1, (1, 2)),
+    "100000": Row("β = 0.05, 100,000 episodes", Setting(beta=0.05, episodes=100_000), (1,), curve_seeds=(1,)),
+}
 
 
-class Reach(study.Study):
-    """The runs of a plan."""
+def make(records: common.Records, row: Row):
+    """Trains and measures the runs of a row that have no record."""
+    for seed, name in zip(row.seeds, row.names()):
+        if records.value(name, row.kind) is None:
+            curve = seed in row.curve_seeds
+            command = ["rloo.py", *row.setting.flags(seed)]
+            folder = measure.train(name, [sys.executable, *command, *row.setting.own_flags(curve)])
+            found = {"command": " ".join(command), "seconds": measure.seconds(folder)}
+            if curve:
+                found["curve"] = measure.curve(folder, row.setting.size, seed)
+            records.add(name, **found, **{row.kind: measure.measured(folder, row.kind, POSTS, seed, greedy=True)})
 
-    def __init__(self, plan: Plan, folder: Path, results: Path):
-        super().__init__(folder, results)
-        self.plan = plan
 
-    def run(self, setting: Setting, seed: int, part: str, curve: bool = False, reward: str = "", greedy: bool = True):
-        """Makes a run of a setting unless it has its record."""
-        plan, name = self.plan, name_of(setting, seed, reward)
-        path = str(self.reward_model(reward).relative_to(study.ROOT)) if reward else ""
-        posts = plan.validation_posts if part == "validation" else plan.test_posts
-        points = plan.points if curve else 0
-        self.make(Run(name, tuple(setting.command(seed)), seed, part, posts, greedy, points, plan.curve_posts, path))
-
-    def reward_model(self, name: str) -> Path:
-        """The folder of a reward model from noisy comparisons."""
-        folder = self.folder / name
-        if not folder.is_dir():
-            found = models.train_reward_model(folder, int(name.removeprefix("noisy")) / 100, self.plan.noisy_posts)
-            self.records.add(f"reward_{name}", **found)
-        return folder
-
-    def of(self, episodes: int, beta: float | None = None) -> Setting:
-        """The default for so many episodes, with another β."""
-        return replace(DEFAULT, episodes=episodes, beta=DEFAULT.beta if beta is None else beta)
-
-    # The stages.
-    def choice(self):
-        for seed in self.plan.choice_seeds:
-            for setting in SHORT_LIST:
-                self.run(replace(setting, episodes=self.plan.episodes), seed, "validation", greedy=False)
-
-    def default(self):
-        for seed in self.plan.default_seeds:
-            self.run(self.of(self.plan.episodes), seed, "second_test", curve=seed in self.plan.curve_seeds)
-            self.run(replace(OLD, episodes=self.plan.episodes), seed, "second_test")
-        for part in ("test", "second_test"):  # a policy is compared with SFT on the same posts
-            if self.records.value("sft", part) is None:
-                found, _ = self.grade(TASK / "sft", part, self.plan.test_posts, 1, True)
-                self.records.add("sft", **{part: found})
-
-    def long(self):
-        for seed in self.plan.long_seeds:
-            for beta in self.plan.betas:
-                self.run(self.of(self.plan.long_episodes, beta), seed, "test", curve=True)
-        for seed in self.plan.longest_seeds:
-            self.run(self.of(self.plan.longest_episodes, self.plan.long_beta), seed, "test", curve=True)
-
-    def noisy(self):
-        for reward in self.plan.noises:
-            for beta in self.plan.noisy_betas:
-                self.run(self.of(self.plan.long_episodes, beta), 1, "test", curve=True, reward=reward)
-
-    def best_of_n(self):
-        trained = name_of(self.of(self.plan.long_episodes, self.plan.long_beta), 1)
-        for name, folder, most, posts in (
-            ("sft", TASK / "sft", self.plan.most, self.plan.best_of_n_posts),
-            (trained, self.folder / trained, min(16, self.plan.most), self.plan.best_of_n_posts // 2),
-        ):
-            if self.records.value(name, "best_of_n") is None:
-                engine = study.Engine(chunk_size=512)
-                grades = study.grade(engine, engine.policy(folder), study.fresh_posts("test", posts), most, 1)
-                by_n = {str(2**i): best_of(grades, 2**i) for i in range(most.bit_length())}
-                self.records.add(name, best_of_n={"posts": posts, "samples": most, "by_n": by_n})
-
-    # What is found.
-    def names(self, setting: Setting, seeds, reward: str = "") -> list[str]:
-        return [name_of(setting, seed, reward) for seed in seeds]
-
-    def beta_differences(self) -> dict[str, study.Difference]:
-        """The win rate of the long runs for each β > 0 less that for `long_beta`, in points."""
-        plan = self.plan
-        names = {beta: self.names(self.of(plan.long_episodes, beta), plan.long_seeds) for beta in plan.betas if beta}
-        wins = {f"{beta:g}": [100 * x for x in self.records.means(runs, "test", "win")] for beta, runs in names.items()}
-        return study.differences(wins, f"{plan.long_beta:g}")
-
-    def curves(self, setting: Setting, seeds, reward: str = ""):
-        """Episodes, and measure -> its values (seeds, points) along the way; None where there are none."""
-        curves = [self.records.value(name, "curve") for name in self.names(setting, seeds, reward)]
-        curves = [curve for curve in curves if curve]
-        if not curves:
-            return None
-        values = {
-            measure: np.array([[point["sampled"][measure]["mean"] for point in curve] for curve in curves])
-            for measure in curves[0][-1]["sampled"]
-        }
-        return np.array([point["episode"] for point in curves[0]]), values
+def make_sft(records: common.Records):
+    """The SFT policy on the posts of both kinds, and the best of n = 1, 2, 4, ... samples by the reward model."""
+    for kind in ("test", "second_test"):
+        if records.value("sft", kind) is None:
+            records.add("sft", **{kind: measure.measured(common.TASK / "sft", kind, POSTS, 1, greedy=True)})
+    if records.value("sft", "best_of_n") is None:
+        posts = measure.fresh_posts()["test"][:BEST_OF_N_POSTS]
+        grades = measure.grade(measure.engine().reference, posts, MOST, 1)
+        records.add("sft", best_of_n={str(2**i): best_of(grades, 2**i) for i in range(MOST.bit_length())})
 
 
 # ---- Best of n -------------------------------------------------------------------------------------------------------
@@ -179,98 +94,89 @@ def best_of_n_weights(scores: np.ndarray, n: int) -> np.ndarray:
     return (ways[below + equal] - ways[below]) / equal
 
 
-def kl_bound(n: int) -> float:
-    """KL of best-of-n from what it samples from, in nats, if no completion is ever drawn twice, which is rare here."""
-    return math.log(n) - (n - 1) / n
+def best_of(grades: dict[str, np.ndarray], n: int) -> dict[str, list[float]]:
+    """Measures of best-of-n by the reward model from N samples of each post: name -> [mean, error] over posts.
 
-
-def best_of(grades: dict[str, np.ndarray], n: int) -> dict[str, dict[str, float]]:
-    """Measures of best-of-n by the reward model from N samples of each post: name -> mean over posts.
-
-    "kl" is that from the SFT policy: the log-ratio, policy to SFT policy, of the completions chosen, plus that of
-    best-of-n from the policy that it samples."""
+    The KL of best-of-n from what it samples is log n - (n - 1) / n nats if no completion is ever drawn twice, which is
+    rare here."""
     weights = best_of_n_weights(grades["score"], n)
-    values = grades | {"kl": grades["kl"] + kl_bound(n)}
-    return {name: study.mean_over_posts((weights * x).sum(-1)) for name, x in values.items()}
+    values = grades | {"kl": grades["kl"] + math.log(n) - (n - 1) / n}
+    return {name: measure.over_posts((weights * x).sum(-1, keepdims=True)) for name, x in values.items()}
 
 
-# ---- Table and pictures ----------------------------------------------------------------------------------------------
+# ---- Table and picture -----------------------------------------------------------------------------------------------
 
-COLUMNS = [  # title, where it is in a run's measures, factor, decimals
+COLUMNS = [  # title, where it is in a policy's measures, factor, decimals
     ("gold win rate, %", "sampled", "win", 100, 1),
     ("greedy, %", "greedy", "win", 100, 1),
-    ("gold score", "sampled", "gold", 1, 2),
     ("reward model", "sampled", "score", 1, 2),
     ("KL, nats", "sampled", "kl", 1, 2),
 ]
 
 
-def reached_table(found: Reach) -> str:
+def over_posts(found: list[float] | None, factor: float = 1, decimals: int = 1) -> str:
+    """A measure of one policy ± its standard error over posts."""
+    if found is None:
+        return ""
+    mean, error = (factor * x + 0.0 for x in found)  # -0.0 becomes 0.0
+    return f"{mean:.{decimals}f} ± {error:.{decimals}f}" if error else f"{mean:.{decimals}f}"
+
+
+def table(records: common.Records) -> str:
     """What policies reach on test posts. ± is over seeds, or, where the second column counts posts, over posts."""
-    plan, records = found.plan, found.records
     rows = [["policy", "seeds", *(column[0] for column in COLUMNS)]]
 
-    def untrained(title: str, measured: dict | None, posts: int):
-        if measured:
-            values = [measured.get(mode, {}).get(measure) for _, mode, measure, *_ in COLUMNS]
-            cells = [study.over_posts(x, *column[3:]) if x else "" for x, column in zip(values, COLUMNS)]
-            rows.append([title, f"{posts:,} posts", *cells])
+    def untrained(title: str, found: dict, posts: int):
+        values = [found.get(mode, {}).get(name) for _, mode, name, *_ in COLUMNS]
+        cells = [over_posts(x, *column[3:]) for x, column in zip(values, COLUMNS)]
+        rows.append([title, f"{posts:,} posts", *cells])
 
-    def trained(title: str, setting: Setting, seeds, part: str = "test"):
-        names, write = found.names(setting, seeds), study.plus_minus if setting.beta else study.listed
-        values = [records.means(names, part, measure, mode) for _, mode, measure, *_ in COLUMNS]
-        if values[0]:
-            rows.append([title, str(len(values[0])), *(write(x, *column[3:]) for x, column in zip(values, COLUMNS))])
+    def trained(row: Row):
+        write = common.plus_minus if row.setting.beta else common.listed
+        values = [measure.means(records, row.names(), row.kind, name, mode) for _, mode, name, *_ in COLUMNS]
+        rows.append([row.title, str(len(values[0])), *(write(x, *column[3:]) for x, column in zip(values, COLUMNS))])
 
-    untrained("SFT, posts of the default", records.value("sft", "second_test"), plan.test_posts)
-    trained(
-        f"**RLOO, default**: β = 0.02, {plan.episodes:,}", found.of(plan.episodes), plan.default_seeds, "second_test"
-    )
-    untrained("SFT, posts of all below", records.value("sft", "test"), plan.test_posts)
-    for n in ("4", "16", "64"):
-        measured = records.value("sft", "best_of_n", "by_n", n)
-        untrained(f"best of {n} of SFT", measured and {"sampled": measured}, plan.best_of_n_posts)
-    for beta in plan.betas:
-        trained(f"β = {beta:g}, {plan.long_episodes:,}", found.of(plan.long_episodes, beta), plan.long_seeds)
-    longest = found.of(plan.longest_episodes, plan.long_beta)
-    trained(f"β = {plan.long_beta:g}, {plan.longest_episodes:,}", longest, plan.longest_seeds)
-    return study.markdown(rows)
+    default, *others = ROWS.values()
+    untrained("SFT, posts of the default", records.all["sft"]["second_test"], POSTS)
+    trained(default)
+    untrained("SFT, posts of all below", records.all["sft"]["test"], POSTS)
+    for n in ("4", "8", "16", "64"):
+        untrained(f"best of {n} of SFT", {"sampled": records.all["sft"]["best_of_n"][n]}, BEST_OF_N_POSTS)
+    for row in others:
+        trained(row)
+    return common.markdown(rows)
 
 
-def draw_episodes(found: Reach, path: Path):
+DRAWN = {"default": "tab:blue", "beta0.05": "tab:green", "100000": "black", "beta0": "tab:orange"}
+PANELS = [("win", "gold win rate, %", 100), ("score", "reward model's score", 1), ("kl", "KL from SFT, nats", 1)]
+
+
+def draw_row(axis, records: common.Records, row: Row, measured: str, factor: float, colour: str):
+    """A line for each seed along the way, and dots at the end."""
+    curves = [x for x in (records.value(name, "curve") for name in row.names()) if x]
+    for curve in curves:
+        episodes, values = zip(*((point["episode"], factor * point[measured]) for point in curve))
+        axis.plot(episodes, values, "-", lw=0.8, color=colour, alpha=0.7)
+    ends = factor * np.array(measure.means(records, row.names(), row.kind, measured))
+    shown = [ends.mean()] if row.setting.beta else ends
+    count = f"seeds: {len(ends)}" + (f", {len(curves)} with lines" if len(curves) < len(ends) else "")
+    label = f"{row.title.replace('**', '')} ({count})"
+    axis.plot([row.setting.episodes] * len(shown), shown, "o", ms=6, color=colour, label=label)
+
+
+def draw(records: common.Records):
     """Win rate, score and KL over episodes, with the lines of best-of-n."""
-    plan = found.plan
-    default, long = found.of(plan.episodes), found.of(plan.long_episodes, plan.long_beta)
-    lines = [
-        ("default: β = 0.02", default, "second_test", plan.default_seeds, study.BLUE),
-        ("β = 0.05", long, "test", plan.long_seeds, study.GREEN),
-        ("β = 0.05", replace(long, episodes=plan.longest_episodes), "test", plan.longest_seeds, "black"),
-        ("β = 0", replace(long, beta=0.0), "test", plan.long_seeds, study.ORANGE),
-    ]
-    panels = [("win", "gold win rate, %", 100), ("score", "reward model's score", 1), ("kl", "KL from SFT, nats", 1)]
-    figure, (axes,) = study.canvas(3, 13, 4.8)
-    for axis, (measure, title, factor) in zip(axes, panels):
-        for label, setting, part, seeds, colour in lines:
-            curves = found.curves(setting, seeds)
-            ends = factor * np.array(found.records.means(found.names(setting, seeds), part, measure))
-            if curves:
-                episodes, values = curves[0][1:], factor * curves[1][measure][:, 1:]
-                axis.plot(episodes, values.T, "-", lw=0.8, color=colour, alpha=0.7)
-                shown = [ends.mean()] if setting.beta else ends
-                count = f"seeds: {len(ends)}" + (f", {len(values)} with lines" if len(values) < len(ends) else "")
-                text = f"{label}, {setting.episodes:,} episodes ({count})"
-                axis.plot([episodes[-1]] * len(shown), shown, "o", ms=6, color=colour, label=text)
-        for n in ("1", "4", "16", "64"):
-            by_n = found.records.value("sft", "best_of_n", "by_n", n)
-            if by_n and (measure != "kl" or n != "1"):
-                height, right = factor * by_n[measure]["mean"], measure == "kl"
-                axis.axhline(height, color=study.GREY, lw=1, ls=":")
-                place = {"xycoords": axis.get_yaxis_transform(), "ha": "right" if right else "left", "va": "bottom"}
-                name = "SFT" if n == "1" else f"best of {n}"
-                axis.annotate(name, (0.99 if right else 0.01, height), fontsize=7, color="dimgrey", **place)
-        axis.set_title(title)
-        axis.set_xlabel("episodes, logarithmic")
-        axis.set_xscale("log")
+    figure, (axes,) = common.canvas(3, 13, 4.8)
+    for axis, (measured, title, factor) in zip(axes, PANELS):
+        for name, colour in DRAWN.items():
+            draw_row(axis, records, ROWS[name], measured, factor, colour)
+        for n in ("4", "16", "64") if measured == "kl" else ("1", "4", "16", "64"):
+            height, right = factor * records.all["sft"]["best_of_n"][n][measured][0], measured == "kl"
+            axis.axhline(height, color="tab:grey", lw=1, ls=":")
+            place = {"xycoords": axis.get_yaxis_transform(), "ha": "right" if right else "left", "va": "bottom"}
+            label = "SFT" if n == "1" else f"best of {n}"
+            axis.annotate(label, (0.99 if right else 0.01, height), fontsize=7, color="dimgrey", **place)
+        axis.set(title=title, xlabel="episodes, logarithmic", xscale="log")
         axis.set_xticks([800, 3_200, 12_800, 51_200], ["800", "3,200", "12,800", "51,200"])
         axis.margins(x=0.12)
     axes[2].set_yscale("log")
@@ -279,68 +185,54 @@ def draw_episodes(found: Reach, path: Path):
         axis.minorticks_off()
     figure.suptitle(
         "RLOO on mini TL;DR: fresh test posts, sampled at T = 0.7. Lines: a seed each, along the way, on "
-        f"{plan.curve_posts:,} posts.\nDots: ends, on {plan.test_posts:,} posts, the mean over seeds, for β = 0 each "
-        f"seed. Dotted: best of n samples of the SFT policy by the reward model, on {plan.best_of_n_posts:,} posts",
+        f"{measure.CURVE_POSTS:,} posts.\nDots: ends, on {POSTS:,} posts, the mean over seeds, for β = 0 each seed. "
+        f"Dotted: best of n samples of the SFT policy by the reward model, on {BEST_OF_N_POSTS:,} posts",
         fontsize=10,
     )
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    study.save(figure, path)
+    common.save(figure, PICTURE)
 
 
-def draw_overoptimisation(found: Reach, path: Path):
-    """The score that is trained on and the gold score, over √KL, by reward model and β."""
-    plan = found.plan
-    titles = {"": "embedded task's", "noisy10": "comparisons, 10% flipped", "noisy25": "comparisons, 25% flipped"}
-    rewards = [reward for reward in ("", *plan.noises) if found.curves(found.of(plan.long_episodes, 0), (1,), reward)]
-    if not rewards:
-        return
-    figure, (axes,) = study.canvas(len(rewards), 4.3 * len(rewards), 4.6, sharey=True)
-    for axis, reward in zip(axes, rewards):
-        seeds = plan.long_seeds if not reward else (1,)
-        for beta, fill in ((0.02, "none"), (0.0, "full")):
-            curves = found.curves(found.of(plan.long_episodes, beta), seeds, reward)
-            measures = ("proxy" if reward else "score", study.ORANGE), ("gold", study.BLUE)
-            for measure, colour in measures if curves else ():
-                distance, gained = np.sqrt(np.maximum(curves[1]["kl"], 0)), curves[1][measure]
-                label = f"{'gold judge' if measure == 'gold' else 'reward model trained on'}, β = {beta:g}"
-                gained = gained - gained[:, :1]
-                axis.plot(distance[:, 1:], gained[:, 1:], "o", ms=4, color=colour, fillstyle=fill)
-                axis.plot([], [], "o", ms=4, color=colour, fillstyle=fill, label=label)
-        axis.axhline(0, color="black", lw=0.8)
-        axis.set_title(f"reward model: {titles[reward]} (seeds: {len(seeds)})")
-        axis.set_xlabel("√KL from the SFT policy, √nats")
-    axes[0].set_ylabel("score gained over the SFT policy")
-    posts = f"{plan.curve_posts:,} test posts"
-    title = f"Over-optimisation in {plan.long_episodes:,} episodes: {plan.points} points along each run, {posts}"
-    figure.suptitle(title, fontsize=10)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    study.save(figure, path)
+def headline() -> list[list[str]]:
+    """Rows of the benchmarks' README."""
+    records, rows = common.Records(RECORDS), []
+    command = "`python benchmark/study/reach.py --names {}`"
+    for mode in ("sampled", "greedy"):
+        before = records.all["sft"]["second_test"][mode]["win"][0]
+        ends = measure.means(records, ROWS["default"].names(), "second_test", "win", mode)
+        number = f"{100 * before:.1f} → {common.plus_minus(ends, 100)}"
+        rows.append(
+            [f"mini TL;DR, default: gold win rate, {mode}, %", number, str(len(ends)), command.format("sft default")]
+        )
+    for name in ("beta0", "beta0.02", "beta0.05"):
+        ends = measure.means(records, ROWS[name].names(), "test", "win")
+        number = common.plus_minus(ends, 100) if ROWS[name].setting.beta else common.listed(ends, 100)
+        rows.append([f"{ROWS[name].title}: gold win rate, %", number, str(len(ends)), command.format(name)])
+    bests = [over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")]
+    rows.append(["best of 4, 16, 64 before training, ± over posts, %", ", ".join(bests), "", command.format("sft")])
+    return rows
 
 
-def report(found: Reach, folder: Path):
-    study.insert(folder / "README.md", {"reached": reached_table(found)})
-    draw_episodes(found, folder / "episodes.png")
-    draw_overoptimisation(found, folder / "overoptimisation.png")
+def report():
+    records = common.Records(RECORDS)
+    common.insert(HERE / "README.md", {"reached": table(records)})
+    draw(records)
 
 
-def main(stages: tuple[Stage, ...] = get_args(Stage), quick: bool = False):
-    """The study's runs, measurements, table and pictures.
+def main(names: tuple[str, ...] = ("sft", *ROWS)):
+    """Runs, measurements, table and picture.
 
     Args:
-        stages: which, in this order
-        quick: each in small, in runs/reach-quick
+        names: which parts: sft, or rows by their names in this file
     """
-    torch.set_num_threads(1)  # as in the runs: a measurement is then the same to the digit
-    folder = study.ROOT / "runs" / ("reach-quick" if quick else "reach")
-    results = folder / "results" if quick else study.HERE
-    found = Reach(QUICK if quick else Plan(), folder, results / "reach.json")
-    for stage in stages:
-        print(stage, flush=True)
-        if stage == "report":
-            report(found, results)
+    records = common.Records(RECORDS)
+    for name in names:
+        if name == "sft":
+            make_sft(records)
         else:
-            getattr(found, stage)()
+            make(records, ROWS[name])
+    report()
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    tyro.cli(main)

@@ -1,8 +1,7 @@
 """rloo.py with an advantage that it does not have.
 
-    python benchmark/study/variants.py raft --rloo_k 4 --kl_coef 0 --output_dir runs/raft   # and any flag of rloo.py
+    python benchmark/study/variants.py raft --kl_coef 0 --output_dir runs/raft    # and any flag of rloo.py
 
-    plain        rloo.py as it is
     no_baseline  REINFORCE without a baseline: A = R
     raft         best-of-k fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767): A = 1 for the completion with the
                  highest reward of each group, else 0
@@ -31,15 +30,10 @@ def best_of_group(rewards, *_):
     return torch.zeros_like(rewards).scatter(0, best, 1.0)
 
 
-ADVANTAGES = {"plain": rloo.advantage, "no_baseline": no_baseline, "raft": best_of_group}
-
-
-def main(argv: list[str]):
-    if not argv or argv[0] not in ADVANTAGES:
-        sys.exit(f"variants.py: the first argument must be one of {', '.join(ADVANTAGES)}")
-    rloo.advantage = ADVANTAGES[argv[0]]
-    rloo.command_line(argv[1:])
-
+ADVANTAGES = {"no_baseline": no_baseline, "raft": best_of_group}
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if len(sys.argv) < 2 or sys.argv[1] not in ADVANTAGES:
+        sys.exit(f"variants.py: the first argument must be one of {', '.join(ADVANTAGES)}")
+    rloo.advantage = ADVANTAGES[sys.argv[1]]
+    rloo.command_line(sys.argv[2:])
