@@ -3,30 +3,31 @@
     python benchmark/mini_gsm8k/mini_gsm8k.py                                   # about 11 minutes, on one core
     python benchmark/mini_gsm8k/mini_gsm8k.py --quick --output_dir /tmp/mini    # seconds; a model that solves nothing
 
-Rows have the form that `gsm8k.sh` gives GSM8K: `prompt`, chat messages with the system message of gsm8k_reward.py,
-and `answer`, a solution that ends with "#### 42"; and `steps`, the number of computations, 1 to 3. The policy is
-fine-tuned mostly on problems of one step: it solves most of these and few of the others. The solutions are those of a
-simulated pupil in a hurry, who stops early, takes a wrong number or sign, makes mistakes in sums and forgets how the
-answer should be written. Training with rewards has to find out which of these habits are wrong, and to become better at
-problems of several steps. A problem's key is its computation, signs and numbers: no key of a held-out problem occurs in
-fine-tuning or training, and none is in both held-out splits.
+Rows have `prompt`, chat messages with the system message of gsm8k_reward.py; `answer`, a solution that ends with
+"#### 42" as in GSM8K; and `steps`, the number of computations, 1 to 3. The policy is fine-tuned mostly on problems of
+one step: it solves most of these and few of the others. The solutions are those of a simulated pupil in a hurry, who
+stops early, takes a wrong number or sign, makes mistakes in sums and forgets how the answer should be written. A
+problem's key is its computation, signs and numbers: no key of a held-out problem occurs in fine-tuning or training, and
+none is in both held-out splits.
 
 Reading order is running order: problems, pupil, tokenizer, training, main.
 """
 
 import json
 import random
-import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gsm8k"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mini_tldr"))
-
+import torch
+import tyro
 from gsm8k_reward import chat, correctness, format
-from mini_tldr import generate, mean, move_into, save_jsonl, save_tokenizer, train_bpe, train_lm
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "mini_tldr"))
+
+from mini_tldr import generate, mean, save_jsonl, save_tokenizer, train_bpe, train_lm  # noqa: E402
 
 # ---- Problems --------------------------------------------------------------------------------------------------------
 
@@ -137,29 +138,15 @@ def sample_row(rng: random.Random, held_out: set, shares: tuple[float, ...]) -> 
 
 # ---- Sizes -----------------------------------------------------------------------------------------------------------
 
-
-@dataclass
-class Config:
-    """Makes mini GSM8K."""
-
-    seed: int = 1
-    output_dir: str = str(Path(__file__).resolve().parent)
-    quick: bool = False
-    """a small build which shows that everything runs; its model is poor"""
-
-
-@dataclass
-class Sizes:
-    train: int = 3000  # rows
-    validation: int = 400
-    test: int = 1000
-    sft: int = 64000  # examples, mostly on problems that train.jsonl does not have
-
-
-QUICK = Sizes(40, 10, 20, 64)
+SIZES = {
+    "test": 1000,  # rows, also of the next two
+    "validation": 400,
+    "train": 3000,
+    "sft": 64_000,  # examples, mostly on problems that train.jsonl does not have
+}
+QUICK = {"test": 20, "validation": 10, "train": 40, "sft": 64}
 STEPS = (0.1, 0.45, 0.45)  # shares of problems of 1, 2 and 3 steps in the data
 LESSONS = (0.84, 0.14, 0.02)  # and in what the policy is fine-tuned on
-
 
 # ---- Tokenizer -------------------------------------------------------------------------------------------------------
 
@@ -171,8 +158,6 @@ TEMPLATE = (  # ChatML as in Qwen, without tools and thinking
 
 def train_tokenizer(texts: list[str]):
     """As in Qwen's, each digit is a token; <|im_end|> ends a turn."""
-    from transformers import PreTrainedTokenizerFast
-
     pad, start, eos = special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     names = {"eos_token": eos, "pad_token": pad, "additional_special_tokens": [start]}
     bpe = train_bpe(texts, 512, special, digits=True)
@@ -184,8 +169,6 @@ def train_tokenizer(texts: list[str]):
 
 def train_policy(tokenizer, total: int, sample, rng: random.Random):
     """A Qwen3 fine-tuned, from nothing, on the pupil's solutions of `total` rows; `sample` draws a row."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -216,62 +199,53 @@ def train_policy(tokenizer, total: int, sample, rng: random.Random):
 def accuracy(model, tokenizer, rows: list[dict], temperature: float) -> tuple[float, float]:
     """Shares of the rows solved and written as asked, with a completion of each (greedy at temperature 0)."""
     prompts = tokenizer.apply_chat_template([row["prompt"] for row in rows], tokenize=False, add_generation_prompt=True)
-    texts = [text for text, _ in generate(model, tokenizer, prompts, temperature, 40)]
+    texts = generate(model, tokenizer, prompts, temperature, 40)
     return mean(correctness(None, texts, None, [row["answer"] for row in rows])), mean(format(None, texts, None))
 
 
-def build(config: Config):
-    import torch
-
-    sizes, start = (QUICK if config.quick else Sizes()), time.time()
+def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
+    """Makes mini GSM8K, see above. `quick`: a small build which shows that everything runs; its model is poor."""
+    sizes, start = (QUICK if quick else SIZES), time.time()
 
     def log(message):
-        return print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
+        print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
 
-    rng = random.Random(config.seed)
-    torch.manual_seed(config.seed)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
-    folder = Path(config.output_dir + ".build")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
+    output_dir.mkdir(parents=True, exist_ok=True)
     held_out = set()
-    splits = {}
-    for split, size in (("test", sizes.test), ("validation", sizes.validation)):
-        splits[split] = []
-        while len(splits[split]) < size:  # one problem of each key
-            splits[split].append(sample_row(rng, held_out, STEPS))
-            held_out.add(key(splits[split][-1]["problem"]))
-    splits["train"] = [sample_row(rng, held_out, STEPS) for _ in range(sizes.train)]
+    splits = {"test": [], "validation": []}
+    for split, rows in splits.items():
+        while len(rows) < sizes[split]:  # one problem of each key
+            rows.append(sample_row(rng, held_out, STEPS))
+            held_out.add(key(rows[-1]["problem"]))
+    test = splits["test"]
+    train = splits["train"] = [sample_row(rng, held_out, STEPS) for _ in range(sizes["train"])]
     for split, rows in splits.items():
         shipped = [{name: row[name] for name in ("prompt", "answer", "steps")} for row in rows]
-        save_jsonl(folder / f"{split}.jsonl", shipped)
-    train, test = splits["train"], splits["test"]
+        save_jsonl(output_dir / f"{split}.jsonl", shipped)
     texts = [message["content"] for row in train for message in row["prompt"]] + [row["answer"] for row in train]
     tokenizer = train_tokenizer(texts)
     log(f"{len(tokenizer)} tokens; the first problem:\n{train[0]['prompt'][1]['content']}\n{train[0]['answer']}")
     pupil = [solve(row["problem"], rng) for row in test]
-    policy = train_policy(tokenizer, sizes.sft, lambda: sample_row(rng, held_out, LESSONS), rng)
-    policy.save_pretrained(folder / "sft")
-    save_tokenizer(tokenizer, folder / "sft")
+    policy = train_policy(tokenizer, sizes["sft"], lambda: sample_row(rng, held_out, LESSONS), rng)
+    policy.save_pretrained(output_dir / "sft")
+    save_tokenizer(tokenizer, output_dir / "sft")
 
     figures = {
-        "seed": config.seed,
+        "seed": seed,
         "parameters": policy.num_parameters(),
         "problems": len(test),
         "pupil correctness": mean(correctness(None, pupil, None, [row["answer"] for row in test])),
         "pupil format": mean(format(None, pupil, None)),
     }
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        found = accuracy(policy, tokenizer, test, temperature)
-        figures |= {f"sft {name} correctness": found[0], f"sft {name} format": found[1]}
+        correct, formatted = accuracy(policy, tokenizer, test, temperature)
+        figures |= {f"sft {name} correctness": correct, f"sft {name} format": formatted}
     log("\n".join(f"{name:26} {value:g}" for name, value in figures.items()))
-    (folder / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
-    move_into(folder, Path(config.output_dir))
-    log(f"saved in {config.output_dir}")
+    (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    import tyro
-
-    build(tyro.cli(Config, use_underscores=True))
+    tyro.cli(main, use_underscores=True)

@@ -1,4 +1,4 @@
-"""Tests of the embedded mini GSM8K: its builder, and what is shipped."""
+"""Tests of mini GSM8K: rewards, the builder, and what is shipped."""
 
 import itertools
 import json
@@ -6,91 +6,129 @@ import os
 import random
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
+import gsm8k_reward
+import mini_gsm8k
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for rloo.py
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gsm8k"))
-
-import gsm8k_reward
-import mini_gsm8k
-
-import rloo
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # for rloo.py
+
+import rloo  # noqa: E402
+
+GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 in all.\n#### 72"
 
 
-def computation(row: dict) -> tuple:
-    """What a row's solution computes: ("3 + 4", "7 - 2")."""
-    return tuple(re.findall(r"(\d+ [-+*] \d+) =", row["answer"]))
+def correct(text: str, answer) -> float | None:
+    return gsm8k_reward.correctness([None], [text], [[0]], answer=[answer], id=[7])[0]
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("quick") / "mini"
-    mini_gsm8k.build(mini_gsm8k.Config(quick=True, output_dir=str(folder)))
-    return folder
+@pytest.mark.parametrize("text, number", [
+    (GSM8K, 72), ("####42", 42), ("3 + 4 = 7. #### 7", 7),
+    # thousands, currencies, units, signs
+    ("#### 1,234", 1234), ("#### $1,234,567.50", Fraction(2469135, 2)), (r"\boxed{12{,}345}", 12345),
+    ("It costs $18.", 18), (r"So \$5 in all", 5), ("50%", 50), (r"50\%", 50), ("#### 7 apples", 7),
+    ("12 m^2", 12), ("12 m2", 12), ("x_1 = 4", 4), ("18 km/h", 18), ("3pm", 3), ("#### -5", -5), ("−5", -5),
+    ("-$5", -5), ("$-5", -5), ("10-5", 5), ("(10)-5", 5), ("x-5", 5), ("US$5", 5), ("1,2", 2), ("12,34", 34),
+    # fractions and decimals
+    ("#### 0.5", Fraction(1, 2)), (".5", Fraction(1, 2)), ("#### 3.0", 3), ("1/2", Fraction(1, 2)),
+    ("1 1/2", Fraction(3, 2)), (r"\boxed{\frac{3}{4}}", Fraction(3, 4)), (r"-\dfrac{1}{2}", -Fraction(1, 2)),
+    # marks
+    (r"Thus \boxed{\text{total} = {9}} as \frac{1}{3} of 27", 9), (r"\boxed {8}", 8), (r"\boxed{8", 8),
+    ("<reasoning>2 + 2</reasoning>\n<answer>\n4 eggs\n</answer>", 4), ("<answer>4", 4), ("#### **42**", 42),
+    # several numbers: the last mark, in it what follows the last =, there the first number; else the last number
+    ("#### 5\nNo: #### 6", 6), ("#### 42\nThat took 7 steps.", 42), ("#### 41 or 42", 41), ("#### 6 * 7 = 42", 42),
+    ("<answer>3</answer> I mean <answer>4</answer>", 4), (r"#### 5, so \boxed{5}", 5), ("First 3, then 4, so 7.", 7),
+    ("<think>#### 5</think>#### 6", 6), ("<think></think>\n\nIt is 6", 6),
+    # none
+    ("", None), ("no idea", None), ("7 ####", None), ("<answer></answer>", None), (r"7 \boxed{}", None), ("1/0", None),
+    ("<think>It may be 7", None), ("#### " + "9" * 5000, None), ("=", None), ("#### x", None),
+])  # fmt: skip
+def test_the_number_that_counts(text, number):
+    assert gsm8k_reward.final_answer(text) == number
+    if number is not None:
+        assert correct(text, str(number)) == correct(text, f"Some steps.\n#### {number}") == 1.0
+        assert correct(text, str(number + 1)) == 0.0
+    else:
+        assert correct(text, "42") == 0.0
 
 
-def test_the_shipped_miniature_is_what_the_builder_writes(quick):
-    def names(folder):
-        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def test_rows_without_an_answer_are_not_scored():
+    for answer in (None, "", "unknown", "####"):
+        assert correct("#### 42", answer) is None
+    assert correct("#### 42", 42) == correct("#### 42", 42.0) == correct("#### 0.1", 0.1) == 1.0
 
-    built = names(quick)
-    shipped = [name for name in names(HERE) if not name.endswith((".py", ".pyc", ".md"))]
+
+@pytest.mark.parametrize("text, asked", [
+    ("3 + 4 = 7. #### 7", 1), ("Some steps.\n\n#### 1,234\n", 1), ("So\n#### $5", 1), ("So #### -0.5.", 1),
+    ("<think>#### 3</think>\nSo\n#### 7", 1), ("<think>\n\n</think>\n\n#### 7", 0), ("#### 7", 0), ("So 7", 0), ("", 0),
+    ("So #### 7 apples", 0), ("So #### 7\nBye", 0), ("So #### 6 or #### 7", 0), ("So ####", 0), (r"So \boxed{7}", 0),
+])  # fmt: skip
+def test_format(text, asked):
+    assert gsm8k_reward.format([None], [text], [[0]], answer=["3"]) == [asked]
+
+
+def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path):
+    mini_gsm8k.main(quick=True, output_dir=tmp_path)
+    built, shipped = (
+        {
+            str(path.relative_to(folder))
+            for path in folder.rglob("*")
+            if path.suffix in (".json", ".jsonl", ".safetensors")
+        }
+        for folder in (tmp_path, HERE)
+    )
     assert shipped == built and "sft/model.safetensors" in shipped
-    assert sum((HERE / name).stat().st_size for name in shipped) < 4.3e6
-    ours, theirs = (json.loads((folder / "figures.json").read_text()) for folder in (quick, HERE))
+    ours, theirs = (json.loads((folder / "figures.json").read_text()) for folder in (tmp_path, HERE))
     assert ours.keys() == theirs.keys() and ours["seed"] == theirs["seed"] == 1
-    model, tokenizer = (kind.from_pretrained(HERE / "sft") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    assert model.config.model_type == "qwen3" and model.config.vocab_size == len(tokenizer)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == end != tokenizer.pad_token_id
     rows = {split: rloo.load_rows(str(HERE), split) for split in ("train", "validation", "test")}
-    assert [len(rows[split]) for split in rows] == [3000, 400, 1000]
-    computations = {split: {computation(row) for row in rows[split]} for split in rows}
-    assert not any(one & other for one, other in itertools.combinations(computations.values(), 2))
-    assert [len(computations[split]) for split in ("validation", "test")] == [400, 1000]
-    for row in itertools.chain(*rows.values()):
-        assert len(computation(row)) == row["steps"] in (1, 2, 3)
-    # Greedy, the shipped model solves problems it has not seen; and what it says goes through the rewards.
-    few = [rloo.prepare_row(row, tokenizer) for row in rows["test"][:40]]
-    batch, _ = rloo.rollout(model.eval(), few, 1, 0.0, 40, stop_ids=[tokenizer.eos_token_id])
-    texts = rloo.completion_texts(batch, tokenizer)
-    scores = gsm8k_reward.correctness(None, texts, None, [row["answer"] for row in rows["test"][:40]])
-    assert batch.ended.all() and sum(scores) >= 20 and sum(gsm8k_reward.format(None, texts, None)) >= 30
-
-
-def test_the_chat_template_renders(quick):
-    for folder in (quick, HERE):
-        tokenizer = AutoTokenizer.from_pretrained(folder / "sft")
-        prompt = gsm8k_reward.chat("Tom has 12 pens.")
-        row = rloo.prepare_row({"prompt": prompt, "answer": "#### 12"}, tokenizer)
-        assert row["prompt_text"] == (
-            f"<|im_start|>system\n{gsm8k_reward.SYSTEM}<|im_end|>\n"
-            "<|im_start|>user\nTom has 12 pens.<|im_end|>\n<|im_start|>assistant\n"
-        )
-        assert tokenizer.decode(row["prompt_ids"]) == row["prompt_text"]
-        start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
-        assert [row["prompt_ids"].count(token) for token in (start, end)] == [3, 2]
-        assert tokenizer.tokenize("12") == ["1", "2"]
+    for row in itertools.chain(*rows.values()):  # computations: ("3 + 4", "7 - 2")
+        row["key"] = tuple(re.findall(r"(\d+ [-+*] \d+) =", row["answer"]))
+        assert len(row["key"]) == row["steps"] in (1, 2, 3)
+    keys = {split: {row["key"] for row in rows[split]} for split in rows}
+    assert not any(one & other for one, other in itertools.combinations(keys.values(), 2))
+    assert [len(keys[split]) for split in ("validation", "test")] == [400, 1000]
+    # Greedy, the shipped model solves problems that it has not seen.
+    model, tokenizer = (kind.from_pretrained(HERE / "sft") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    solved, formatted = mini_gsm8k.accuracy(model.eval(), tokenizer, rows["test"][:40], 0.0)
+    assert solved >= 0.5 and formatted >= 0.75
+    prompt = rloo.prepare_row({"prompt": gsm8k_reward.chat("Tom has 12 pens.")}, tokenizer)
+    assert prompt["prompt_text"] == (
+        f"<|im_start|>system\n{gsm8k_reward.SYSTEM}<|im_end|>\n"
+        "<|im_start|>user\nTom has 12 pens.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(prompt["prompt_ids"]) == prompt["prompt_text"] and tokenizer.tokenize("12") == ["1", "2"]
 
 
 def test_problems_are_solved_and_their_keys_are_what_is_computed():
     rng = random.Random(0)
     for count in [1, 2, 3] * 200:
         problem = mini_gsm8k.sample_problem(rng, count)
-        assert len(problem["steps"]) == count
-        right, hurried = mini_gsm8k.solve(problem), mini_gsm8k.solve(problem, rng)
         number = problem["first"]
         for sign, b in problem["steps"]:
             number = {"+": number + b, "-": number - b, "*": number * b}[sign]
             assert str(b) in problem["text"] and number > 0
-        assert str(problem["first"]) in problem["text"] and problem["text"].endswith("?")
+        assert len(problem["steps"]) == count and str(problem["first"]) in problem["text"]
         assert mini_gsm8k.key(problem) == (problem["first"], *problem["steps"])
-        assert right.endswith(f"#### {number}") and gsm8k_reward.correctness(None, [right], None, [number]) == [1]
-        assert gsm8k_reward.format(None, [right], None) == [1] and hurried[0].isdigit()
+        right = mini_gsm8k.solve(problem)
+        assert correct(right, number) == 1 and gsm8k_reward.format(None, [right], None) == [1]
+
+
+def test_its_rewards_train_it(tmp_path):
+    correctness, form = (f"{HERE}/gsm8k_reward.py:{name}" for name in ("correctness", "format"))
+    evaluations = rloo.main(
+        rloo.Args(
+            dataset_name=str(HERE), sft_model_path=str(HERE / "sft"), output_dir=str(tmp_path / "out"), device="cpu",
+            reward_fns=(correctness, form), reward_weights=(1.0, 0.2), response_length=24, rloo_k=8,
+            per_device_train_batch_size=16, total_episodes=16, num_eval_prompts=8, learning_rate=1e-4,
+        )
+    )  # fmt: skip
+    assert [x["update"] for x in evaluations] == [0, 1]
+    assert {f"{mode}/rewards/{name}" for mode in ("sampled", "greedy") for name in ("correctness", "format")} <= {
+        *evaluations[1]
+    }

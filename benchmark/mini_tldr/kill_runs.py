@@ -116,6 +116,8 @@ def run(folder: Path, kills: int, seed: int, models: Path = MINI_TLDR, data: Pat
 
 def main(kills: int = 100, seed: int = 1):
     """Kills training runs and compares what they leave, see above. `seed`: of the moments."""
+    # Those that are killed leave semaphores.
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     folder = Path(tempfile.mkdtemp(prefix="kill-runs-"))
     counts = run(folder, kills, seed)
     print(", ".join(f"{name}: {count}" for name, count in counts.items()))

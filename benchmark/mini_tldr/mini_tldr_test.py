@@ -1,0 +1,66 @@
+"""Tests of mini TL;DR: its tables, its judge, its builder."""
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
+
+import mini_tldr
+from mini_tldr import SLOTS, gold_judge, gold_win_rate, stated
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # for rloo.py
+
+import rloo  # noqa: E402
+
+
+def test_a_form_states_exactly_its_own_value_and_the_words_around_it_state_none():
+    for slot, values in SLOTS.items():
+        for forms in values:
+            for form in forms:
+                assert stated(form) == {s: {forms[0]} if s == slot else set() for s in SLOTS}, form
+    tables = (mini_tldr.STATE, mini_tldr.DECOY, mini_tldr.FRAGMENTS)
+    words = [text for table in tables for texts in table.values() for text in texts]
+    words += mini_tldr.OTHERS + mini_tldr.FILLERS + mini_tldr.TITLES + mini_tldr.SUBREDDITS + mini_tldr.RAMBLES
+    for text in [*words, *mini_tldr.DROPPED.values()]:
+        assert not any(stated(text).values()), text
+
+
+def test_the_judge_and_its_win_rate():
+    facts = {slot: values[0][0] for slot, values in SLOTS.items()}
+    texts = ["", " my roommate", " my roommate, my roommate", " my roommate my boss", " my flatmate" + " so" * 27]
+    grades = gold_judge(None, texts, facts=[facts] * 5)
+    assert grades == [0.0, 1.0, 1.0, 0.0, 0.5]  # the last has 29 words, 5 more than are free
+    columns = {"facts": [facts] * 3, "completion": [" my boss", " my flatmate", " my roommate last week"]}
+    assert gold_win_rate(None, [" my roommate"] * 3, None, **columns, decoys=None) == [1.0, 0.5, 0.0]
+
+
+def test_the_bundled_task_can_be_rebuilt(tmp_path):
+    """A small one has the files of the shipped one, models that load, and no facts in two splits."""
+    mini_tldr.main(quick=True, output_dir=tmp_path)
+    built, shipped = (
+        {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)
+    )
+    assert built == shipped
+    figures, theirs = (json.loads((folder / "figures.json").read_text()) for folder in (tmp_path, HERE))
+    assert figures.keys() == theirs.keys() and 0 <= figures["reward model agreement"] <= 1
+    for part, auto_class in (("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
+        model, tokenizer = (auto.from_pretrained(tmp_path / part) for auto in (auto_class, AutoTokenizer))
+        assert model.config.vocab_size == len(tokenizer) and tokenizer.pad_token == "[PAD]" != tokenizer.eos_token
+        config = json.loads((tmp_path / part / "tokenizer_config.json").read_text())
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no other name
+    rows = {split: rloo.load_rows(str(tmp_path), split) for split in ("train", "validation", "test")}
+    facts = [{tuple(row["facts"].values()) for row in split} for split in rows.values()]
+    assert not any(one & other for one, other in itertools.combinations(facts, 2))
+    own = [row["completion"] for row in rows["test"]]
+    right, swapped = (
+        sum(gold_judge(None, texts, facts=[row["facts"] for row in rows["test"]])) for texts in (own, own[1:] + own[:1])
+    )
+    assert right > swapped + len(own)  # a summary of another post loses
+    for row in rows["train"]:
+        said = stated(row["prompt"])
+        assert all(said[slot] == {row["facts"][slot], row["decoys"].get(slot, row["facts"][slot])} for slot in SLOTS)
