@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -132,3 +133,19 @@ def test_its_rewards_train_it(tmp_path):
     assert {f"{mode}/rewards/{name}" for mode in ("sampled", "greedy") for name in ("correctness", "format")} <= {
         *evaluations[1]
     }
+
+
+def test_the_real_problems_are_prepared_as_the_page_says(tmp_path):
+    """With a stand-in for the package datasets."""
+    (tmp_path / "datasets.py").write_text(
+        "def load_dataset(name, config, split):\n"
+        "    assert (name, config) == ('openai/gsm8k', 'main')\n"
+        "    return [{'question': split + '?', 'answer': '1 + 1 = 2. #### 1,203'}]\n"
+    )
+    (tmp_path / "benchmark").symlink_to(HERE.parent)
+    (script,) = re.findall(r"python - <<'END'\n(.*?)END\n", (HERE / "README.md").read_text(), re.S)
+    (tmp_path / "gsm8k").mkdir()
+    subprocess.run([sys.executable, "-"], input=script, text=True, cwd=tmp_path, check=True)
+    for split in ("train", "test"):
+        (row,) = rloo.load_rows(str(tmp_path / "gsm8k"), split)
+        assert row["prompt"] == gsm8k_reward.chat(split + "?") and correct("It is 1203.", row["answer"]) == 1.0
