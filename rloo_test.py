@@ -6,7 +6,6 @@ rows and the decoder against a row per completion, what other trainers got wrong
 
 import contextlib
 import functools
-import inspect
 import itertools
 import json
 import math
@@ -15,7 +14,6 @@ import random
 import shutil
 import sys
 import types
-import weakref
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,6 @@ import transformers
 from rloo import Args, Batch, InputError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -134,23 +131,23 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 
 
 def save(folder: Path, *parts) -> str:
-    """Saves a model, and a tokenizer (if none is given, the tiny one), in a folder."""
-    for part in (tiny_tokenizer(), *parts):
+    """Saves models and tokenizers; returns the folder as a flag's value."""
+    for part in parts:
         part.save_pretrained(folder)
     return str(folder)
 
 
-def spec(function) -> str:
-    """How a flag names a function of a test file."""
-    return f"{inspect.getfile(function)}:{function.__name__}"
+def spec(name: str) -> str:
+    """A function of this file as a flag's value."""
+    return f"{__file__}:{name}"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A folder with a policy, a reward model and a dataset: all that a run needs."""
     folder = tmp_path_factory.mktemp("tiny")
-    save(folder / "sft", tiny_model())
-    save(folder / "reward", tiny_model(classifier=True, seed=1))
+    save(folder / "sft", tiny_model(), tiny_tokenizer())
+    save(folder / "reward", tiny_model(classifier=True, seed=1), tiny_tokenizer())
     rng = random.Random(0)
 
     def words(n):
@@ -237,7 +234,7 @@ def flat_grad(loss: torch.Tensor, model) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(model.parameters(), grads)])
 
 
-# Reward functions, which spec(function) names
+# Reward functions, which spec(name) names
 
 
 def constant_reward(prompts, completions, completion_ids, **columns):
@@ -251,15 +248,6 @@ def count_tokens(prompts, completions, completion_ids, **columns):
 def sometimes_none(prompts, completions, completion_ids, n, **columns):
     """Unscorable for every third dataset row; otherwise the number of tokens."""
     return [None if i % 3 == 0 else float(len(ids)) for i, ids in zip(n, completion_ids)]
-
-
-def constant_for_even_rows(prompts, completions, completion_ids, n, **columns):
-    """2 for all completions of an even row; 2.5 and 3.5 for the two of an odd one."""
-    return [2.0 if row % 2 == 0 else 2.5 + (i >= len(n) // 2) for i, row in enumerate(n)]
-
-
-def column_value(prompts, completions, completion_ids, value, **columns):
-    return value
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -321,10 +309,11 @@ def test_one_reward_apart_from_equal_siblings_has_a_moderate_advantage(estimator
     assert 1 < found.abs().max() < 4
 
 
-def test_scores_of_any_size_are_normalised_to_deviation_1_and_one_alone_stays():
+def test_scores_of_any_size_are_normalised_to_deviation_1_and_equal_up_to_rounding():
     scores, ended = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.ones(2, 2).bool()
     assert rloo.shape_scores(scores * 1e-5, ended, None, True, None).std().item() == pytest.approx(1, abs=0.01)
-    assert rloo.shape_scores(scores[:1, :1], ended[:1, :1], None, True, None) == 1
+    scores = torch.tensor([[0.3, 1.0, 1.0, math.nan], [0.1 + 0.2, 1.001, 1.0, 2.0], [0.3 + 3e-7, 1.0, math.nan, 2.0]])
+    assert rloo.equal_groups(scores).tolist() == [True, False, True, True]
 
 
 def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
@@ -395,20 +384,6 @@ def test_a_weight_beyond_float32_is_finite_and_masked():
         assert (rloo.importance_weight(old, torch.zeros(2, 1, 1), mask, correction, 2.0) == expected).all()
 
 
-def test_gradients_are_averaged_over_ranks_and_none_is_made_where_no_rank_has_one(monkeypatch):
-    """Two ranks, of which the other one has the gradient 3 for each weight but `unused`."""
-    monkeypatch.setattr(rloo.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(rloo.dist, "get_world_size", lambda: 2)
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(2)) for name in ("both", "theirs", "unused")})
-    model.device = CPU
-    model["both"].grad = torch.full((2,), 1.0)
-    sums = iter([torch.tensor([1, 1, 0]), torch.full((2,), 3.0), torch.full((2,), 3.0)])
-    monkeypatch.setattr(rloo.dist, "all_reduce", lambda x: x.add_(next(sums)))
-    rloo.average_gradients(model)
-    assert model["both"].grad.tolist() == [2, 2] and model["theirs"].grad.tolist() == [1.5, 1.5]
-    assert model["unused"].grad is None
-
-
 # Log-probs and entropies
 
 
@@ -440,31 +415,20 @@ def test_log_probs_and_entropies_are_those_of_log_softmax_with_the_same_gradient
             assert grad.isfinite().all() and (grad - exact).abs().max() < 20 * tolerance * max(1, exact.abs().max())
 
 
-def test_log_probs_in_autocast_keep_float32_sums_and_gradients():
-    torch.manual_seed(0)
-    head, hidden, tokens = torch.nn.Linear(8, 50), torch.randn(23, 8, requires_grad=True), torch.randint(50, (23,))
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        with rloo.training_dtype(Args(dtype=dtype), CPU):
-            logprobs, entropy = rloo.block_logprobs(only_a_head(head), hidden, tokens, 0.7)
-        found.append([logprobs, *torch.autograd.grad(logprobs.sum(), [hidden, *head.parameters()])])
-    for exact, half in zip(*found):
-        assert half.dtype == torch.float32 and 0 < (exact - half).norm() < 0.02 * exact.norm()
-    rounded = F.linear(hidden.bfloat16(), head.weight.bfloat16(), head.bias.bfloat16()).float() / 0.7
-    assert torch.allclose(entropy, torch.distributions.Categorical(logits=rounded).entropy(), atol=1e-5)
-
-
 def test_in_bfloat16_training_and_reference_read_the_log_probs_that_were_sampled():
-    """... from the same hidden states: at a temperature other than 1 nothing is rounded once more."""
+    """... from the same hidden states: logits are rounded, as a product in bfloat16 is, and nothing after them."""
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(64, 40), torch.randn(50, 64).bfloat16()
     half = only_a_head(torch.nn.Linear(64, 40).bfloat16())
     half.get_output_embeddings().load_state_dict(head.state_dict())
-    tokens, sampled = rloo.sample(rloo.final_logits(half, hidden), 0.7, torch.rand(50, 1))
+    logits = rloo.final_logits(half, hidden)
+    expected = F.log_softmax(F.linear(hidden, head.weight.bfloat16(), head.bias.bfloat16()).float() / 0.7, dim=-1)
+    tokens, sampled = rloo.sample(logits, 0.7, torch.rand(50, 1))
     reference, _ = rloo.block_logprobs(half, hidden, tokens, 0.7)
     with rloo.training_dtype(Args(dtype="bfloat16"), CPU):
         training, _ = rloo.block_logprobs(only_a_head(head), hidden.float(), tokens, 0.7)
-    assert torch.equal(reference, sampled) and torch.equal(training, sampled)
+    for found in (sampled, reference, training):
+        assert found.dtype == torch.float32 and torch.equal(found, expected[torch.arange(50), tokens])
 
 
 def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_number_of_blocks():
@@ -504,21 +468,6 @@ def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     assert (entropy - (-whole.exp() * whole).sum(-1) * mask).abs().max() < 1e-5
     exact = flat_grad(expected.square().sum(), model)
     assert (gradient - exact).abs().max() < 1e-5 * exact.abs().max()
-
-
-def test_no_table_of_log_probs_outlives_the_backward_pass(train, monkeypatch):
-    """... for the sake of an entropy whose gradient nobody has asked for."""
-    tables, alive, log_softmax = [], [], F.log_softmax
-
-    def noted(*args, **options):
-        table = log_softmax(*args, **options)
-        tables.append(weakref.ref(table.untyped_storage()))
-        return table
-
-    monkeypatch.setattr(F, "log_softmax", noted)
-    spy(monkeypatch, "average_gradients", lambda *_: alive.append([x for x in tables if x() is not None]))
-    train()
-    assert tables and alive == [[]]
 
 
 # The expected update, exactly
@@ -803,7 +752,7 @@ def flags_drawn(seed: int) -> dict:
         "seed": seed,
         "total_episodes": 2 * k * groups[0] * groups[1] * mini_batches,
         "response_length": draw.randint(2, 5),
-        "reward_fns": tuple(spec(function) for function in functions),
+        "reward_fns": tuple(spec(function.__name__) for function in functions),
         "reward_weights": one_of(None, weights),
         "with_model": with_model,
         "family": one_of("gpt_neox", "gpt2", "llama"),
@@ -960,24 +909,18 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
         assert {layout_of(model, 6, 7), layout_of(model, 6, 7, dtype="bfloat16")} == {"plain"}  # one is out of sight
 
 
-@pytest.mark.parametrize("dtype, error, layout", [("float32", 0.01, "plain"), ("bfloat16", 0.01, "group")])
-def test_group_rows_that_differ_by_more_than_rounding_are_not_run(monkeypatch, dtype, error, layout):
-    spy(monkeypatch, "completion_hidden", lambda inputs, x: x * (1 + error) if inputs[2] == "group" else x)
-    assert layout_of(tiny_model(), 3, 4, dtype=dtype) == layout
+EDITS = {  # mistakes in an edit of rloo.py: a function, what it returns
+    "a hundredth": ("completion_hidden", lambda inputs, x: x * (1.01 if inputs[2] == "group" else 1.0)),
+    "order": ("lanes_as_heads", lambda inputs, x: x.flip(1)),
+    "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:]),  # a RuntimeError
+    "step": ("step_attention", lambda inputs, x: 0.5 * x),
+    "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1)),
+}
 
 
-@pytest.mark.parametrize(
-    "name, edit",
-    [
-        ("prompt_and_own", lambda x, P, k, own=rloo.prompt_and_own: own(x, P, k).flip(2)),
-        ("lanes_as_heads", lambda x, P, k, own=rloo.lanes_as_heads: own(x, P, k).flip(1)),
-        ("lanes_as_heads", lambda x, P, k, own=rloo.lanes_as_heads: own(x, P, k + 1)),  # a RuntimeError
-        ("step_attention", lambda *inputs, own=rloo.step_attention: 0.5 * own(*inputs)),
-        ("sample", lambda *inputs, own=rloo.sample: (own(*inputs)[0], own(*inputs)[1] - 0.1)),
-    ],
-)
-def test_mistakes_in_an_edit_of_group_rows_are_seen_by_the_trial(monkeypatch, capsys, name, edit):
-    monkeypatch.setattr(rloo, name, edit)
+@pytest.mark.parametrize("mistake", EDITS)
+def test_mistakes_in_an_edit_of_group_rows_are_seen_by_the_trial(monkeypatch, capsys, mistake):
+    spy(monkeypatch, *EDITS[mistake])
     assert layout_of(tiny_model(), 6, 4) == "plain" and "because" in capsys.readouterr().out
     with pytest.raises(InputError, match="^--layout group: GPTNeoXForCausalLM cannot, because"):
         layout_of(tiny_model(), 6, 4, layout="group")
@@ -991,62 +934,27 @@ def test_an_error_of_cuda_is_no_reason_for_plain_rows(monkeypatch):
         layout_of(tiny_model(), 3, 4)
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "llama"])
-def test_kernels_may_return_another_order_in_memory(monkeypatch, name):
-    """CUDA's memory-efficient one fills (B, n, H, D) and returns that as (B, H, n, D)."""
-    kernel = F.scaled_dot_product_attention
-
-    def other_order(*inputs, **options):
-        return kernel(*inputs, **options).transpose(1, 2).contiguous().transpose(1, 2)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", other_order)
-    assert layout_of(tiny_model(name), 12, 8) == "group"
-
-
-# Models whose numbers would be wrong
-
-
-def of_other_logits():
-    """A scale of which final_logits does not know, here of 2%: its log-probs would be others."""
-    model = tiny_model()
-    forward = type(model).forward
-
-    def scaled(self, *inputs, **options):
-        output = forward(self, *inputs, **options)
-        output.logits = 1.02 * output.logits
-        return output
-
-    model.__class__ = type("Scaled", (type(model),), {"forward": scaled})
-    return model
-
-
-def of_nan():
-    model = tiny_model()
-    next(model.parameters()).data.fill_(math.nan)
-    return model
-
-
-@pytest.mark.parametrize(
-    "make, R, message",
-    [
-        (lambda: tiny_model("rwkv", hidden_size=16, num_hidden_layers=2, context_length=99), 4, "padding"),
-        (of_other_logits, 4, "its logits"),
-        (of_nan, 4, "cannot be used"),
-        (lambda: tiny_model("phi3", **HEADS, original_max_position_embeddings=16), 14, "has 16 positions"),  # long-RoPE
-        (lambda: tiny_model(), 126, "has 128 positions"),
-        (lambda: tiny_model(vocab_size=4), 4, "has no token 4"),
-    ],
-)
-def test_models_that_would_give_wrong_numbers_are_refused(make, R, message):
-    with pytest.raises(InputError, match=message):
-        layout_of(make(), 3, R)
-
-
 def test_a_model_that_is_its_own_base_model_has_a_body():
     """... as Llama 4's for text."""
     model = tiny_model("llama")
     model.__class__ = type("Headed", (type(model),), {"base_model_prefix": "missing"})
     assert model.base_model is model and layout_of(model, 3, 4) == "group"
+
+
+REFUSED = {  # R, config, words of the refusal
+    "rwkv": (4, {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99}, "padding"),
+    "phi3": (14, HEADS | {"original_max_position_embeddings": 16}, "has 16 positions"),
+    "minimax": (4, HEADS | {"layer_types": ["linear_attention", "full_attention"], "block_size": 4}, "`generate`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_would_give_wrong_numbers_are_refused(name):
+    """RWKV ignores the mask. With long-RoPE, positions beyond the original ones change the frequencies of all rows of a
+    forward pass. MiniMax's `generate` reads padding, though its forward pass does not."""
+    R, config, words = REFUSED[name]
+    with pytest.raises(InputError, match=words):
+        layout_of(tiny_model(name, **config), 3, R)
 
 
 # The decoder
@@ -1134,81 +1042,13 @@ def test_a_decoder_that_is_used_again_begins_anew(graph):
     assert torch.equal(used.tokens, new.tokens) and torch.equal(used.logprobs, new.logprobs)
 
 
-@torch.no_grad()
-def test_a_step_of_decoding_has_static_shapes_and_addresses():
-    """What a CUDA graph needs: run as on CUDA, over all slots, a step changes its state in place, the cache stays where
-    it is, and it follows weights that change in place."""
-    model, batch = tiny_model("llama"), random_batch()
-    B, k, R = len(batch.rows), 3, 6
-    decoder = decoder_of(model, batch, R)
-    decoder.generate(batch.prompt_ids, batch.prompt_mask)
-    decoder.t.zero_()  # the steps once more: the first tokens stay
-    decoder.lane_cache.length = R
-
-    def addresses():
-        tensors = [x for x in vars(decoder).values() if torch.is_tensor(x)]
-        for i, layer in enumerate(decoder.prompt_cache.layers):
-            tensors += [layer.keys, layer.values, *decoder.lane_cache.own[i]]
-        return [(x.data_ptr(), x.shape, x.stride()) for x in tensors]
-
-    before = addresses()
-    assert len(before) >= 6 + 2 * 2 * 2
-    for t in range(R - 1):
-        if t == 2:
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-        decoder.step()
-    assert addresses() == before and int(decoder.t) == R - 1
-    tokens, found = (x.unflatten(0, (B, k)).transpose(0, 1) for x in (decoder.tokens, decoder.logprobs))
-    full = rloo.make_batch(batch.rows, tokens, stop_ids=[99])
-    old, _ = rloo.completion_logprobs(tiny_model("llama"), full, 1.0, "plain")
-    assert torch.allclose(found[..., :3], old[..., :3], atol=1e-5)  # tokens 0 to 2: the weights as they were
-    assert not torch.allclose(found[..., 3:], old[..., 3:], atol=1e-3)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "mixtral"])
-def test_a_step_reads_the_caches_where_they_are(family, monkeypatch):
-    """With as many key heads as the model has, and no copy of a prompt's keys for its lanes."""
-    model, batch, steps = tiny_model(family), random_batch(), spy(monkeypatch, "step_attention")
-    decoder = decoder_of(model, batch, 2)
-    decoder.generate(batch.prompt_ids, batch.prompt_mask)
-    heads = getattr(model.config, "num_key_value_heads", 4)
-    assert len(steps) == 2  # layers
-    for layer, ((_, keys, values, *_), _) in enumerate(steps):
-        prompt = decoder.prompt_cache.layers[layer]
-        for pair, kept in zip((keys, values), zip((prompt.keys, prompt.values), decoder.lane_cache.own[layer])):
-            for given, own in zip(pair, kept, strict=True):
-                assert given.shape[1] == heads and given.data_ptr() == own.data_ptr()
-
-
-class Copies(TorchDispatchMode):
-    """Notes what is copied from one device to another, for which a CUDA device is waited for as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        tensors = [x for x in (out, *args) if torch.is_tensor(x)]
-        if "copy" in str(function) and len({x.device for x in tensors}) > 1:
-            self.seen.append(str(function))
-        return out
-
-
-def fake_cuda(monkeypatch, copies=None, capture=contextlib.nullcontext) -> list[str]:
+def fake_capture(monkeypatch, graph=contextlib.nullcontext) -> list[str]:
     """What is CUDA's in a capture is replaced; returns the debug modes that will be set."""
-    modes, copies = [], copies or contextlib.nullcontext()
-
-    def watch(mode):
-        modes.append(mode)
-        copies.__enter__() if mode == "error" else copies.__exit__(None, None, None)
-
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", watch)
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
     return modes
 
 
@@ -1216,51 +1056,40 @@ def fake_cuda(monkeypatch, copies=None, capture=contextlib.nullcontext) -> list[
 @pytest.mark.skipif(OLD, reason="before transformers 5 reading the prompts, though no step, waits for the device")
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "llama", "qwen3"])
 def test_a_rollout_waits_for_nothing_on_the_device(family, monkeypatch):
-    """Tensors on the meta device have no values: to ask for one raises, as does a tensor on another device. What is
-    watched for copies: all that CUDA watches in the trial of a step, and a rollout."""
-    copies = Copies()
-    modes = fake_cuda(monkeypatch, copies, capture=lambda graph: copies)
+    """Tensors on the meta device have no values: to ask for one raises, as does a tensor on another device."""
+    modes = fake_capture(monkeypatch)
     with torch.device("meta"):
         model, prompt_ids, prompt_mask = tiny_model(family), torch.ones(4, 5).long(), torch.ones(4, 5).bool()
     decoder = rloo.Decoder(model, 4, 5, 2, 3, 0.7, [0, 9])  # 3 tokens: from the 5th on it asks whether all have stopped
     assert decoder.capture() == "graph" and modes == ["error", "default"]
-    with copies:
-        decoder.generate(prompt_ids, prompt_mask)
-    assert not copies.seen
+    decoder.generate(prompt_ids, prompt_mask)
     assert decoder.tokens.is_meta and decoder.logprobs.is_meta
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        torch.AcceleratorError("CUDA error: device-side assert triggered"),
-        RuntimeError("called a synchronizing CUDA operation"),
-    ],
-)
-def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset(monkeypatch, error, waits):
-    """An error while the graph is recorded ends the run: it would leave the process on the stream of the capture."""
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, RuntimeError])
+@pytest.mark.parametrize("recording", [False, True])
+def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset(monkeypatch, error, recording):
+    """Any error while the graph is recorded ends the run: it would leave the process on the stream of the capture."""
+    decoder, steps = decoder_of(tiny_model(), random_batch(), 4), itertools.count(1)
 
-    def fail(*_):
-        raise error
+    def fail_at_the_last():
+        if next(steps) == (3 if recording else 2):
+            raise error("called a synchronizing CUDA operation")
 
-    modes = fake_cuda(monkeypatch, capture=contextlib.nullcontext if waits else fail)
-    decoder, steps = decoder_of(tiny_model(), random_batch(), 4), []
-    if waits:
-        decoder.step = lambda: steps.append(len(modes)) or len(steps) == 2 and fail()  # the first is not watched
-    goes_on = waits and type(error) is RuntimeError
-    with contextlib.nullcontext() if goes_on else pytest.raises(type(error)):
+    modes = fake_capture(monkeypatch)
+    decoder.step = fail_at_the_last
+    goes_on = error is RuntimeError and not recording
+    with contextlib.nullcontext() if goes_on else pytest.raises(error):
         assert decoder.capture() is None
-    assert modes == ["error", "default"] and steps == ([0, 1] if waits else [])
+    assert modes == ["error", "default"]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_masks_have_a_column_for_each_key(family, monkeypatch):
     """Also that of the single slot which `capture` reads: CUDA's memory-efficient kernel cannot broadcast over keys."""
-    fake_cuda(monkeypatch, capture=lambda graph: contextlib.nullcontext())
+    fake_capture(monkeypatch)
     batch, calls = random_batch(), spy(monkeypatch, "sdpa_attention")
     decoder = decoder_of(tiny_model(family), batch, 4)
     assert decoder.capture() == "graph"
@@ -1268,21 +1097,6 @@ def test_masks_have_a_column_for_each_key(family, monkeypatch):
     assert len(calls) == 2 * 2  # capture and generate, layers
     for (_, _, key, _, mask), _ in calls:
         assert mask.shape[-1] == key.shape[2] == batch.prompt_ids.shape[1]
-
-
-def test_prompts_of_like_length_share_a_forward_pass(train, monkeypatch):
-    """In the passes for old and reference log-probs and rewards, in two chunks each, and in the micro-batches of each
-    of two mini-batches, drawn at random."""
-    seen = spy(monkeypatch, "completion_hidden")
-    monkeypatch.setattr(rloo, "choose_layout", lambda args, model, *_: setattr(model, "layout", "group"))
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 2}
-    train(**sizes, local_rollout_forward_batch_size=8)
-    lengths = [(inputs[1].prompt_mask.sum(1).tolist(), hidden.requires_grad) for inputs, hidden in seen]
-    assert [requires_grad for _, requires_grad in lengths] == [False] * 6 + [True] * 4
-    for first, second in zip(lengths[::2], lengths[1::2]):
-        assert sorted(first[0] + second[0]) == first[0] + second[0]
-    assert lengths[6:8] != sorted(lengths[6:8] + lengths[8:])[:2]  # the mini-batches are not
-    assert [len(part.rows) for part in random_batch(k=3, B=2).chunks(2)] == [1, 1]  # a group is never split
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1447,13 +1261,12 @@ def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored
         responses=batch.responses.where(batch.response_mask, torch.tensor(11)),
         prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(12)),
     )
-    for layout in ("group", "plain"):
-        results = []
-        for b in (batch, garbage):
-            logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0, layout)
-            assert (logprobs[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
-            results.append((logprobs, rloo.model_scores(reward, b, layout), flat_grad(logprobs.sum(), policy)))
-        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*results))
+    results = []
+    for b, layout in itertools.product((batch, garbage), ("group", "plain")):
+        logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0, layout)
+        assert (logprobs[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
+        results.append((logprobs, rloo.model_scores(reward, b, layout), flat_grad(logprobs.sum(), policy)))
+    assert all(torch.allclose(x, xs[0], atol=1e-5) for xs in zip(*results) for x in xs)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -1476,27 +1289,6 @@ def test_padded_equals_unpadded(name):
             assert torch.allclose(scores[j, b], reward(ids).logits[0, 0], atol=1e-5)
 
 
-def test_missing_eos_penalty_looks_for_what_stops_the_rollout(train):
-    """With another stop token than eos the penalty goes to the completions without that token, not without eos."""
-    flags = {"reward_model_path": None, "reward_fns": (spec(constant_reward),), "kl_coef": 0.0}
-    (update,), _ = train(missing_eos_penalty=3.0, stop_token="c", **flags)
-    assert 0 < update["completions/clipped_ratio"] < 1 and update["objective/scores"] == 1  # raw
-    assert update["objective/rlhf_reward"] == pytest.approx(1 - 3 * update["completions/clipped_ratio"])
-
-
-def test_masked_truncated_completions_have_no_loss_but_stay_in_the_baseline(train, monkeypatch):
-    """Gradients flow from the completions that ended alone, with advantages that still know the truncated siblings."""
-    seen = spy(monkeypatch, "policy_loss", after=lambda inputs, output: inputs[0].retain_grad() or output)
-    train()
-    (masked,), _ = train(mask_truncated_completions=True)
-    (new, _, advantages, mask, *_), (masked_new, _, masked_advantages, *_) = (inputs for inputs, _ in seen)
-    silent = (masked_new.grad == 0).all(-1)
-    assert torch.equal(advantages, masked_advantages) and not (new.grad == 0).all(-1).any()
-    assert silent.sum() == round(16 * masked["completions/clipped_ratio"]) > 0
-    assert (silent <= mask.all(-1)).all()  # a completion of full length may still have ended in its last token
-    assert torch.equal(new.grad[~silent], masked_new.grad[~silent])  # the weight of the others does not change
-
-
 def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_not_none():
     rewards = torch.tensor([[1.0, math.nan, 0.0], [4.0, math.nan, math.nan], [math.nan, 2.0, 3.0]])
     expected = torch.tensor([[1.0 - 4.0, 0.0, 0.0 - 3.0], [4.0 - 1.0, 0.0, 0.0], [0.0, 0.0, 3.0 - 0.0]])
@@ -1507,83 +1299,12 @@ def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_
     assert by_name == {"a": a, "b": b}
 
 
-def test_raw_scores_are_logged_and_zero_std_is_counted_before_kl(train):
-    """Half of the prompts give equal scores to all completions. With KL in them no two rewards are equal any more."""
-    flags = {"reward_model_path": None, "reward_fns": (spec(constant_for_even_rows),), "normalize_reward": True}
-    metrics, _ = train(total_episodes=64, **flags)
-    for even, odd in (metrics[:2], metrics[2:]):  # an epoch is two updates
-        assert even["frac_reward_zero_std"] + odd["frac_reward_zero_std"] == 1
-        assert even["objective/scores"] + odd["objective/scores"] == pytest.approx(5 / 2 + 5 / 2)
-    assert all(update["objective/kl"] != 0 for update in metrics[1:])
-    scores = torch.tensor([[0.3, 1.0, 1.0, math.nan], [0.1 + 0.2, 1.001, 1.0, 2.0], [0.3 + 3e-7, 1.0, math.nan, 2.0]])
-    assert rloo.equal_groups(scores).tolist() == [True, False, True, True]  # up to rounding
-
-
-def test_kl_coef_keeps_the_policy_at_the_reference(train):
-    runs = (train(kl_coef=beta, total_episodes=480, learning_rate=3e-3)[0] for beta in (1e-9, 1.0))
-    free, held = (sum(update["objective/kl"] for update in metrics[-5:]) / 5 for metrics in runs)
-    assert held < 0.5 * free
-
-
-@pytest.mark.parametrize("num_mini_batches", [1, 2])
-def test_the_temperature_is_the_same_for_policy_and_reference(train, num_mini_batches):
-    """While policy and reference are the same model, the KL is 0 at any temperature, and the ratio is 1."""
-    sizes = {"num_mini_batches": num_mini_batches, "per_device_train_batch_size": 16 // num_mini_batches}
-    (first,), _ = train(temperature=0.6, learning_rate=0.0, **sizes)
-    assert first["objective/kl"] == pytest.approx(0, abs=1e-4) and first["val/ratio"] == pytest.approx(1, abs=1e-5)
-
-
-def one_of_even_rows(prompts, completions, completion_ids, n, **columns):
-    """Of an even row only the first completion has a score."""
-    numbers = [len(ids) + i / 100 for i, ids in enumerate(completion_ids)]
-    return [None if row % 2 == 0 and i >= len(n) // 2 else x for i, (row, x) in enumerate(zip(n, numbers))]
-
-
-@pytest.mark.parametrize("token_level", [False, True])
-def test_lone_scorable_completions_are_not_trained_on(train, monkeypatch, token_level):
-    """... with normalised advantages either, whose mean is not theirs."""
-    seen = spy(monkeypatch, "collect")
-    flags = {"reward_model_path": None, "reward_fns": (spec(one_of_even_rows),), "normalize_advantage": True}
-    train(token_level_kl=token_level, **flags)
-    experience = seen[0][1]
-    assert [row["columns"]["n"] % 2 for row in experience.batch.rows] == experience.advantages.any(0).any(-1).tolist()
-
-
-def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle(train, tmp_path, monkeypatch):
-    seen = spy(monkeypatch, "collect")
-
-    def order(rows: int, seed: int = 1) -> list[int]:
-        """Numbers of the prompts of two updates of 8 prompts."""
-        seen.clear()
-        data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "n": n} for n in range(rows)])
-        train(dataset_name=data, total_episodes=32, seed=seed)
-        return [row["columns"]["n"] for inputs, _ in seen for row in inputs[4]]
-
-    first, again, other, few = order(8), order(8), order(8, seed=2), order(3)
-    assert sorted(first[:8]) == sorted(first[8:]) == list(range(8)) and first[:8] != first[8:]
-    assert first == again != other
-    assert len(few) == 16 and all(sorted(few[i : i + 3]) == [0, 1, 2] for i in range(0, 15, 3))
-    part = functools.partial(rloo.rows_of_update, range(50), 1)
-    assert part(40, 20) == part(40, 10) + part(50, 10)  # an update in which an epoch ends
-
-
-def test_one_seed_repeats_a_run_exactly_and_evaluation_does_not_change_it(train):
-    runs = [
-        train(total_episodes=48, seed=seed, num_ppo_epochs=2, num_mini_batches=2, **flags)
-        for seed, flags in ((5, {}), (5, {"num_eval_prompts": 4, "num_sample_generations": 1}), (6, {}))
-    ]
-    plain = [without_times(metrics) for metrics, _ in runs]
-    assert plain[0] == plain[1] != plain[2]
-    files = [(output / "model.safetensors").read_bytes() for _, output in runs]
-    assert files[0] == files[1] != files[2]
-
-
 def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
     """A policy whose config asks for half of everything to be dropped ends where one without dropout ends."""
     runs = []
     for name, dropout in (("off", 0.0), ("on", 0.5)):
         model = tiny_model(hidden_dropout=dropout, attention_dropout=dropout)
-        runs.append(train(sft_model_path=save(tmp_path / name, model), total_episodes=32))
+        runs.append(train(sft_model_path=save(tmp_path / name, model, tiny_tokenizer()), total_episodes=32))
     assert without_times(runs[0][0]) == without_times(runs[1][0])
     assert AutoModelForCausalLM.from_pretrained(runs[1][1]).config.hidden_dropout == 0.5
     assert not rloo.sampling_model(tiny_model(hidden_dropout=0.5), torch.bfloat16).training
@@ -1592,70 +1313,12 @@ def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
 @pytest.mark.parametrize("engine", ["group", "hf"])
 def test_the_saved_model_keeps_its_generation_config(train, tmp_path, engine):
     """... and says nothing of the attention that it was trained by."""
-    path = save(tmp_path / "sft", tiny_model())
+    path = save(tmp_path / "sft", tiny_model(), tiny_tokenizer())
     config = {"eos_token_id": [0, 9], "pad_token_id": 1, "do_sample": True, "top_k": 7, "temperature": 0.3}
     (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
     _, output = train(sft_model_path=path, rollout_engine=engine)
     assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
     assert "lanes" not in (output / "config.json").read_text()
-
-
-def test_on_a_gpu_attention_is_never_cudnns(monkeypatch):
-    """... whose backward pass gives NaN with some masks."""
-    used, enabled = [], []
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
-    device = torch.device("cuda:1")
-    assert rloo.start_processes(device) == (0, 1) and used == [device] and enabled == [False]
-
-
-@pytest.mark.parametrize(
-    "name, call, spoil",
-    [
-        ("decode", 2, lambda out, new: [out[0], out[1] * math.nan]),
-        ("completion_logprobs", 4, lambda out, new: (out[0] - math.inf, out[1])),
-        ("policy_loss", 2, lambda out, new: (out[0] * math.inf, *out[1:])),
-        ("policy_loss", 2, lambda out, new: (out[0] + (new.sum() * 0).sqrt(), *out[1:])),  # only its gradient
-    ],
-)
-def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(
-    train, tmp_path, monkeypatch, name, call, spoil
-):
-    """In the second update; the checkpoint of the first stays the newest."""
-    calls, output = itertools.count(1), tmp_path / "out"
-    monkeypatch.setattr(rloo, "choose_layout", lambda args, model, *_: setattr(model, "layout", "group"))
-    spy(monkeypatch, name, lambda inputs, out: spoil(out, inputs[0]) if next(calls) == call else out)
-    with pytest.raises(InputError, match="is not finite: lower --learning_rate"):
-        train(output_dir=str(output), total_episodes=48, save_steps=1)
-    assert len(read_metrics(output)) == 1
-    assert final_weights(output / "checkpoint-1").isfinite().all() and not (output / "checkpoint-2").exists()
-
-
-def test_weights_that_the_last_step_made_infinite_are_not_saved(train, tmp_path):
-    with pytest.raises(InputError, match="is not finite"):
-        train(learning_rate=1e39, output_dir=str(tmp_path / "out"))
-    assert not [*(tmp_path / "out").glob("**/*.safetensors")]
-
-
-def test_collect_and_improve_are_library_calls_with_advantages_from_anywhere(tiny):
-    """Here they say: less of the first of two completions, more of the second."""
-    policy, tokenizer = (auto.from_pretrained(tiny / "sft") for auto in (AutoModelForCausalLM, AutoTokenizer))
-    policy.layout = "group"
-    rows = [rloo.prepare_row({"prompt": text}, tokenizer) for text in ("a b", "c d e f")] * 4
-    args = rloo.resolve_args(Args(device="cpu", rloo_k=2, response_length=4, num_ppo_epochs=2))
-    optimizer, rewards = torch.optim.AdamW(policy.parameters(), 1e-3), {"n": lambda batch: batch.responses.sum(-1) / 9}
-    torch.manual_seed(3)
-    experience = rloo.collect(args, policy, None, rewards, rows, [0], 0)
-    experience = replace(experience, advantages=torch.tensor([-1.0, 1.0]).view(2, 1, 1).expand(2, 8, 1))
-    improved = rloo.improve(args, policy, optimizer, experience)
-    with torch.no_grad():
-        gain = (rloo.completion_logprobs(policy, experience.batch, 0.7)[0] - experience.logprobs).sum(-1)
-    assert gain[0].mean() < 0 < gain[1].mean()
-    assert improved["grad_norm"].shape == (2,) and improved["loss/policy_avg"].shape == (2 * 16,)
-    n = int(experience.batch.response_mask.sum())
-    assert (improved["val/ratio"][:n] == 1).all() and (improved["val/ratio"][n:] != 1).any()
-    metrics = rloo.metrics_of(args, experience, improved)
-    assert metrics["completions/mean_length"] == n / 16 and "objective/kl" not in metrics
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1692,20 +1355,29 @@ def weights_with_adapters(base, adapter: Path, dtype=torch.float32) -> dict:
 
 @pytest.mark.parametrize("name", ADAPTABLE)
 def test_adapters_change_nothing_at_first_and_nothing_while_they_are_off(name):
-    """... and then the policy in its layout is the copy with merged weights, while its own weights stay."""
-    base, policy, tokens, batch = tiny_model(name), tiny_model(name), torch.tensor([[5, 3, 8, 4]]), random_batch()
+    base, policy, tokens = tiny_model(name), tiny_model(name), torch.tensor([[5, 3, 8, 4]])
     expected = base(tokens).logits
     rloo.add_adapters(policy, Args(**LORA), None)
     assert torch.equal(policy(tokens).logits, expected)
     change_adapters(policy)
-    assert (policy(tokens).logits - expected).abs().max() > 1e-2
     with pytest.raises(ZeroDivisionError), rloo.without_adapters(policy):
         assert torch.equal(policy(tokens).logits, expected)
         raise ZeroDivisionError
-    copy = rloo.sampling_model(policy, torch.float32)
+    assert (policy(tokens).logits - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ADAPTABLE)
+def test_what_samples_has_the_merged_weights_and_the_policy_keeps_its_own(name):
+    policy = with_adapters(tiny_model(name, tie_word_embeddings=True))
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    for _ in range(3):
+        copy = rloo.sampling_model(policy, torch.float32)
+    assert [*copy.state_dict()] == [*tiny_model(name).state_dict()] and not rloo.adapted_layers(copy)
+    assert copy.get_output_embeddings().weight is copy.get_input_embeddings().weight
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
     with torch.no_grad():
-        ours, theirs = (rloo.completion_logprobs(model, batch, 0.7)[0] for model in (policy, copy))
-    assert (ours - theirs).abs().max() < 1e-4 and (policy(tokens).logits - expected).abs().max() > 1e-2
+        ours, theirs = (rloo.completion_logprobs(model, random_batch(), 0.7)[0] for model in (policy, copy))
+    assert (ours - theirs).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llama", "qwen3", "mixtral", "cohere"])
@@ -1725,22 +1397,16 @@ def test_every_linear_layer_of_the_layers_has_an_adapter_and_nothing_else_has(na
 
 
 EXPERTS = SIZE | {"num_key_value_heads": 2, "intermediate_size": 32}
-JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+LINEARS = {  # config, and a layer that is no plain linear one
+    "phimoe": (EXPERTS | {"num_local_experts": 4, "sliding_window": None}, "router"),  # returns a tuple
+    "jamba": (EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}, "dt_proj"),  # is not called
+}
 
 
-@pytest.mark.parametrize(
-    "name, config, without",
-    [
-        ("phimoe", {"num_local_experts": 4, "sliding_window": None}, "router"),  # which returns a tuple
-        (
-            "jamba",
-            JAMBA | {"num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4},
-            "dt_proj",
-        ),  # only .weight is read
-    ],
-)
-def test_linear_layers_that_are_more_or_less_than_that_have_no_adapter(name, config, without):
-    policy = with_adapters(tiny_model(name, **EXPERTS | config))
+@pytest.mark.parametrize("name", LINEARS)
+def test_linear_layers_that_are_more_or_less_than_that_have_no_adapter(name):
+    config, without = LINEARS[name]
+    policy = with_adapters(tiny_model(name, **config))
     named = [module for module, _ in policy.named_modules() if module.endswith(without)]
     assert named and not {*named} & {*rloo.adapted_layers(policy)}
     rloo.completion_logprobs(policy, random_batch(), 1.0, "plain")[0].sum().backward()
@@ -1757,43 +1423,6 @@ def test_adapters_begin_as_in_peft_and_depend_on_the_seed_alone():
             assert (A.shape, B.shape) == ((4, linear.in_features), (linear.out_features, 4)) and not B.any()
             assert 0.8 < A.abs().max() * linear.in_features**0.5 <= 1  # uniform within ± 1 / √in
             assert torch.equal(A, first.setdefault(name, A)) == (seed == 1)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_samples_has_the_merged_weights_and_the_policy_keeps_its_own(tied):
-    policy = with_adapters(tiny_model("qwen3", tie_word_embeddings=tied))
-    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
-    for _ in range(3):
-        copy = rloo.sampling_model(policy, torch.float32)
-    scale = LORA["lora_alpha"] / LORA["lora_rank"]
-    assert [*copy.state_dict()] == [*tiny_model("qwen3").state_dict()] and not rloo.adapted_layers(copy)
-    for name, linear in rloo.adapted_layers(policy).items():
-        merged = linear.weight + scale * linear.lora_B.weight @ linear.lora_A.weight
-        assert torch.allclose(copy.get_submodule(name).weight, merged, atol=1e-6)
-    assert (copy.get_output_embeddings().weight is copy.get_input_embeddings().weight) == tied
-    assert all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
-
-
-@pytest.mark.parametrize("layout", ["group", "plain"])
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen3"])
-def test_gradients_of_adapters_are_those_through_the_merged_weights(name, layout):
-    policy, batch = with_adapters(tiny_model(name)), random_batch()
-    trained, frozen = rloo.trained_weights(policy), tiny_model(name)
-    copies = {name: weight.detach().clone().requires_grad_() for name, weight in trained.items()}
-    weights = frozen.state_dict()
-    for linear in rloo.adapted_layers(policy):
-        A, B = (copies[f"{linear}.lora_{x}.weight"] for x in "AB")
-        weights[f"{linear}.weight"] = weights[f"{linear}.weight"] + LORA["lora_alpha"] / LORA["lora_rank"] * B @ A
-
-    def backward(model):
-        rloo.completion_logprobs(model, batch, 0.7, layout)[0].square().sum().backward()
-
-    backward(policy)
-    frozen.forward = lambda: backward(frozen)
-    torch.func.functional_call(frozen, weights)
-    for name, weight in trained.items():
-        assert (weight.grad - copies[name].grad).norm() < 1e-4 * copies[name].grad.norm(), name
-    assert all(weight.grad is None for name, weight in policy.named_parameters() if name not in trained)
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
@@ -1816,7 +1445,7 @@ def test_the_reference_stays_the_base_model_bit_by_bit(train, tiny, monkeypatch,
 def test_what_a_run_with_adapters_leaves(train, tmp_path, monkeypatch, dtype):
     """The merged policy, from which the last evaluation has sampled, and the adapters beside it; weight decay takes
     nothing off the base."""
-    path = save(tmp_path / "sft", tiny_model())
+    path = save(tmp_path / "sft", tiny_model(), tiny_tokenizer())
     generation = {"eos_token_id": [0, 9], "top_k": 7, "do_sample": True}
     (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(generation))
     loads, rollouts = spy(monkeypatch, "load_model"), spy(monkeypatch, "rollout")
@@ -1824,11 +1453,7 @@ def test_what_a_run_with_adapters_leaves(train, tmp_path, monkeypatch, dtype):
         **LORA, sft_model_path=path, dtype=dtype, total_episodes=64, weight_decay=0.5, num_eval_prompts=4
     )
     policy, dtype = loads[0][1], getattr(torch, dtype)
-    assert policy.dtype == dtype
-    assert {(weight.dtype, weight.shape[0] == 3) for weight in rloo.trained_weights(policy).values()} == {
-        (torch.float32, True),
-        (torch.float32, False),
-    }
+    assert policy.dtype == dtype and {x.dtype for x in rloo.trained_weights(policy).values()} == {torch.float32}
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     expected = weights_with_adapters(base, output / "adapter", dtype)
     found = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
@@ -1854,7 +1479,7 @@ def test_what_a_run_with_adapters_leaves(train, tmp_path, monkeypatch, dtype):
 def test_peft_loads_the_adapters(name, tmp_path):
     """... onto the base, with the policy's logits, and merges them to the weights that are saved."""
     peft = pytest.importorskip("peft", reason="peft is not installed: only the format of the adapters was tested")
-    path = save(tmp_path / "base", tiny_model(name))
+    path = save(tmp_path / "base", tiny_model(name), tiny_tokenizer())
     policy = with_adapters(AutoModelForCausalLM.from_pretrained(path).eval())
     policy.layout = "group"
     rloo.save_adapters(tmp_path / "adapter", policy, Args(**LORA, sft_model_path=path))
@@ -1957,7 +1582,7 @@ def test_what_a_model_keeps_in_float32_is_not_rounded_in_copies_and_what_is_save
     for tensor_name, tensor in rloo.named_tensors(model).items():
         if "correction_bias" in tensor_name:
             torch.nn.init.normal_(tensor)
-    path = save(tmp_path / "sft", model)
+    path = save(tmp_path, model)
     args = Args(sft_model_path=path, dtype="bfloat16", device="cpu", response_length=4, **lora)
     expected = rloo.named_tensors(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
     assert any(x.dtype == torch.float32 for name, x in expected.items() if "correction_bias" in name)
@@ -1966,9 +1591,6 @@ def test_what_a_model_keeps_in_float32_is_not_rounded_in_copies_and_what_is_save
     if lora:
         rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
         found["saved"] = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
-        assert (
-            load_file(tmp_path / "saved" / "model.safetensors").keys() == load_file(f"{path}/model.safetensors").keys()
-        )
     for copy in found.values():
         for name, x in rloo.named_tensors(copy).items():
             assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
