@@ -1,28 +1,34 @@
 """Trains SmolLM2-135M-Instruct by rloo.py (and by TRL), and measures what has become of it.
 
-    python benchmark/smollm/smollm.py                                   # every run that has no record yet, and the page
+    python benchmark/smollm/smollm.py                      # every run that has no record yet, and the page
     python benchmark/smollm/smollm.py --only sentiment-full-beta0-seed1 reversal-full-beta0.02-seed1
-    python benchmark/smollm/smollm.py --report_only                     # tables and pictures from the records
+    python benchmark/smollm/smollm.py --quick              # 10 updates of each task; prints their tables
 
-A run is trained, measured on prompts that it was not trained on, and gets records/<run>.json; what has its record is
-not run again, and a run that was stopped goes on. Policies are in runs/smollm, 0.5 GB each, and may be deleted.
+prepare.py comes first. A run is trained, measured on prompts that it was not trained on, and gets its record in
+records.json; what has its record is not run again, and a run that was stopped goes on. Policies are in runs/smollm,
+0.5 GB each, and may be deleted.
 """
 
 import argparse
-import json
-import math
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+
+import report
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+sys.path.append(str(HERE.parent))
+from common import ROOT, Records, read_lines, run_logged  # noqa: E402
+
 K, SIZE, TEMPERATURE = 4, 32, 0.7  # completions per prompt and per update
 GLADNESS = ("glad", "happy", "love")
-COMPARED = 100  # sampled completions that are read by the policy and by the reference
+COMPARED = 100  # sampled completions that the policy and the reference read
+# Test prompts whose completions are kept.
+EXAMPLES = ("What do you think of parking fines?", "Describe hangovers.", "What should I know about earthquakes?")
 
 
 @dataclass(frozen=True)
@@ -30,48 +36,30 @@ class Task:
     response_length: int
     learning_rate: float  # of all weights; adapters get ten times that
     splits: tuple[tuple[str, int], ...]  # measured on: split, number of its first prompts
-    examples: tuple[str, ...]  # endings of the test prompts whose completions are kept
 
 
 TASKS = {
-    "sentiment": Task(
-        32,
-        2e-5,
-        (("test", 200),),
-        (
-            "What do you think of parking fines?",
-            "Describe hangovers.",
-            "What should I know about earthquakes?",
-            "Tell me about rust.",
-        ),
-    ),
-    "reversal": Task(16, 1e-5, (("test", 500), ("harder", 100)), ()),
+    "sentiment": Task(32, 2e-5, (("test", 200),)),
+    "reversal": Task(16, 1e-5, (("test", 200), ("harder", 100))),
 }
 
 
 @dataclass(frozen=True)
 class Run:
     task: str
-    method: str  # full: all weights; lora<rank>; trl, trl-lora<rank>: by TRL
+    method: str  # full: all weights; lora<rank>; trl: all weights by TRL
     beta: float
     seed: int
     updates: int = 40
-    rate: float = 1  # times the task's learning rate
 
     @property
     def name(self) -> str:
-        rate = "" if self.rate == 1 else f"-rate{self.rate:g}"
-        short = "" if self.updates == 40 else f"-{self.updates}updates"
-        return f"{self.task}-{self.method}-beta{self.beta:g}{rate}-seed{self.seed}{short}"
-
-    @property
-    def lora_rank(self) -> int:
-        return int(self.method.partition("lora")[2] or 0)
+        return f"{self.task}-{self.method}-beta{self.beta:g}-seed{self.seed}"
 
     def flags(self, prepared: Path) -> list[str]:
-        task = TASKS[self.task]
+        rank = int(self.method.removeprefix("lora")) if self.method.startswith("lora") else 0
         values = {
-            "learning_rate": task.learning_rate * self.rate * (10 if self.lora_rank else 1),
+            "learning_rate": TASKS[self.task].learning_rate * (10 if rank else 1),
             "kl_coef": self.beta,
             "rloo_k": K,
             "total_episodes": self.updates * SIZE,
@@ -79,94 +67,52 @@ class Run:
             "gradient_accumulation_steps": 2,
             "seed": self.seed,
         }
-        if self.lora_rank:
-            values["lora_rank"] = self.lora_rank
-        return [
-            *task_flags(self.task, prepared),
-            *(word for name, x in values.items() for word in (f"--{name}", f"{x:g}")),
-        ]
+        values |= {"lora_rank": rank} if rank else {}
+        return [*task_flags(self.task, prepared), *(f"--{name}={value:g}" for name, value in values.items())]
 
 
 def task_flags(task: str, prepared: Path) -> list[str]:
-    return [
-        *("--dataset_name", str(prepared / task)),
-        *("--reward_fns", f"{HERE / 'rewards.py'}:{task}"),
-        *("--response_length", str(TASKS[task].response_length)),
-        *("--temperature", str(TEMPERATURE)),
-    ]
+    reward = f"--reward_fns={HERE / 'rewards.py'}:{task}"
+    length = f"--response_length={TASKS[task].response_length}"
+    return [f"--dataset_name={prepared / task}", reward, length, f"--temperature={TEMPERATURE}"]
 
 
 def planned() -> list[Run]:
-    """All runs, the most important first."""
-    both = ("sentiment", "reversal")
-    runs = [Run(task, "full", 0.02, 1) for task in both]
-    runs += [Run("sentiment", "full", beta, 1) for beta in (0, 0.1)]
-    runs += [Run(task, "lora8", 0.02, 1) for task in both]
-    runs += [Run("sentiment", "trl", 0.02, 1)]
-    for seed in (2, 3):
-        runs += [Run(task, "full", 0.02, seed) for task in both]
-        runs += [Run("sentiment", "full", beta, seed) for beta in (0, 0.1)]
-        runs += [Run(task, "lora8", 0.02, seed) for task in both]
-        runs += [Run("sentiment", "trl", 0.02, seed)]
-    runs += [Run("sentiment", method, 0.02, 1, rate=rate) for method in ("lora8", "full") for rate in (3, 0.3)]
-    runs += [Run("sentiment", "trl-lora8", 0.02, 1)]
-    runs += [Run(task, f"lora{rank}", 0.02, 1) for task in both for rank in (1, 32)]
-    return runs
-
-
-QUICK = [Run("sentiment", "full", 0.02, 1, updates=10), Run("reversal", "full", 0.02, 1, updates=10)]
+    """All runs, those of the first seed first."""
+    settings = [(task, method, 0.02) for task in TASKS for method in ("full", "lora8")]
+    settings += [("sentiment", "full", 0), ("sentiment", "full", 0.1), ("sentiment", "trl", 0.02)]
+    return [Run(*setting, seed) for seed in (1, 2, 3) for setting in settings]
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-def call(command: list, log: Path):
-    """Runs a command in the top folder, on one thread, with its output at the end of a log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a", encoding="utf-8") as output:
-        threads = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [str(word) for word in command]
-        subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, env=threads, check=True)
-
-
-def train(run: Run, runs: Path, prepared: Path, trl: str | None) -> Path:
+def train(run: Run, folder: Path, prepared: Path, trl: str | None) -> Path:
     """The folder with the trained policy."""
-    folder = runs / run.name
-    if (folder / "model.safetensors").is_file():
-        return folder
-    model = ["--sft_model_path", prepared / "smollm2"]
-    if run.method.startswith("trl"):
-        script = [trl, HERE / "smollm_trl.py", *run.flags(prepared), *model, "--output_dir", folder]
-        call(script, runs / f"{run.name}.log")
-    else:
-        # It evaluates itself on 16 prompts only: measuring comes after.
-        quiet = ["--num_eval_prompts", 16, "--num_sample_generations", 0, "--save_steps", 20, "--save_total_limit", 1]
-        script = [sys.executable, "rloo.py", *run.flags(prepared), *model, *quiet, "--resume", "--output_dir", folder]
-        call(script, runs / f"{run.name}.log")
-        for checkpoint in folder.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
-    return folder
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    out = folder / run.name
+    if (out / "model.safetensors").is_file():
+        return out
+    flags = [*run.flags(prepared), f"--sft_model_path={prepared / 'smollm2'}", f"--output_dir={out}"]
+    if run.method == "trl":
+        command = [trl, "benchmark/trl/run.py", "rloo", *flags]
+    else:  # it evaluates itself on 16 prompts only: measuring comes after
+        flags += ["--num_eval_prompts=16", "--num_sample_generations=0", "--save_steps=20", "--save_total_limit=1"]
+        command = [sys.executable, "rloo.py", *flags, "--resume"]
+    run_logged(command, folder / f"{run.name}.log")
+    for checkpoint in out.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return out
 
 
 def course(folder: Path) -> dict:
-    """What a run's metrics say: its course, and seconds and memory."""
+    """What a run's metrics say: its score in each update, the median of its seconds, and its peak memory."""
     lines = read_lines(folder / "metrics.jsonl")
-    names = {"reward": "objective/scores", "kl": "objective/kl", "length": "completions/mean_length"}
-    names |= {"equal_groups": "frac_reward_zero_std"}
-    found = {name: [round(line[key], 4) for line in lines if key in line] for name, key in names.items()}
-    seconds = sorted(
-        sum(line.get(f"time/{x}", 0) for x in ("rollout", "reference", "reward", "train")) for line in lines
-    )
-    found["seconds_per_update"] = round(seconds[len(seconds) // 2], 1)  # the median
-    cpu = sorted(line["cpu_time"] for line in lines if "cpu_time" in line)
-    if cpu:
-        found["cpu_seconds_per_update"] = round(cpu[len(cpu) // 2], 1)
-    found["peak_gb"] = round(max(line.get("memory/peak_gb", 0) for line in lines), 1)
-    return found
+    seconds = median(sum(value for name, value in line.items() if name.startswith("time/")) for line in lines)
+    return {
+        "reward": [round(line["objective/scores"], 4) for line in lines],
+        "seconds_per_update": round(seconds, 1),
+        "peak_gb": round(max(line["memory/peak_gb"] for line in lines), 1),
+    }
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -174,23 +120,12 @@ def course(folder: Path) -> dict:
 
 def complete(task: str, split: str, prompts: int, policy: Path, prepared: Path, out: Path) -> list[dict]:
     """A sampled and a greedy completion of each prompt, with scores: rloo.py's evaluation without training."""
-    if not (out / "completions.jsonl").is_file() or not read_lines(out / "completions.jsonl"):
-        shutil.rmtree(out, ignore_errors=True)  # of a measuring that was stopped
-        flags = [
-            "--total_episodes",
-            0,
-            "--dataset_test_split",
-            split,
-            "--num_eval_prompts",
-            prompts,
-            "--output_dir",
-            out,
-        ]
-        call(
-            [sys.executable, "rloo.py", *task_flags(task, prepared), "--sft_model_path", policy, *flags],
-            Path(f"{out}.log"),
-        )
-    return read_lines(out / "completions.jsonl")
+    file = out / "completions.jsonl"
+    if not file.is_file() or not file.stat().st_size:
+        flags = [*task_flags(task, prepared), f"--sft_model_path={policy}", "--total_episodes=0"]
+        flags += [f"--dataset_test_split={split}", f"--num_eval_prompts={prompts}"]
+        run_logged([sys.executable, "rloo.py", *flags, "--resume", f"--output_dir={out}"], Path(f"{out}.log"))
+    return [sample | sample["grades"] for sample in read_lines(file)]
 
 
 def words_of(text: str) -> list[str]:
@@ -200,64 +135,29 @@ def words_of(text: str) -> list[str]:
 def summary(samples: list[dict]) -> dict:
     """Of the completions of one mode. exact: the share of full scores. distinct_words: among the first 3,000 words, so
     that longer completions do not have more of them."""
-    scores = [sample["score"] for sample in samples]
-    mean = sum(scores) / len(scores)
     words = [word for sample in samples for word in words_of(sample["completion"])][:3000]
     return {
         "prompts": len(samples),
-        "score": round(mean, 4),
-        "stderr": round(math.sqrt(sum((x - mean) ** 2 for x in scores) / max(1, len(scores) - 1) / len(scores)), 4),
-        "exact": round(sum(x > 1 - 1e-6 for x in scores) / len(scores), 4),
-        "length": round(sum(sample["length"] for sample in samples) / len(samples), 2),
+        "score": mean_of(sample["score"] for sample in samples),
+        "exact": mean_of(sample["score"] > 1 - 1e-6 for sample in samples),
+        "length": mean_of(sample["length"] for sample in samples),
         "distinct_words": len(set(words)),
-        "words": len(words),
     }
+
+
+def mean_of(values) -> float:
+    values = list(values)
+    return round(sum(values) / len(values), 4)
 
 
 def habits(samples: list[dict]) -> dict:
     """Shares of the completions that name the last word of their topic, and that speak of gladness or love."""
-    topics = [last_question(sample["prompt"]).strip(".?").split()[-1].lower().removesuffix("s") for sample in samples]
     texts = [sample["completion"].lower() for sample in samples]
+    topics = [last_question(sample["prompt"]).strip(".?").split()[-1].lower().removesuffix("s") for sample in samples]
     return {
-        "names_topic": round(sum(topic in text for topic, text in zip(topics, texts)) / len(texts), 4),
-        "gladness": round(sum(any(word in text for word in GLADNESS) for text in texts) / len(texts), 4),
+        "names_topic": mean_of(topic in text for topic, text in zip(topics, texts, strict=True)),
+        "gladness": mean_of(any(word in text for word in GLADNESS) for text in texts),
     }
-
-
-def completion_logprobs(model, tokenizer, samples: list[dict]) -> tuple:
-    """Log-probs of all tokens of all completions, as of the model itself, and each completion's sum of log-probs at the
-    sampling temperature. The stop token is not among them."""
-    import torch
-
-    plain, sums = [], []
-    for sample in samples:
-        prompt = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"]
-        ids = tokenizer(sample["completion"], add_special_tokens=False)["input_ids"]
-        if not ids:
-            continue
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids]), logits_to_keep=len(ids) + 1).logits[0, :-1]
-        tokens = torch.tensor(ids)[:, None]
-        plain.append(logits.log_softmax(-1).gather(1, tokens))
-        sums.append((logits / TEMPERATURE).log_softmax(-1).gather(1, tokens).sum())
-    return torch.cat(plain), torch.stack(sums)
-
-
-def against_reference(samples: list[dict], policy: Path, reference: Path) -> dict:
-    """KL of sampled completions at the sampling temperature, in nats, and their perplexity under the reference."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(reference)
-    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
-    plain, theirs = completion_logprobs(model, tokenizer, samples)
-    ours = theirs
-    if policy != reference:
-        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-        _, ours = completion_logprobs(model, tokenizer, samples)
-    kl = float((ours - theirs).mean())
-    return {"reference_perplexity": round(float((-plain.mean()).exp()), 2), "kl": round(kl, 2)}
 
 
 def last_question(prompt: str) -> str:
@@ -265,85 +165,83 @@ def last_question(prompt: str) -> str:
     return prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
 
 
-def measure(name: str, task: str, policy: Path, runs: Path, prepared: Path, limit: int) -> dict:
+@torch.no_grad()
+def logprobs_of(path: Path, samples: list[dict]) -> list[float]:
+    """Each completion's log-prob at the sampling temperature, without its stop token."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    sums = []
+    for sample in samples:
+        prompt, ids = (tokenizer(sample[x], add_special_tokens=False)["input_ids"] for x in ("prompt", "completion"))
+        logits = model(torch.tensor([prompt + ids]), logits_to_keep=len(ids) + 1).logits[0, :-1]
+        logprobs = (logits / TEMPERATURE).log_softmax(-1)
+        sums.append(float(logprobs.gather(1, torch.tensor(ids, dtype=torch.long)[:, None]).sum()))
+    return sums
+
+
+def kl(samples: list[dict], policy: Path, reference: Path) -> float:
+    """KL divergence of sampled completions, in nats."""
+    if policy == reference:
+        return 0.0
+    pairs = zip(logprobs_of(policy, samples), logprobs_of(reference, samples), strict=True)
+    return mean_of(ours - theirs for ours, theirs in pairs)
+
+
+def measure(name: str, task: str, policy: Path, folder: Path, prepared: Path, limit: int) -> dict:
     """limit: the largest number of prompts of a split"""
     found = {}
     for split, prompts in TASKS[task].splits:
-        out = runs / "measured" / name / f"{task}-{split}"
-        samples = complete(task, split, min(prompts, limit), policy, prepared, out)
-        modes = {mode: [x for x in samples if x["mode"] == mode] for mode in ("sampled", "greedy")}
+        samples = complete(task, split, min(prompts, limit), policy, prepared, folder / "measured" / f"{name}-{split}")
+        modes = {mode: [sample for sample in samples if sample["mode"] == mode] for mode in ("sampled", "greedy")}
         found[split] = {mode: summary(of_mode) for mode, of_mode in modes.items()}
-        if split != "test":
-            continue
-        if task == "sentiment":
-            few = modes["sampled"][: min(COMPARED, limit // 2)]
-            found[split]["sampled"] |= habits(modes["sampled"])
-            found[split]["sampled"] |= against_reference(few, policy, prepared / "smollm2")
-        wanted = [x for x in modes["greedy"] if last_question(x["prompt"]) in TASKS[task].examples]
+    if task == "sentiment":
+        found["test"]["sampled"] |= habits(modes["sampled"])
+        found["test"]["sampled"] |= {"kl": kl(modes["sampled"][:COMPARED], policy, prepared / "smollm2")}
+        kept = [sample for sample in modes["greedy"] if last_question(sample["prompt"]) in EXAMPLES]
         found["examples"] = [
             {"prompt": last_question(x["prompt"]), "completion": x["completion"], "score": round(x["score"], 2)}
-            for x in sorted(wanted or modes["greedy"][:4], key=lambda x: x["prompt"])
+            for x in sorted(kept or modes["greedy"][:4], key=lambda x: x["prompt"])
         ]
     return found
 
 
-def write_record(path: Path, record: dict):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
-def make(runs: list[Run], folder: Path, prepared: Path, records: Path, trl: str | None, limit: int):
+def make(runs: list[Run], folder: Path, prepared: Path, records: Records, trl: str | None, limit: int):
     """Trains and measures what has no record."""
+    torch.set_num_threads(1)
     for task in dict.fromkeys(run.task for run in runs):
-        path = records / f"{task}-base.json"
-        if not path.is_file():
+        if f"{task}-base" not in records.all:
             print(f"measuring {task}-base", flush=True)
-            write_record(path, measure("base", task, prepared / "smollm2", folder, prepared, limit))
+            found = measure(f"{task}-base", task, prepared / "smollm2", folder, prepared, limit)
+            records.add(f"{task}-base", **found)
     for run in runs:
-        path = records / f"{run.name}.json"
-        if path.is_file():
+        if run.name in records.all:
             continue
-        if run.method.startswith("trl") and not trl:
+        if run.method == "trl" and not trl:
             print(f"{run.name}: left out, needs --trl (see benchmark/requirements.txt)")
             continue
         print(f"training and measuring {run.name}", flush=True)
         policy = train(run, folder, prepared, trl)
-        command = " ".join(
-            ["smollm_trl.py" if run.method.startswith("trl") else "rloo.py", *run.flags(Path("prepared"))]
-        )
+        command = " ".join(["run.py rloo" if run.method == "trl" else "rloo.py", *run.flags(Path("prepared"))])
         found = {"command": command.replace(f"{HERE}/", ""), "seed": run.seed, **course(policy)}
-        write_record(path, found | measure(run.name, run.task, policy, folder, prepared, limit))
+        records.add(run.name, **found, **measure(run.name, run.task, policy, folder, prepared, limit))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="names of runs (--list prints them)")
-    parser.add_argument("--list", action="store_true", help="print the names of all runs and which have a record")
+    names = [run.name for run in planned()]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="RUN", help=f"any of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help="10 updates of each task, in records of their own")
-    parser.add_argument("--report_only", action="store_true", help="only tables and pictures")
     parser.add_argument("--trl", help="python of an environment with TRL 1.16")
-    parser.add_argument("--prompts", type=int, default=500, help="largest number of prompts to measure on")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "smollm", help="folder for policies")
     args = parser.parse_args()
-    records = args.runs / "quick" / "records" if args.quick else HERE / "records"
-    runs = QUICK if args.quick else planned()
-    if args.list:
-        for run in runs:
-            print(f"{run.name:40} {'has a record' if (records / f'{run.name}.json').is_file() else 'missing'}")
+    if args.quick:
+        folder = ROOT / "runs" / "smollm-quick"
+        records = Records(folder / "records.json")
+        make([Run(task, "full", 0.02, 1, updates=10) for task in TASKS], folder, HERE / "prepared", records, None, 32)
+        print("\n\n".join(report.tables(records).values()))
         return
-    if args.only:
-        unknown = set(args.only) - {run.name for run in runs}
-        if unknown:
-            sys.exit(f"--only: no run is called {', '.join(sorted(unknown))}; --list prints the names")
-        runs = [run for run in runs if run.name in args.only]
-    if not args.report_only:
-        folder = args.runs.resolve() / ("quick" if args.quick else "")
-        make(runs, folder, HERE / "prepared", records, args.trl, 32 if args.quick else args.prompts)
-    import smollm_report
-
-    smollm_report.write(records, None if args.quick else HERE / "README.md")
+    runs = [run for run in planned() if not args.only or run.name in args.only]
+    make(runs, ROOT / "runs" / "smollm", HERE / "prepared", Records(report.RECORDS), args.trl, 500)
+    report.report()
 
 
 if __name__ == "__main__":
