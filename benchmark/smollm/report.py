@@ -20,11 +20,28 @@ LABELS = {
     "lora8-beta0.02": "LoRA of rank 8, β = 0.02",
     "trl-beta0.02": "TRL 1.16, all weights, β = 0.02",
 }
-SHOWN = ("base", "full-beta0", "full-beta0.02", "full-beta0.1")  # in the table of samples
+SHOWN = ("base", "full-beta0", "full-beta0.02")  # in the table of samples
 COLOURS = {"full-beta0.02": "tab:blue", "lora8-beta0.02": "tab:orange", "trl-beta0.02": "tab:purple"}  # in the picture
 TITLES = {
     "sentiment": "Positive answers: sentiment, from −1 to 1",
     "reversal": "Reversing lists of words: verifier's score, from 0 to 1",
+}
+COLUMNS = {  # of a task's table: title -> keys of an entry, its factor and decimals
+    "sentiment": {
+        "score, sampled": ("test sampled score", 1, 2),
+        "score, greedy": ("test greedy score", 1, 2),
+        "KL, nats": ("test sampled kl", 1, 1),
+        "name their topic, %": ("test sampled names_topic", 100, 0),
+        "say glad, happy or love, %": ("test sampled gladness", 100, 0),
+        "CPU seconds of an update": ("cpu_seconds_per_update", 1, 1),
+        "peak memory, GB": ("peak_gb", 1, 1),
+    },
+    "reversal": {
+        "exact of 2 or 3 words, sampled, %": ("test sampled exact", 100, 1),
+        "greedy, %": ("test greedy exact", 100, 1),
+        "of 4 words, sampled, %": ("harder sampled exact", 100, 1),
+        "of 4 words, greedy, %": ("harder greedy exact", 100, 1),
+    },
 }
 
 
@@ -36,47 +53,24 @@ def of_task(records: common.Records, task: str) -> dict[str, list[dict]]:
     return {setting: of_it for setting, of_it in found.items() if of_it}
 
 
-def values(records: list[dict], *keys, factor: float = 1) -> list[float]:
+def values(records: list[dict], keys: str, factor: float = 1) -> list[float]:
     """An entry of each record that has it."""
     found = []
     for record in records:
-        for key in keys:
+        for key in keys.split():
             record = record.get(key, {})
         found += [factor * record] if record != {} else []
     return found
 
 
-def cell(records: list[dict], *keys, factor: float = 1, decimals: int = 2) -> str:
-    """Mean and error of an entry, and the number of seeds where some lack it."""
-    found = values(records, *keys, factor=factor)
-    few = f" (seeds: {len(found)})" if 0 < len(found) < len(records) else ""
-    return common.plus_minus(found, decimals=decimals) + few
+def cell(records: list[dict], keys: str, factor: float, decimals: int) -> str:
+    return common.plus_minus(values(records, keys, factor), decimals=decimals)
 
 
-def seeds(records: list[dict]) -> str:
-    return str(len([record for record in records if "seed" in record]) or "")
-
-
-def sentiment_table(found: dict) -> str:
-    head = ["policy", "seeds", "score, sampled; greedy", "KL, nats", "distinct words of 3,000"]
-    rows = [[*head, "name their topic; say glad, happy or love, %", "CPU seconds of an update", "peak memory, GB"]]
+def task_table(task: str, found: dict) -> str:
+    rows = [["policy", *COLUMNS[task]]]
     for setting, records in found.items():
-        sampled = ("test", "sampled")
-        topic, glad = (cell(records, *sampled, x, factor=100, decimals=0) for x in ("names_topic", "gladness"))
-        score = f"{cell(records, *sampled, 'score')}; {cell(records, 'test', 'greedy', 'score')}"
-        cells = [cell(records, *sampled, "kl", decimals=1), cell(records, *sampled, "distinct_words", decimals=0)]
-        costs = [cell(records, x, decimals=1) for x in ("cpu_seconds_per_update", "peak_gb")]
-        rows.append([LABELS[setting], seeds(records), score, *cells, f"{topic}; {glad}", *costs])
-    return common.markdown(rows)
-
-
-def reversal_table(found: dict) -> str:
-    head = ["policy", "seeds", "exact of 2 or 3 words, sampled, %", "greedy, %", "of 4 words, sampled, %", "greedy, %"]
-    rows = [head]
-    for setting, records in found.items():
-        modes = [(split, mode) for split in ("test", "harder") for mode in ("sampled", "greedy")]
-        cells = [cell(records, *mode, "exact", factor=100, decimals=1) for mode in modes]
-        rows.append([LABELS[setting], seeds(records), *cells])
+        rows.append([LABELS[setting], *(cell(records, *column) for column in COLUMNS[task].values())])
     return common.markdown(rows)
 
 
@@ -95,9 +89,10 @@ def difference_table(found: dict[str, dict]) -> str:
     """Of each setting from all weights with β = 0.02; verdicts as on all pages, with a correction for each task."""
     head = f"minus {LABELS[BASE]}"
     rows = [["task", head, "score or % exact, sampled", "p, after Holm's correction", "verdict"]]
-    for task, measure, factor, decimals in (("sentiment", "score", 1, 2), ("reversal", "exact", 100, 1)):
-        scores = {x: values(y, "test", "sampled", measure, factor=factor) for x, y in found[task].items()}
-        scores = {setting: of_it for setting, of_it in scores.items() if setting != "base" and len(of_it) >= 3}
+    for task, columns in COLUMNS.items():
+        keys, factor, decimals = next(iter(columns.values()))
+        scores = {setting: values(records, keys, factor) for setting, records in found[task].items()}
+        scores = {setting: of_it for setting, of_it in scores.items() if len(of_it) >= 3}
         if BASE in scores:
             for setting, x in common.differences(scores, BASE).items():
                 p = f"{x.holm:.2f}" if x.holm >= 0.005 else "below 0.005"
@@ -108,12 +103,8 @@ def difference_table(found: dict[str, dict]) -> str:
 def tables(records: common.Records) -> dict[str, str]:
     """The page's tables, by their names."""
     found = {task: of_task(records, task) for task in TITLES}
-    return {
-        "sentiment": sentiment_table(found["sentiment"]),
-        "samples": samples_table(found["sentiment"]),
-        "reversal": reversal_table(found["reversal"]),
-        "differences": difference_table(found),
-    }
+    made = {task: task_table(task, found[task]) for task in TITLES}
+    return made | {"samples": samples_table(found["sentiment"]), "differences": difference_table(found)}
 
 
 def smooth(line: list[float], width: int = 5) -> list[float]:
@@ -149,14 +140,9 @@ def report():
 
 def headline() -> list[list[str]]:
     """Rows of benchmark/README.md's table."""
-    records, rows = common.Records(RECORDS), []
-    for task, what, measure, factor, decimals in (
-        ("sentiment", "SmolLM2-135M: sentiment of sampled answers, −1 to 1", "score", 1, 2),
-        ("reversal", "SmolLM2-135M: lists reversed exactly, sampled, %", "exact", 100, 1),
-    ):
-        found = of_task(records, task)
-        before, after = (
-            cell(found[x], "test", "sampled", measure, factor=factor, decimals=decimals) for x in ("base", BASE)
-        )
-        rows.append([what, f"{before} → {after}", seeds(found[BASE]), "`python benchmark/smollm/smollm.py`"])
+    rows = []
+    for task, what in (("sentiment", "sentiment of sampled answers, −1 to 1"), ("reversal", "exact lists, sampled, %")):
+        found, column = of_task(common.Records(RECORDS), task), next(iter(COLUMNS[task].values()))
+        number = f"{cell(found['base'], *column)} → {cell(found[BASE], *column)}"
+        rows.append([f"SmolLM2-135M: {what}", number, str(len(found[BASE])), "`python benchmark/smollm/smollm.py`"])
     return rows

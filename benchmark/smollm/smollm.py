@@ -27,8 +27,8 @@ from common import ROOT, Records, read_lines, run_logged  # noqa: E402
 K, SIZE, TEMPERATURE = 4, 32, 0.7  # completions per prompt and per update
 GLADNESS = ("glad", "happy", "love")
 COMPARED = 100  # sampled completions that the policy and the reference read
-# Test prompts whose completions are kept.
-EXAMPLES = ("What do you think of parking fines?", "Describe hangovers.", "What should I know about earthquakes?")
+# Test prompts whose answers are kept.
+EXAMPLES = ("Tell me about rust.", "What do you think of parking fines?", "What should I know about earthquakes?")
 
 
 @dataclass(frozen=True)
@@ -128,26 +128,15 @@ def complete(task: str, split: str, prompts: int, policy: Path, prepared: Path, 
     return [sample | sample["grades"] for sample in read_lines(file)]
 
 
-def words_of(text: str) -> list[str]:
-    return [word.strip(".,;:!?\"'()").lower() for word in text.split()]
-
-
-def summary(samples: list[dict]) -> dict:
-    """Of the completions of one mode. exact: the share of full scores. distinct_words: among the first 3,000 words, so
-    that longer completions do not have more of them."""
-    words = [word for sample in samples for word in words_of(sample["completion"])][:3000]
-    return {
-        "prompts": len(samples),
-        "score": mean_of(sample["score"] for sample in samples),
-        "exact": mean_of(sample["score"] > 1 - 1e-6 for sample in samples),
-        "length": mean_of(sample["length"] for sample in samples),
-        "distinct_words": len(set(words)),
-    }
-
-
 def mean_of(values) -> float:
     values = list(values)
     return round(sum(values) / len(values), 4)
+
+
+def summary(samples: list[dict]) -> dict:
+    """Of the completions of one mode. exact: the share of full scores."""
+    found = {name: mean_of(sample[name] for sample in samples) for name in ("score", "length")}
+    return {"prompts": len(samples), **found, "exact": mean_of(sample["score"] > 1 - 1e-6 for sample in samples)}
 
 
 def habits(samples: list[dict]) -> dict:

@@ -89,10 +89,8 @@ def test_no_topic_and_no_list_is_in_two_splits(packages, monkeypatch):
 
 
 def test_what_is_counted_in_completions():
-    samples = [{"score": 1.0, "length": 3, "completion": "One, two two."}] * 1_999
-    found = smollm.summary([*samples, {"score": 0.0, "length": 1, "completion": "three"}])
-    assert found["exact"] == found["score"] == round(1_999 / 2_000, 4)
-    assert found["distinct_words"] == 2  # of the first 3,000: "three" comes later
+    found = smollm.summary([{"score": 1.0, "length": 3}, {"score": 0.5, "length": 4}])
+    assert found == {"prompts": 2, "score": 0.75, "length": 3.5, "exact": 0.5}
     prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nDescribe bus stops.<|im_end|>\n"
     completions = ["A bus stop is cold.", "I'm so Glad!", "Lovely stops.", "Stone."]
     found = smollm.habits([{"prompt": prompt, "completion": text} for text in completions])
@@ -142,5 +140,5 @@ def test_the_page_has_the_records_and_few_seeds_have_no_error():
     assert report.common.filled(page, report.tables(records)) == page
     del records.all["sentiment-full-beta0-seed3"]
     tables = report.tables(records)
-    assert "| all weights, β = 0 | 2 | 0.91; 0.95 |" in tables["sentiment"]
+    assert "| all weights, β = 0 | 0.91 | 0.95 |" in tables["sentiment"]
     assert "all weights, β = 0 |" not in tables["differences"] and "β = 0.1 |" in tables["differences"]
