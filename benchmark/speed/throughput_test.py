@@ -1,130 +1,74 @@
-"""Tests of throughput.py: the commands run on a tiny model; the page has the tables of the records; mistakes are one
-line."""
+"""Tests of throughput.py: it measures a tiny model and goes on where it was ended; ratios are of one round."""
 
 import importlib.util
 import json
-import math
 import os
-import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import pytest
 import throughput
-import torch
+from throughput import common
 
 HERE = Path(__file__).resolve().parent
-SIZES = ["--prompts", 2, "--min_prompt", 4, "--max_prompt", 8, "--rloo_k", 2, "--response_length", 6, "--threads", 1]
+SMALL = {"vocabulary": 512, "layers": 2, "width": 64, "heads": 4, "prompts": 2, "prompt_tokens": (4, 8), "k": 2, "R": 6}
+TINY = throughput.Workload(**SMALL, groups=((8, 2),), lengths=(3, 4))
+PAGE = "".join(f"<!-- {name} -->\n<!-- end of {name} -->\n" for name in ("about", "speed", "length", "memory"))
+
+
+def test_a_tiny_model_is_measured_and_a_run_that_was_ended_goes_on(tmp_path, capsys):
+    records = common.Records(tmp_path / "throughput.json")
+    throughput.measure(TINY, records, 1, [], "cpu")
+    lanes = 3 + 2 * 2 + 2
+    assert len(records.all) == 1 + lanes
+    assert all(record["seconds"] > 0 for name, record in records.all.items() if name != "about")
+    assert all(0.1 < one["peak_gb"] < 2 for (one,) in throughput.lanes_of(records, "update").values())
+
+    del records.all["decode: generate, static cache: 1"]
+    records.path.write_text(json.dumps(records.all))
+    capsys.readouterr()
+    throughput.measure(TINY, common.Records(records.path), 1, [], "cpu")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.endswith(": 1")]
+    assert said == ["decode: generate, static cache: 1"]
+    if importlib.util.find_spec("matplotlib"):
+        (tmp_path / "README.md").write_text(PAGE)
+        throughput.report(TINY, tmp_path)
+        assert (tmp_path / "length.png").is_file()
+        assert "| update: rloo.py, plain rows | 1 |" in (tmp_path / "README.md").read_text()
 
 
 @pytest.fixture
-def in_this_process(monkeypatch):
-    """Only trainers are started, since each process takes seconds. What is left of the threads and the environment is
-    undone."""
-    threads, start = torch.get_num_threads(), throughput.run_job
-
-    def run_job(python, file, out, name, **arguments):
-        if name in ("rloo", "trl"):
-            return start(python, file, out, name, **arguments)
-        return throughput.JOBS[name](**arguments, out=str(out))
-
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(throughput, "run_job", run_job)
-    yield
-    torch.set_num_threads(threads)
+def records(tmp_path):
+    """Of two rounds, the second in a slow minute; a third has only begun."""
+    records = common.Records(tmp_path / "x.json")
+    seconds = {"rloo.py, group rows": (1, 10, 2), "TRL 0.19.1": (3, 40), "rloo.py, plain rows": (2, 10)}
+    for lane, times in seconds.items():
+        for number, time in enumerate(times, 1):
+            records.add(f"update: {lane}: {number}", seconds=time, peak_gb=number)
+    return records
 
 
-def run(*words) -> None:
-    throughput.command_line([str(word) for word in words])
+def test_ratios_are_of_one_round_and_the_first_line_is_ours(records):
+    lines = throughput.table(records).splitlines()[2:]
+    assert lines == [
+        "| update: rloo.py, group rows | 3 | 2.00 | 3.0 | 1 |",
+        "| update: rloo.py, plain rows | 2 | 6.00 | 2.0 | 1.50 (1.00 to 2.00) |",
+        "| update: TRL 0.19.1 | 2 | 21.50 | 2.0 | 3.50 (3.00 to 4.00) |",
+    ]
 
 
-def test_decoding_phases_and_updates_of_a_tiny_model(tmp_path, in_this_process, capsys):
-    output = tmp_path / "found.json"
-    run(*SIZES, "--shape", "tiny", "--repetitions", 2, "--rounds", 1, "--updates", 1, "--output", output)
-    only_decode = ["--shape", "tiny-llama", "--skip", "updates", "--skip", "phases"]
-    run(*SIZES, *only_decode, "--stop_share", 0.2, "--repetitions", 2, "--output", output)
-    first, second = (result["found"] for result in json.loads(output.read_text()).values())
-    assert list(first) == list(throughput.PARTS) and list(second) == ["decode"]
-    for part, lanes in first.items():
-        assert {len(rounds) for rounds in lanes.values()} == {1 if part == "whole update" else 2}
-        assert all(one["seconds"] > 0 for rounds in lanes.values() for one in rounds)
-        assert part == "decode" or all(one["peak_gb"] > 0 for rounds in lanes.values() for one in rounds)
-    full, sampled = ([one["tokens"] for rounds in x["decode"].values() for one in rounds] for x in (first, second))
-    assert set(full) == {24}
-    assert len(set(sampled)) > 1 and all(4 <= tokens <= 24 for tokens in sampled)
-    assert "| whole update: rloo.py, plain rows | 1 |" in capsys.readouterr().out
-
-
-def test_length_of_a_tiny_model(tmp_path, in_this_process):
-    output = tmp_path / "length.json"
-    run("length", "--shapes", "tiny-llama", "--response_lengths", 3, 4, "--threads", 1, "--output", output)
-    result = json.loads(output.read_text())
-    assert len(result["found"]) == 2
-    for lengths in result["found"].values():
-        assert list(lengths) == ["3", "4"] and all(set(lanes) == {"group", "plain"} for lanes in lengths.values())
-    if importlib.util.find_spec("matplotlib"):
-        throughput.draw_length(result, output.with_suffix(".png"))
-        assert output.with_suffix(".png").is_file()
+def test_records_of_another_place_are_replaced(tmp_path, monkeypatch):
+    records = common.Records(tmp_path / "x.json")
+    records.add("about", where="another machine")
+    records.add("decode: generate: 1", seconds=1)
+    monkeypatch.setattr(throughput, "write_inputs", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        throughput.measure(TINY, records, 1, [], "cpu")
+    assert common.Records(records.path).all == {"about": {"where": throughput.where()}}
 
 
 def test_the_page_has_the_tables_of_the_records():
     page = (HERE / "README.md").read_text(encoding="utf-8")
-    for name, table in throughput.tables().items():
-        assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
-        assert table.splitlines()[0].count("|") <= 9
-    said = " ".join(page.split())
-    records = json.loads((HERE / "throughput.json").read_text())
-    length = json.loads((HERE / "length.json").read_text())
-    commits = {record["machine"].rpartition(" ")[2] for record in records.values()}
-    assert f"tables of commit {' '.join(commits)}, the picture of {length['machine'].rpartition(' ')[2]}" in said
-    first, *_ = records.values()
-    assert "The process needs less memory too" in said
-    peaks = [max(one["peak_gb"] or math.inf for one in rounds) for rounds in first["found"]["whole update"].values()]
-    assert peaks[0] < min(peaks[1:])
-    found = {part: throughput.ratios(lanes) for part, lanes in first["found"].items()}
-    assert "less than half of the time of plain rows" in said and min(found["whole update"]["rloo.py, plain rows"]) > 2
-    assert "less than a third of that of TRL" in said
-    assert all(min(rounds) > 3 for name, rounds in found["whole update"].items() if "TRL" in name)
-    generate = [rounds for name, rounds in found["decode"].items() if "generate" in name]
-    assert "about half of that of `generate`" in said and all(1.9 < x < 2.4 for rounds in generate for x in rounds)
-    decoded = [throughput.ratios(record["found"]["decode"]).items() for record in records.values()]
-    vllm = [rounds for lanes in decoded for name, rounds in lanes if "vLLM" in name]
-    assert "vLLM is faster in two workloads of four, slower in one, and in one the rounds disagree" in said
-    assert sorted((min(rounds) > 1) - (max(rounds) < 1) for rounds in vllm) == [-1, -1, 0, 1]
-    worst = [
-        1 / ratio
-        for part, lengths in length["found"].items()
-        for ratio in throughput.ratios(lengths["512"])["plain"]
-        if "2 completions" in part
-    ]
-    assert f"take {min(worst):.2f} to {max(worst):.2f} times as long in the {len(worst)} rounds" in said
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--max_prompt", "2040"], "must be a range within 2,048 positions"),
-        (["--stop_share", "0.01"], "--stop_share: is for decode, so --skip updates"),
-        (["--vllm", "no/such/python"], "no/such/python: cannot be run"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # the threads are set there
-    with pytest.raises(SystemExit) as end:
-        throughput.command_line(words)
-    assert message in str(end.value) and "\n" not in str(end.value)
-
-
-# ---- Other programs, where they are installed ------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(getattr(importlib.util.find_spec("vllm"), "origin", None) is None, reason="needs vLLM")
-def test_decoding_and_updates_by_vllm(tmp_path):
-    output = tmp_path / "found.json"
-    flags = ["--shape", "tiny-llama", "--skip", "phases", "--repetitions", 1, "--rounds", 1, "--updates", 1]
-    run(*SIZES, *flags, "--vllm", sys.executable, "--output", output)
-    (result,) = json.loads(output.read_text()).values()
-    for part in ("decode", "whole update"):
-        (name,) = [name for name in result["found"][part] if "vLLM" in name]
-    assert [one["tokens"] for rounds in result["found"]["decode"].values() for one in rounds] == [24] * 4
+    records = common.Records(HERE / "throughput.json")
+    assert common.filled(page, throughput.tables(records)) == page
