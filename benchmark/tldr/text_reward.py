@@ -41,13 +41,20 @@ def text_reward(prompts, completions, completion_ids, **columns) -> list[float]:
     return scores_of(model, [ids[-longest:] for ids in sequences], int(os.environ.get("TEXT_REWARD_BATCH", 16)))
 
 
+@torch.no_grad()
 def scores_of(model, sequences: list[list[int]], size: int) -> list[float]:
-    """The score of each sequence, `size` of them per forward pass."""
+    """The score at the last token of each sequence, `size` of them per forward pass."""
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))  # texts of like length need little padding
     scores = [0.0] * len(sequences)
     for begin in range(0, len(order), size):
         numbers = order[begin : begin + size]
-        for i, score in zip(numbers, forward(model, [sequences[i] for i in numbers])):
+        rows = [torch.tensor(sequences[i], device=model.device) for i in numbers]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # on the right; padding is masked
+        lengths = torch.tensor([len(row) for row in rows], device=model.device)
+        mask = torch.arange(ids.shape[1], device=model.device) < lengths[:, None]
+        hidden = model.base_model(ids, attention_mask=mask.long())[0]
+        last = hidden[torch.arange(len(rows), device=model.device), lengths - 1]
+        for i, score in zip(numbers, model.score(last).squeeze(-1).float().tolist(), strict=True):
             scores[i] = score
     return scores
 
@@ -66,18 +73,6 @@ def tokens(prompt, completion: str, tokenizer) -> list[int]:
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]
     return ids
-
-
-@torch.no_grad()
-def forward(model, sequences: list[list[int]]) -> list[float]:
-    """The score at the last token of each sequence."""
-    rows = [torch.tensor(ids, device=model.device) for ids in sequences]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # on the right; padding is masked
-    lengths = torch.tensor([len(row) for row in rows], device=model.device)
-    mask = torch.arange(ids.shape[1], device=model.device) < lengths[:, None]
-    hidden = model.base_model(ids, attention_mask=mask.long())[0]
-    last = hidden[torch.arange(len(rows), device=model.device), lengths - 1]
-    return model.score(last).squeeze(-1).float().tolist()
 
 
 @cache
