@@ -51,7 +51,7 @@ def test_a_layer_keeps_what_the_formula_says(family, width, feed_forward, lora_r
     two, three = (small_model(family, width, feed_forward, layers, lora_rank) for layers in (2, 3))
     of_a_layer = [saved_bytes(three, P, 4, R) - saved_bytes(two, P, 4, R) for P, R in ((64, 32), (128, 64))]
     counted = (of_a_layer[1] - of_a_layer[0]) / (64 + 4 * 32)
-    assert counted == pytest.approx(gpu_memory.kept_by_layer(family, width, feed_forward, lora_rank), rel=0.02)
+    assert counted == pytest.approx(gpu_memory.kept_by_layer(family, width, feed_forward, lora_rank), rel=0.015)
     if lora_rank:
         sizes = gpu_memory.Model(family, 0, 3, width, feed_forward, 64 if family == "Qwen2.5" else width, 512)
         count = sum(weight.numel() for weight in rloo.trained_weights(three).values())
