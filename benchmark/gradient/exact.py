@@ -1,14 +1,12 @@
 """How good are the gradient estimates of rloo.py's options, and what if the sampler is not the policy? Exactly.
 
-    python benchmark/gradient/exact.py             # measures, writes exact.json, tables and picture: two minutes
-    python benchmark/gradient/exact.py --report    # tables and picture again, from exact.json
+    python benchmark/gradient/exact.py    # measures, writes exact.json, tables and picture: one minute
 
 The policy is a language model with a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15
 parameters: a row of logits per prompt and one per previous token. An update is 2 prompts with k completions each. There
 are 7 completions of a prompt, so all updates, with their probability, can be listed; a mean or a variance is a sum over
-them, in float64, without sampling. The estimate g of an update is what rloo.py's own functions make of it
-(shape_scores, rlhf_reward, advantage, policy_loss at ratio 1, kl_penalty, loss_weight, rollout_weight). g* is the
-gradient of E[score - β KL(π ‖ π_ref)], the mean over both prompts. For every option:
+them, in float64, without sampling. The estimate g of an update is what rloo.py's own functions make of it, in one step
+at ratio 1. g* is the gradient of E[score - β KL(π ‖ π_ref)], the mean over both prompts. For every option:
 
     bias      |E g - g*| / |g*|: a wrong scale counts as well as a wrong direction
     cosine    of E g with g*: 1 where the direction is right, whatever the scale
@@ -16,15 +14,11 @@ gradient of E[score - β KL(π ‖ π_ref)], the mean over both prompts. For eve
     noise     variance / (the part of E g along g*)², relative to the same; none where that part is against g*. It does
               not depend on the scale of g, which a learning rate undoes
 
-Prompts are fixed here, so all variance is that of the completions. Options that look at the whole update (reinforce,
-normalize_*, loss_aggregation=token) see 2 prompts, not the hundred of a real update: their bias is larger here.
-
-Three parts. options: a result for each model, reward, place of the policy, k and option. kl: the KL alone, score 0.
-samplers: another distribution draws all updates, see `differing`, and rollout_weight gets both log-probs.
+Prompts are fixed, so all variance is that of the completions. Options that look at the whole update (reinforce,
+normalize_*, loss_aggregation=token) are left out: of 2 prompts they would show little of what they do with many.
 """
 
 import itertools
-import json
 import math
 import sys
 from collections import Counter
@@ -35,14 +29,14 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-import tyro
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "study")]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+import common  # noqa: E402
 
 import rloo  # noqa: E402
 
-RECORDS = HERE / "exact.json"
+RECORDS, PICTURE = HERE / "exact.json", HERE / "exact.png"
 SEEDS = range(1, 6)  # tiny models, each with rewards of its own
 B, V, R = 2, 3, 2  # prompts of an update, vocabulary, tokens of a completion
 KS, KL_COEF = (2, 3), 0.3
@@ -65,19 +59,12 @@ TOKENS, MASK = all_completions()
 N = len(TOKENS)
 
 
-def token_logprobs(theta: torch.Tensor, top_p: float = 1.0) -> torch.Tensor:
+def token_logprobs(theta: torch.Tensor) -> torch.Tensor:
     """Log-probs (B, n, R) of the tokens of all completions, 0 where masked. A token's logits are a row for the prompt
-    plus a row for the token before; theta is flat. Nothing follows a stop token, so its row is that of the beginning.
-
-    With top_p, of the softmax that is cut to the fewest likeliest tokens that reach it, as samplers do it; -inf for a
-    token that is cut."""
+    plus a row for the token before; that of the stop token, which nothing follows, is the beginning's. theta: (d,)."""
     of_prompt, of_previous = theta[: B * V].view(B, 1, 1, V), theta[B * V :].view(V, V)
     previous = torch.cat([torch.zeros_like(TOKENS[:, :1]), TOKENS[:, :-1]], dim=1)
     logprobs = torch.log_softmax(of_prompt + of_previous[previous], dim=-1)  # (B, n, R, V)
-    if top_p < 1:
-        ordered, order = logprobs.exp().sort(dim=-1, descending=True)
-        kept = torch.zeros_like(logprobs).scatter(-1, order, (ordered.cumsum(-1) - ordered < top_p).double()) > 0
-        logprobs = torch.log_softmax(logprobs.masked_fill(~kept, -math.inf), dim=-1)
     chosen = logprobs.gather(-1, TOKENS.expand(B, -1, -1)[..., None]).squeeze(-1)
     return torch.where(MASK, chosen, 0.0)
 
@@ -159,11 +146,8 @@ class Option:
 
     advantage_estimator: str = "rloo"
     kl: str = "k1 in reward"  # k1 in reward, k3 in reward, k3 in loss, k3 in both, none
-    kl_level: str = "sequence"
+    token_level_kl: bool = False
     loss_aggregation: str = "sequence"
-    normalize_advantage: bool = False
-    normalize_reward: bool = False
-    reward_clip_range: float | None = None
     baseline: bool = True  # without it the advantage is the reward itself
     rollout_correction: str = "off"
     rollout_correction_cap: float = 2.0
@@ -171,13 +155,8 @@ class Option:
 
     @property
     def level(self) -> str:
-        per_token = self.token_ratio or not self.kl_level == self.loss_aggregation == "sequence"
+        per_token = self.token_ratio or self.token_level_kl or self.loss_aggregation != "sequence"
         return "token" if per_token else "sequence"
-
-    @property
-    def mixes_prompts(self) -> bool:
-        normalizes = self.normalize_advantage or self.normalize_reward
-        return normalizes or self.advantage_estimator == "reinforce" or self.loss_aggregation == "token"
 
 
 OPTIONS = {
@@ -185,70 +164,44 @@ OPTIONS = {
     "grpo": Option("grpo"),
     "grpo, k3 in loss, sequence-mean": Option("grpo", "k3 in loss", loss_aggregation="sequence-mean"),
     "drgrpo": Option("drgrpo"),
-    "reinforce": Option("reinforce"),
     "no baseline": Option(baseline=False),
-    "kl_level token": Option(kl_level="token"),
+    "token_level_kl": Option(token_level_kl=True),
     "k3 in the reward": Option(kl="k3 in reward"),
     "k3 in the loss": Option(kl="k3 in loss"),
     "k3 in both": Option(kl="k3 in both"),
     "no KL": Option(kl="none"),
-    "normalize_advantage": Option(normalize_advantage=True),
-    "normalize_reward": Option(normalize_reward=True),
-    "reward_clip_range 1": Option(reward_clip_range=1.0),
-    "loss_aggregation token": Option(loss_aggregation="token"),
     "loss_aggregation sequence-mean": Option(loss_aggregation="sequence-mean"),
 }
-
-
-def advantages_and_weights(scores, kl, k3, mask, option: Option, kl_coef: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages (k, B, 1 or R) and weights (k, B) of an update, by rloo.py's functions in the order of `update`;
-    scores, k3 (k, B), kl, mask (k, B, R)."""
-    ended = torch.ones_like(scores, dtype=torch.bool)
-    scores = rloo.shape_scores(scores, ended, None, option.normalize_reward, option.reward_clip_range)
-    if option.kl in ("k3 in reward", "k3 in both"):
-        scores = scores - kl_coef * k3
-    rewards = rloo.rlhf_reward(scores, kl, kl_coef if option.kl == "k1 in reward" else 0.0, option.kl_level)
-    weights = rloo.loss_weight(mask.sum(-1), ended, option.loss_aggregation)
-    if not option.baseline:
-        return rewards[..., None], weights
-    advantages = rloo.advantage(rewards, option.advantage_estimator).view(*scores.shape, -1)
-    counts = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
-    if option.normalize_advantage:
-        advantages = rloo.standardize(advantages, counts)
-    return advantages.masked_fill(~counts, 0.0), weights
 
 
 def estimates(case: Case, index: torch.Tensor, option: Option, sampler: torch.Tensor | None = None) -> torch.Tensor:
     """g (U, d) of the updates `index` (k, U, B): minus the gradient of the loss that training would step along.
 
     `sampler` (B, n, R) are the log-probs under what sampled the completions, if that was not the policy. As in
-    `update`, the KL is then the sampler's from the reference, but with a rollout_correction the policy's.
-
-    rloo.py's loss is differentiated by the tokens' log-probs, and those by the parameters. Where an option looks at the
-    whole update, its functions are called once per update; else all updates are one batch of U·B prompts."""
+    rloo.collect, the KL is then the sampler's from the reference, but with a rollout_correction the policy's. All
+    updates are one batch of U·B prompts; the loss is differentiated by the tokens' log-probs, and those by the
+    parameters."""
     k, U, _ = index.shape
     prompts = torch.arange(B)
     sampler = case.logprobs if sampler is None else sampler
-    new, sampled, ref, scores, mask = (
-        x[prompts, index].flatten(1, 2)
-        for x in (case.logprobs, sampler, case.ref_logprobs, case.scores, MASK.expand(B, -1, -1))
-    )  # (k, U·B, ...)
-    correction, _ = rloo.rollout_weight(
-        new, sampled, mask, option.rollout_correction, option.rollout_correction_cap, option.level
-    )
-    of_kl = sampled if option.rollout_correction == "off" else new
-    kl, k3 = (of_kl - ref) * mask, rloo.kl_penalty(of_kl, ref, mask)
-    parts = [slice(i, i + B) for i in range(0, U * B, B)] if option.mixes_prompts else [slice(None)]
-    found = [
-        advantages_and_weights(scores[:, part], kl[:, part], k3[:, part], mask[:, part], option, case.kl_coef)
-        for part in parts
-    ]
-    advantages, weight = (torch.cat(x, dim=1) for x in zip(*found))
-    old, new = new, new.clone().requires_grad_()
+    of_completions = (case.logprobs, sampler, case.ref_logprobs, case.scores, MASK.expand(B, -1, -1))
+    old, sampled, ref, scores, mask = (x[prompts, index].flatten(1, 2) for x in of_completions)  # (k, U·B, ...)
+    correction = option.rollout_correction, option.rollout_correction_cap, option.level
+    correction = rloo.importance_weight(old, sampled, mask, *correction)
+    of_kl = sampled if option.rollout_correction == "off" else old
+    if option.kl in ("k3 in reward", "k3 in both"):
+        scores = scores - case.kl_coef * rloo.kl_penalty(of_kl, ref, mask)
+    kl_coef = case.kl_coef if option.kl == "k1 in reward" else 0.0
+    advantages = rloo.rlhf_reward(scores, (of_kl - ref) * mask, kl_coef, option.token_level_kl)
+    if option.baseline:
+        advantages = rloo.advantage(advantages, option.advantage_estimator)
+    advantages = advantages.reshape(k, U * B, -1)
+    new = old.clone().requires_grad_()
     losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2, option.level, correction)
     if option.kl in ("k3 in loss", "k3 in both"):
         losses = losses + case.kl_coef * rloo.kl_penalty(new, ref, mask)
-    (slope,) = torch.autograd.grad((losses * weight).sum() / (k * B), new)  # an update's loss: the mean of its k·B
+    losses = losses * rloo.loss_scale(mask.sum(-1), mask.any(-1), option.loss_aggregation)
+    (slope,) = torch.autograd.grad(losses.sum() / (k * B), new)  # an update's loss: the mean of its k·B
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[prompts, index])
 
 
@@ -259,8 +212,6 @@ def moments(case: Case, k: int, option: Option, sampler: torch.Tensor | None = N
     drawn = case.logprobs if sampler is None else sampler
     weight = orders * drawn.sum(-1).exp()[torch.arange(B), index].prod(0).prod(-1)
     assert abs(weight.sum().item() - 1) < 1e-9, "the probabilities of all updates do not add up to 1"
-    possible = weight > 0  # what a sampler cannot draw has no log-prob
-    index, weight = index[:, possible], weight[possible]
     g = estimates(case, index, option, sampler)
     mean = weight @ g
     return mean, (weight @ (g - mean).square().sum(-1)).item()
@@ -282,63 +233,63 @@ def judge(exact: torch.Tensor, mean: torch.Tensor, variance: float, base: tuple[
 # ---- The three parts -------------------------------------------------------------------------------------------------
 
 
-def cases(seeds, rewards) -> Iterator[tuple[dict, Case]]:
-    """Policies at and away from their reference: what they are, and the case."""
-    for seed, reward, position in itertools.product(seeds, rewards, POSITIONS):
+def cases(rewards) -> Iterator[tuple[tuple, Case]]:
+    """Policies at and away from their reference: seed, reward and position, and the case."""
+    for seed, reward, position in itertools.product(SEEDS, rewards, POSITIONS):
         reference, scores = make_reference(seed), make_scores(reward, seed)
         theta = reference if position == POSITIONS[0] else move_away(reference, scores, AWAY)
-        yield {"seed": seed, "reward": reward, "position": position}, make_case(theta, reference, scores)
+        yield (seed, reward, position), make_case(theta, reference, scores)
 
 
-def measure_options(seeds) -> list[dict]:
-    """Options that look at the whole update are measured with k = 2 alone but for the first seed: they take their
-    time."""
-    found = []
-    for (said, case), k in itertools.product(cases(seeds, REWARDS), KS):
+def ranges(found: list[list[float]]) -> dict[str, list[float]]:
+    """Column -> smallest, median and largest of its values that are not NaN."""
+    kept = {name: [x for x in values if not math.isnan(x)] for name, values in zip(COLUMNS, zip(*found))}
+    return {name: [min(values), median(values), max(values)] for name, values in kept.items()}
+
+
+def measure_options() -> dict:
+    """Option -> position -> ranges over the cases."""
+    found = {name: {position: [] for position in POSITIONS} for name in OPTIONS}
+    for ((_, _, position), case), k in itertools.product(cases(REWARDS), KS):
         base = moments(case, k, Option())
-        row = said | {"k": k, "found": {}}
         for name, option in OPTIONS.items():
-            if not (option.mixes_prompts and said["seed"] > seeds[0] and k > KS[0]):
-                row["found"][name] = judge(case.exact, *moments(case, k, option), base)
-        found.append(row)
-    return found
+            found[name][position].append(judge(case.exact, *moments(case, k, option), base))
+    return {name: {position: ranges(x) for position, x in both.items()} for name, both in found.items()}
 
 
 DISTANCES = (0.01, 1.0)
 PLACES = {
     "k1 in the reward (the default)": Option(),
-    "k1 per token (`--kl_level token`)": Option(kl_level="token"),
+    "k1 per token (`--token_level_kl`)": Option(token_level_kl=True),
     "k3 in the reward": Option(kl="k3 in reward"),
     "k3 in the loss (`--no_kl_in_reward`)": Option(kl="k3 in loss"),
     "k3 in both": Option(kl="k3 in both"),
 }
 
 
-def measure_kl(seeds) -> list[dict]:
-    """The KL alone: score 0, β = 1, k = 2, so that g* = -∇KL. For policies at two distances from the reference, on the
-    way of ascent on the dense reward. Variance and noise are relative to k1 in the reward."""
-    found = []
-    for seed, distance in itertools.product(seeds, DISTANCES):
+def measure_kl() -> dict:
+    """Place of the KL -> distance -> ranges over models, of the KL alone: score 0, β = 1, k = 2, so that g* = -∇KL. The
+    policies are at two distances from the reference, on the way of ascent on the dense reward."""
+    found = {name: {f"{distance:g}": [] for distance in DISTANCES} for name in PLACES}
+    for seed, distance in itertools.product(SEEDS, DISTANCES):
         reference = make_reference(seed)
         theta = move_away(reference, make_scores("dense", seed), distance)
         case = make_case(theta, reference, torch.zeros(B, N, dtype=torch.float64), 1.0)
         base = moments(case, 2, Option())
-        places = {name: judge(case.exact, *moments(case, 2, option), base) for name, option in PLACES.items()}
-        found.append({"seed": seed, "distance": distance, "found": places})
-    return found
+        for name, option in PLACES.items():
+            found[name][f"{distance:g}"].append(judge(case.exact, *moments(case, 2, option), base))
+    return {name: {distance: ranges(x)["bias"] for distance, x in both.items()} for name, both in found.items()}
 
 
 CORRECTIONS = {
     "off": Option(),
     "truncate, sequence": Option(rollout_correction="truncate"),
     "mask, sequence": Option(rollout_correction="mask"),
-    "no cap, sequence": Option(rollout_correction="truncate", rollout_correction_cap=math.inf),
     "truncate, token": Option(rollout_correction="truncate", token_ratio=True),
 }
 SAMPLERS = {  # name -> kind and size, see `differing`
     "logits off by 0.02": ("logits", 0.02),
     "logits off by 0.3": ("logits", 0.3),
-    "top-p 0.9": ("top-p", 0.9),
     "one update old, step 0.03": ("step", 0.03),
     "one update old, step 0.3": ("step", 0.3),
     "one update old, step 1": ("step", 1.0),
@@ -349,13 +300,10 @@ def differing(case: Case, kind: str, size: float, seed: int) -> tuple[Case, torc
     """A policy, and the log-probs (B, n, R) of a sampler that differs from it.
 
     logits: normal noise with standard deviation `size` is on every logit of the sampler
-    top-p: the sampler cuts its softmax to the fewest likeliest tokens that reach `size`; its log-probs are of these
     step: the sampler is the policy of `case`, and the policy what it becomes by a step of length `size` along the
         estimate that an update of 32 completions (4 groups of 4 for both prompts) gives; a clipped one has one length
     """
     generator = torch.Generator().manual_seed(seed)
-    if kind == "top-p":
-        return case, token_logprobs(case.theta, size)
     if kind == "logits":  # a logit is the sum of two numbers
         noise = torch.randn(len(case.theta), generator=generator, dtype=torch.float64) * size / math.sqrt(2)
         return case, token_logprobs(case.theta + noise)
@@ -367,32 +315,28 @@ def differing(case: Case, kind: str, size: float, seed: int) -> tuple[Case, torc
 def gap_of(case: Case, sampler: torch.Tensor) -> float:
     """The mean |log π - log μ| of a token that μ samples: what training logs as val/rollout_logprob_gap."""
     probability = sampler.sum(-1).exp()
-    apart = (case.logprobs - sampler).masked_fill(probability[..., None] == 0, 0.0)
-    return ((probability[..., None] * apart.abs()).sum() / (probability @ MASK.sum(-1).double()).sum()).item()
+    apart = (case.logprobs - sampler).abs()
+    return ((probability[..., None] * apart).sum() / (probability @ MASK.sum(-1).double()).sum()).item()
 
 
-def measure_samplers(seeds) -> list[dict]:
-    """A constant in the reward has no effect, so `large mean` is left out."""
-    found = []
-    for (said, start), (name, difference) in itertools.product(cases(seeds, REWARDS[:2]), SAMPLERS.items()):
-        case, sampler = differing(start, *difference, said["seed"])
-        gap = gap_of(case, sampler)
+def measure_samplers() -> dict:
+    """Sampler -> the median gap, and for each correction the range of the bias. A constant in the reward has no effect,
+    so `large mean` is left out."""
+    found = {name: {label: [] for label in ("gap", *CORRECTIONS)} for name in SAMPLERS}
+    for ((seed, *_), start), (name, difference) in itertools.product(cases(REWARDS[:2]), SAMPLERS.items()):
+        case, sampler = differing(start, *difference, seed)
+        found[name]["gap"].append(gap_of(case, sampler))
         for k in KS:
             base = moments(case, k, Option())  # sampled by the policy
-            row = said | {"k": k, "sampler": name, "gap": round(gap, 5)}
-            judged = {label: judge(case.exact, *moments(case, k, x, sampler), base) for label, x in CORRECTIONS.items()}
-            found.append(row | {"found": judged})
-    return found
+            for label, option in CORRECTIONS.items():
+                found[name][label].append(judge(case.exact, *moments(case, k, option, sampler), base))
+    return {
+        name: {"gap": round(median(x.pop("gap")), 5)} | {label: ranges(rows)["bias"] for label, rows in x.items()}
+        for name, x in found.items()
+    }
 
 
 # ---- Tables and picture ----------------------------------------------------------------------------------------------
-
-
-def values(rows: list[dict], name: str, column: str, **where) -> list[float]:
-    """A column of an option, of the rows for which `where` is true; without NaN."""
-    kept = [row for row in rows if all(row[key] == x for key, x in where.items())]
-    found = [row["found"][name][COLUMNS.index(column)] for row in kept if name in row["found"]]
-    return [x for x in found if not math.isnan(x)]
 
 
 def tidy(value: float) -> str:
@@ -404,40 +348,39 @@ def tidy(value: float) -> str:
 
 def span(found: list[float]) -> str:
     """The smallest and the largest."""
-    low, high = tidy(min(found)), tidy(max(found))
+    low, high = tidy(found[0]), tidy(found[-1])
     return low if low == high else f"{low} to {high}"
 
 
 def tables(result: dict) -> dict[str, str]:
-    from study import markdown
-
+    options = [["option", *(f"{column}, {position}" for column in COLUMNS[2:] for position in POSITIONS)]]
+    for name in ("drgrpo", "grpo", "grpo, k3 in loss, sequence-mean"):
+        found = result["options"][name]
+        options.append([name, *(span(found[position][column]) for column in COLUMNS[2:] for position in POSITIONS)])
     kl = [["place of the KL (score 0)", *(f"bias at KL {distance:g}" for distance in DISTANCES)]]
-    for name in PLACES:
-        kl.append([name, *(span(values(result["kl"], name, "bias", distance=x)) for x in DISTANCES)])
-    shown = ("off", "truncate, sequence", "mask, sequence", "truncate, token")
-    samplers = [["sampler", "gap", *shown]]
+    kl += [[name, *map(span, result["kl"][name].values())] for name in PLACES]
+    samplers = [["sampler", "gap", *CORRECTIONS]]
     for name in SAMPLERS:
-        gap = median(row["gap"] for row in result["samplers"] if row["sampler"] == name)
-        biases = [values(result["samplers"], label, "bias", sampler=name) for label in shown]
-        samplers.append([name, f"{gap:.3f}", *(f"{tidy(median(x))} ({tidy(max(x))})" for x in biases)])
-    return {"kl": markdown(kl), "samplers": markdown(samplers)}
+        found = result["samplers"][name]
+        biases = [f"{tidy(found[label][1])} ({tidy(found[label][2])})" for label in CORRECTIONS]
+        samplers.append([name, f"{found['gap']:.3f}", *biases])
+    made = {"options": options, "kl": kl, "samplers": samplers}
+    return {name: common.markdown(rows) for name, rows in made.items()}
 
 
 def draw(result: dict):
     """Bias, direction and noise of every option: the range and the median over all cases, for both positions."""
-    from study import BLUE, ORANGE, canvas, save
-
-    figure, ((*panels,),) = canvas(3, 12, 6, sharey=True)
+    figure, ((*panels,),) = common.canvas(3, 12, 6, sharey=True)
     lowest_bias = 1e-4
     for panel, column in zip(panels, ("bias", "cosine", "noise")):
-        for offset, colour, position in ((-0.16, BLUE, POSITIONS[0]), (0.16, ORANGE, POSITIONS[1])):
+        for offset, colour, position in ((-0.16, "tab:blue", POSITIONS[0]), (0.16, "tab:orange", POSITIONS[1])):
             for place, name in enumerate(OPTIONS):
-                found = values(result["options"], name, column, position=position)
+                low, middle, high = result["options"][name][position][column]
                 if column == "bias":
-                    found = [max(x, lowest_bias) for x in found]
+                    low, middle, high = (max(x, lowest_bias) for x in (low, middle, high))
                 label = f"policy {position}" if place == 0 else None
-                panel.plot([min(found), max(found)], [place + offset] * 2, color=colour, lw=2, label=label)
-                panel.plot(median(found), place + offset, "o", color=colour, ms=5)
+                panel.plot([low, high], [place + offset] * 2, color=colour, lw=2, label=label)
+                panel.plot(middle, place + offset, "o", color=colour, ms=5)
     panels[0].set_yticks(range(len(OPTIONS)), list(OPTIONS))
     panels[0].invert_yaxis()
     panels[0].set(xscale="log", xlabel="bias: |E g − g*| / |g*|\n(at the left edge: 0.0001 or less)")
@@ -451,33 +394,26 @@ def draw(result: dict):
         "update; E g: its mean over all updates; g*: the true gradient. Line: range over all cases; point: median",
         fontsize=10,
     )
-    save(figure, HERE / "exact.png")
+    common.save(figure, PICTURE)
 
 
-@dataclass
-class Args:
-    """Bias and variance of gradient estimates, exactly, on a tiny language model."""
+def headline() -> list[list[str]]:
+    """A row of the benchmarks' README."""
+    positions = common.Records(RECORDS).all["options"]["rloo (the defaults)"].values()
+    largest = f"{max(found['bias'][-1] for found in positions):.0e}"
+    return [["bias of RLOO's gradient, largest case", largest, "", "`python benchmark/gradient/exact.py`"]]
 
-    report: bool = False
-    """only write the tables and the picture, from the numbers that are there"""
 
-
-def main(args: Args):
-    from study import insert
-
-    torch.set_num_threads(1)
-    if not args.report:
-        parts = {"options": measure_options, "kl": measure_kl, "samplers": measure_samplers}
-        lines = [
-            f'"{name}": [\n' + ",\n".join(json.dumps(row) for row in measure(SEEDS)) + "\n]"
-            for name, measure in parts.items()
-        ]
-        said = json.dumps({"command": "python benchmark/gradient/exact.py", "columns": COLUMNS})
-        RECORDS.write_text(said[:-1] + ",\n" + ",\n".join(lines) + "\n}\n")
-    result = json.loads(RECORDS.read_text())
-    insert(HERE / "README.md", tables(result))
+def report():
+    result = common.Records(RECORDS).all
+    common.insert(HERE / "README.md", tables(result))
     draw(result)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    torch.set_num_threads(1)
+    records = common.Records(RECORDS)
+    records.add("options", **measure_options())
+    records.add("kl", **measure_kl())
+    records.add("samplers", **measure_samplers())
+    report()
