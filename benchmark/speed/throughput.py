@@ -9,7 +9,8 @@ ratio is that of two times within a round, so that a slow minute slows all of th
 
 decode   k completions of each prompt by this file's decoder, and by `generate` with the dynamic and the static cache
 length   forward + backward of one group of rows in both layouts, over the number of tokens per completion
-update   whole updates in a process of its own for each trainer, without loading and without the first update
+update   whole updates in a process of its own for each trainer, without loading and without the first update; what
+         trainers print is in runs/throughput.log
 
 TRL has the same models, prompts, k, R, temperature, β, threads; one epoch, one mini-batch; sdpa; fused AdamW; gradient
 checkpointing off (1.x: on by default); no saving and no evaluation. 1.x generates and scores a whole update at once,
@@ -135,7 +136,7 @@ def where() -> str:
     git = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", str(HERE.parents[1] / "rloo.py")]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, rloo.py of commit {commit}"
-    return f"{name}, {torch.get_num_threads()} threads, {versions}"
+    return f"{name}, threads: {torch.get_num_threads()}, {versions}"
 
 
 def take_turns(records, part: str, lanes: dict[str, Callable], rounds: int, device: torch.device, warm_up=False):
@@ -246,7 +247,8 @@ def ratios(lanes: dict[str, list[dict]], lane: str) -> list[float]:
 
 
 def with_range(values: list[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+    return f"{median(values):.2f}{spread}"
 
 
 def table(records) -> str:
