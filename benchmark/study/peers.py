@@ -159,8 +159,9 @@ def headline() -> list[list[str]]:
     apart, rows = compared(records), []
     for row in ("grpo", "ppo"):
         x = apart[row]
-        cost = f"; {seconds(records, names(row))} seconds against {seconds(records, names('rloo'))}"
-        number = f"{common.with_interval(x)}, p = {x.holm:.2g}: {x.verdict}{cost}"
+        number = f"{common.with_interval(x)}, p = {x.holm:.2g}: {x.verdict}"
+        if row == "ppo":
+            number += f"; {seconds(records, names(row))} seconds against {seconds(records, names('rloo'))}"
         title = f"mini TL;DR, {ROWS[row].title} minus RLOO, points"
         rows.append([title, number, str(ROWS[row].seeds), "`python benchmark/study/peers.py`"])
     return rows
