@@ -179,7 +179,7 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
     reference = rloo.load_model(args, args.sft_model_path, rows) if args.kl_coef else None
     rewards = rloo.load_reward_model(args, tokenizer, rows) | rloo.load_functions(args.reward_fns, rows[0], tokenizer)
     stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
-    optimizer, learning_rate = rloo.make_optimizer(args, policy, UPDATES)
+    optimizer, learning_rate = rloo.make_optimizer(args, policy, UPDATES, resumed=None)
     weights, metrics = [], []
     for done in range(UPDATES):
         batch = rloo.make_batch(updates[done], torch.tensor(completions[done]), stop_ids)
@@ -352,7 +352,14 @@ def headline() -> list[list[str]]:
     rows = found_before()
     apart = [row["difference"] for row in rows if row["agree"]]
     what = f"weights after 3 updates, largest difference from TRL's: {len(apart)} of {len(rows)} settings, which agree"
-    return [[what, digits(max(apart)), "", "`python benchmark/trl/parity.py same`"]]
+    return [
+        [
+            what,
+            digits(max(apart)),
+            "",
+            "`python benchmark/trl/parity.py same --trl trl0/bin/python --trl trl1/bin/python`",
+        ]
+    ]
 
 
 def main():

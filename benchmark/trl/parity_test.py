@@ -42,12 +42,14 @@ def trained():
     return train
 
 
-def test_golden_numbers_are_of_these_settings():
+def test_golden_numbers_are_of_these_settings_and_the_page_shows_them():
     assert [(int(x["trl"].split()[1][0]), x["setting"]) for x in golden["table"]] == [
         (r.trl, r.name) for r in parity.ROWS
     ]
     assert {(int(x["trl"].split()[1][0]), x["setting"]) for x in golden["golden"]} == set(parity.KEPT)
     assert all(line["agree"] == (not line["why"]) for line in golden["table"])
+    page = (parity.HERE / "README.md").read_text(encoding="utf-8")
+    assert parity.common.filled(page, parity.tables(golden["table"])) == page
     ended = (torch.tensor(golden["completions"]) == 0).any(-1)
     assert ended.any() and not ended.all()
 

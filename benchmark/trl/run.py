@@ -5,10 +5,11 @@
     trl1/bin/python benchmark/trl/run.py rloo --output_dir runs/trl1      # RLOOTrainer of TRL 1.x
     trl1/bin/python benchmark/trl/run.py grpo --output_dir runs/grpo
 
-benchmark/requirements.txt says how to make the environments. Defaults are those of rloo.py for mini TL;DR. A flag for
-which a trainer has no setting is refused. The folder gets the policy, with the tokenizer and configuration that it had
-before, and metrics.jsonl: a line for each update, by rloo.py's names, with the seconds since the update before. It
-appears when complete; a run cannot be resumed.
+benchmark/requirements.txt says how to make the environments. Defaults are those of rloo.py for mini TL;DR. A flag that
+would change the objective and for which a trainer has no setting is refused; PPO samples one completion per prompt,
+whatever --rloo_k. The folder gets the policy, with the tokenizer and configuration that it had before, and
+metrics.jsonl: a line for each update, by rloo.py's names, with the seconds since the update before. It appears when
+complete; a run cannot be resumed.
 """
 
 import argparse
@@ -27,24 +28,22 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 MINI_TLDR = Path(__file__).resolve().parents[1] / "mini_tldr"
 
-# Settings of each trainer: flag -> its name in the config of TRL 0.19 or 1.x. A flag that is not here, and not in
-# `common_config` or `trainer_of`, has no such setting.
-V0 = ("total_episodes", "num_ppo_epochs", "num_mini_batches", "kl_coef", "response_length", "missing_eos_penalty")
-V0 = {name: name for name in (*V0, "local_rollout_forward_batch_size")}
-V1 = {
+# Settings of each trainer: flag -> its name in the config of TRL 0.19 or 1.x; `config_of` adds those that all have.
+PPO_V0 = ("total_episodes", "num_ppo_epochs", "num_mini_batches", "kl_coef", "response_length", "missing_eos_penalty")
+PPO_V0 += ("local_rollout_forward_batch_size",)
+RLOO_V0 = PPO_V0 + ("rloo_k", "token_level_kl", "normalize_reward", "normalize_advantage", "reward_clip_range")
+GRPO_V1 = {
     "rloo_k": "num_generations",
     "kl_coef": "beta",
     "response_length": "max_completion_length",
     "num_ppo_epochs": "num_iterations",
     "mask_truncated_completions": "mask_truncated_completions",
 }
-RLOO_V0 = ("rloo_k", "token_level_kl", "normalize_reward", "normalize_advantage", "reward_clip_range")
-RLOO_V1 = {"normalize_advantage": "normalize_advantages", "reward_clip_range": "reward_clip_range"}
 SETTINGS = {
-    ("rloo", 0): V0 | {name: name for name in RLOO_V0},
-    ("ppo", 0): V0,
-    ("rloo", 1): V1 | RLOO_V1,
-    ("grpo", 1): V1,
+    ("ppo", 0): {name: name for name in PPO_V0},
+    ("rloo", 0): {name: name for name in RLOO_V0},
+    ("grpo", 1): GRPO_V1,
+    ("rloo", 1): GRPO_V1 | {"normalize_advantage": "normalize_advantages", "reward_clip_range": "reward_clip_range"},
 }
 OFF = {  # flags that not every trainer knows: what they are if they do nothing
     "token_level_kl": False,
@@ -66,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reward_fns", help="1.x: file.py:function in place of the reward model; it gets texts")
     parser.add_argument("--reward_by", choices=["ids", "text"], default="ids", help="1.x: what a reward model reads")
     parser.add_argument("--dataset_name", type=Path, default=MINI_TLDR, help=".jsonl file, or folder with train.jsonl")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--lr_scheduler_type", default="linear", choices=["linear", "cosine", "constant"])
     numbers = {"seed": 1, "rloo_k": 4, "response_length": 53, "total_episodes": 6_400, "num_ppo_epochs": 1}
@@ -91,11 +90,30 @@ def config_of(args, version: int) -> dict:
     settings = SETTINGS.get((args.trainer, version))
     if settings is None:
         raise SystemExit(f"run.py: {args.trainer} is not a trainer of TRL {'0.19' if version == 0 else '1.x'}")
-    known = {*settings, "missing_eos_penalty"} if version == 1 and not args.reward_fns else settings  # see score_by_ids
+    known = {*settings}
+    if version == 1 and args.reward_by == "ids" and not args.reward_fns:
+        known.add("missing_eos_penalty")  # see score_by_ids
     unknown = [name for name, off in OFF.items() if getattr(args, name) != off and name not in known]
     if unknown:
         raise SystemExit(f"run.py: {args.trainer} of this TRL has no setting for --{', --'.join(unknown)}")
-    config = common_config(args) | {theirs: getattr(args, name) for name, theirs in settings.items()}
+    same = ("seed", "temperature", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm")
+    same += ("per_device_train_batch_size", "gradient_accumulation_steps")
+    config = {name: getattr(args, name) for name in same}
+    config |= {theirs: getattr(args, name) for name, theirs in settings.items()}
+    config |= {
+        "adam_epsilon": args.adam_eps,
+        "optim": "adamw_torch_fused",
+        "bf16": args.dtype == "bfloat16",
+        "use_cpu": args.device == "cpu",
+        "dataloader_pin_memory": args.device != "cpu",
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
     clip = args.reward_clip_range
     if version == 0:
         config |= {"stop_token": "eos", "num_sample_generations": 0}
@@ -109,26 +127,6 @@ def config_of(args, version: int) -> dict:
         "steps_per_generation": args.gradient_accumulation_steps * args.num_mini_batches,
         "max_steps": updates * args.num_ppo_epochs * args.num_mini_batches,
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
-    }
-
-
-def common_config(args) -> dict:
-    """The arguments that the configs of all trainers have."""
-    names = ("seed", "temperature", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm")
-    names += ("per_device_train_batch_size", "gradient_accumulation_steps")
-    return {name: getattr(args, name) for name in names} | {
-        "adam_epsilon": args.adam_eps,
-        "optim": "adamw_torch_fused",
-        "bf16": args.dtype == "bfloat16",
-        "use_cpu": args.device == "cpu",
-        "dataloader_pin_memory": args.device != "cpu",
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "disable_tqdm": True,
     }
 
 
@@ -203,7 +201,7 @@ class Marks(transformers.TrainerCallback):
     NAMES |= {name: name for name in ("completions/mean_length", "frac_reward_zero_std")}
 
     def __init__(self, folder: Path, args):
-        self.path, self.size, self.on_gpu = folder / "metrics.jsonl", size_of_update(args), args.device == "cuda"
+        self.path, self.size, self.on_gpu = folder / "metrics.jsonl", size_of_update(args), args.device != "cpu"
         self.updates = 0
 
     def clocks(self) -> tuple[float, float]:
