@@ -2,15 +2,8 @@
 
     python benchmark/common.py     # redraws every page from its records: tables, pictures, and the table of README.md
 
-The rule of intervals, for all pages:
-
-    - The seed of a run is the unit. ± is the standard error of the mean over seeds, given for three or more.
-    - An interval in square brackets is of 95%, by Student's t: of a mean over its seeds, of a difference by Welch's.
-    - Where one side of a difference has fewer than five seeds, the standard deviation is pooled over all rows of its
-      table: two or three seeds do not say how much a setting varies.
-    - A row is ahead or behind if its p is below 0.05 after Holm's correction for all rows of the table.
-
-Needs numpy alone, and matplotlib for pictures, so that environments with TRL or vLLM can import it.
+The rule of intervals is in README.md, "Conventions". This file needs numpy alone, and matplotlib for pictures, so that
+environments with TRL or vLLM can import it.
 """
 
 import fcntl
@@ -83,7 +76,7 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# ---- Statistics over seeds: the rule at the top ----------------------------------------------------------------------
+# ---- Statistics over seeds -------------------------------------------------------------------------------------------
 
 
 def mean_and_error(values) -> tuple[float, float]:
