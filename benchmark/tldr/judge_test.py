@@ -143,10 +143,11 @@ def test_train_measure_kill_repeat(server, tmp_path, capfd):
 
 def test_messages_a_refused_key_and_the_question(server, tmp_path, monkeypatch, capsys):
     """The reference may be the last of `messages`; an error does not show the key; TRL's question is found."""
-    facts, good = [ROWS[0]["facts"]], ROWS[0]["completion"]
-    assert gold_judge(None, [good], facts=facts)[0] > 0
-    chats = [[{"content": ROWS[0]["prompt"]}, {"content": text}] for text in ("", good, good)]
-    assert judge.win_rate([ROWS[0]["prompt"]] * 3, [good, "", good], messages=chats) == [1, 0, 0]
+    rows = [row for row in ROWS[:20] if gold_judge(None, [row["completion"]], facts=[row["facts"]])[0] > 0]
+    prompts, good, none = [row["prompt"] for row in rows], [row["completion"] for row in rows], [""] * len(rows)
+    for ours, theirs, wins in ((good, none, 1), (none, good, 0), (good, good, 0)):
+        chats = [[{"content": prompt}, {"content": text}] for prompt, text in zip(prompts, theirs, strict=True)]
+        assert judge.win_rate(prompts, ours, messages=chats) == [wins] * len(rows)
     with pytest.raises(RuntimeError, match=r"wrong key: Bearer \*\*\*"):
         judge.win_rate(["unknown"], ["a"], completion=["b"])
     with pytest.raises(ValueError, match="no reference"):
