@@ -361,13 +361,10 @@ def generate(model, tokenizer, prompts, temperature, length=48):
 
     args = rloo.Args(rollout_engine="hf", response_length=length, local_rollout_forward_batch_size=256)
     model.layout = "plain"
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    texts = {}
-    for begin in range(0, len(order), 256):
-        numbers = order[begin : begin + 256]  # prompts of like length need little padding
-        rows = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in numbers]
-        batch, _ = rloo.rollout(args, model, rows, 1, temperature, [tokenizer.eos_token_id], version=0)
-        texts |= dict(zip(numbers, rloo.completion_texts(batch, tokenizer)))
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of like length need little padding
+    rows = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in order]
+    batch, _ = rloo.rollout(args, model, rows, 1, temperature, [tokenizer.eos_token_id], version=0)
+    texts = dict(zip(order, rloo.completion_texts(batch, tokenizer)))
     return [texts[i].replace(tokenizer.pad_token, "") for i in range(len(prompts))]
 
 
