@@ -122,8 +122,9 @@ def test_records_are_of_the_commands_that_would_be_run():
 
 @pytest.fixture
 def pretended(tmp_path, monkeypatch):
-    """Runs train nothing, and a checkpoint's win rate is its number; the commands that would have been run."""
-    commands = []
+    """Runs train nothing, and a checkpoint's win rate is its number. Returns the commands that would have been run, and
+    the folders that would have been measured."""
+    commands, folders = [], []
 
     def run(command, log):
         commands.append([str(word) for word in command])
@@ -134,13 +135,14 @@ def pretended(tmp_path, monkeypatch):
         (folder / "metrics.jsonl").write_text('{"time/train": 1.5, "lr": 9}\n{"time/train": 2.0, "time/rollout": 1}\n')
 
     def measured(folder, kind, posts, seed, greedy=False):
+        folders.append(folder)
         win = [float(folder.name.removeprefix("checkpoint-")) if "checkpoint" in folder.name else 0.5, 0.1]
         return {mode: dict.fromkeys(("win", "score", "kl"), win) for mode in ("sampled", "greedy")}
 
     monkeypatch.setattr(measure, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(common, "run_logged", run)
     monkeypatch.setattr(measure, "measured", measured)
-    return commands
+    return commands, folders
 
 
 def test_a_run_is_made_once_measured_along_the_way_and_recorded(tmp_path, pretended):
@@ -148,8 +150,9 @@ def test_a_run_is_made_once_measured_along_the_way_and_recorded(tmp_path, preten
     row = reach.Row("some", Setting(episodes=320), (7, 8), curve_seeds=(8,))
     for _ in range(2):
         reach.make(records, row)
-    assert len(pretended) == 2 and json.loads(records.path.read_text()) == records.all
-    args = rloo.parse_args(pretended[1][2:])
+    commands, folders = pretended
+    assert (len(commands), len(folders)) == (2, 4) and json.loads(records.path.read_text()) == records.all
+    args = rloo.parse_args(commands[1][2:])
     assert (args.seed, args.save_steps, args.save_total_limit, args.resume) == (8, 2, 8, True)
     first, second = (records.all[name] for name in row.names())
     assert (first["seconds"], first["test"]["sampled"]["win"]) == (4.5, [0.5, 0.1]) and "curve" not in first
@@ -160,7 +163,8 @@ def test_a_method_of_trl_is_run_by_its_own_python(tmp_path, pretended):
     records = common.Records(tmp_path / "records.json")
     peers.make(records, "grpo", "trl1/bin/python")
     assert len(records.all) == 5 and records.all["grpo__2"]["test"]["sampled"]["win"] == [0.5, 0.1]
-    assert pretended[0][:3] == ["trl1/bin/python", "benchmark/trl/run.py", "grpo"] and "--resume" not in pretended[0]
+    command = pretended[0][0]
+    assert command[:3] == ["trl1/bin/python", "benchmark/trl/run.py", "grpo"] and "--resume" not in command
 
 
 # ---- Best of n, and variants -----------------------------------------------------------------------------------------
@@ -177,8 +181,8 @@ def test_best_of_n_is_the_mean_over_all_choices_of_n():
                 highest = max(scores[line, i] for i in chosen)
                 means.append(np.mean([values[line, i] for i in chosen if scores[line, i] == highest]))
             assert math.isclose((weights[line] * values[line]).sum(), np.mean(means), abs_tol=1e-12)
-    found = reach.best_of({"score": scores, "kl": 0 * scores}, 2)  # two of equally many: log 2 - 1/2
-    assert math.isclose(found["kl"][0], 0.19315, abs_tol=1e-5)
+    found = reach.best_of({"score": scores, "kl": 0 * scores}, 4)  # log 4 - 3/4
+    assert math.isclose(found["kl"][0], 0.63629, abs_tol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["no_baseline", "raft"])
