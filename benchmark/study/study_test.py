@@ -159,12 +159,14 @@ def test_a_run_is_made_once_measured_along_the_way_and_recorded(tmp_path, preten
     assert [(point["episode"], point["win"]) for point in second["curve"]] == [(64, 2.0), (320, 10.0)]
 
 
-def test_a_method_of_trl_is_run_by_its_own_python(tmp_path, pretended):
+def test_a_method_of_trl_is_run_by_its_own_python_and_others_can_go_on(tmp_path, pretended):
     records = common.Records(tmp_path / "records.json")
     peers.make(records, "grpo", "trl1/bin/python")
     assert len(records.all) == 5 and records.all["grpo__2"]["test"]["sampled"]["win"] == [0.5, 0.1]
-    command = pretended[0][0]
-    assert command[:3] == ["trl1/bin/python", "benchmark/trl/run.py", "grpo"] and "--resume" not in command
+    peers.make(records, "raft", sys.executable)
+    theirs, ours = pretended[0][0], pretended[0][5]
+    assert theirs[:3] == ["trl1/bin/python", "benchmark/trl/run.py", "grpo"] and "--resume" not in theirs
+    assert ours[:3] == [sys.executable, "benchmark/study/variants.py", "raft"] and "--resume" in ours
 
 
 # ---- Best of n, and variants -----------------------------------------------------------------------------------------
