@@ -22,11 +22,9 @@ from statistics import mean, stdev
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: a name that is no folder is not asked for
 
 import pytest
-import rloo
 import torch
 import torch.nn.functional as F
 import transformers
-from rloo import Args, Batch, InputError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -36,6 +34,9 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
+
+import rloo
+from rloo import Args, Batch, InputError
 
 HERE = Path(__file__).resolve().parent
 WORDS = [*"abcdefghijklm"]  # with eos, pad and unknown: a vocabulary of 16
@@ -77,6 +78,8 @@ GROUP_ROWS = {  # others that can run group rows
     | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "laurel_rank": 4}
     | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": None},
     "granite": HEADS | {"logits_scaling": 3.0},
+    # Is its own base_model, and its routers are linear layers that return a tuple.
+    "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 32, "layer_types": ["full_attention"] * 2},
     "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "init_std": 0.3}
     | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
     "stablelm": HEADS,
@@ -280,11 +283,8 @@ def test_kl_rewards_and_advantages_equal_the_loops(token_level, normalize, estim
     args = Args(response_length=R, kl_coef=beta, token_level_kl=token_level)
     args = replace(args, advantage_estimator=estimator, normalize_advantage=normalize)
     completions = [*itertools.product(range(k), range(B))]
-    expected = plain_advantages(
-        args,
-        {c: scores[c].item() for c in completions if not scores[c].isnan()},
-        {c: kl[c][mask[c]].tolist() for c in completions},
-    )
+    given = {c: scores[c].item() for c in completions if not scores[c].isnan()}
+    expected = plain_advantages(args, given, {c: kl[c][mask[c]].tolist() for c in completions})
     found = advantages_of(scores, kl * mask, mask, beta, token_level, normalize, estimator).view(k, B, -1)
     for c, t in itertools.product(completions, range(found.shape[2])):
         assert found[c][t].item() == pytest.approx(expected.get((*c, t), 0.0), abs=1e-5)
@@ -934,13 +934,6 @@ def test_an_error_of_cuda_is_no_reason_for_plain_rows(monkeypatch):
         layout_of(tiny_model(), 3, 4)
 
 
-def test_a_model_that_is_its_own_base_model_has_a_body():
-    """... as Llama 4's for text."""
-    model = tiny_model("llama")
-    model.__class__ = type("Headed", (type(model),), {"base_model_prefix": "missing"})
-    assert model.base_model is model and layout_of(model, 3, 4) == "group"
-
-
 REFUSED = {  # R, config, words of the refusal
     "rwkv": (4, {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99}, "padding"),
     "phi3": (14, HEADS | {"original_max_position_embeddings": 16}, "has 16 positions"),
@@ -1004,10 +997,8 @@ def test_completions_do_not_depend_on_which_lanes_have_left(k, monkeypatch):
     model, sizes, leave = tiny_model("qwen3"), [], rloo.Decoder.drop_ended
 
     def note(decoder, alive):
-        before = decoder.running.numel()
         leave(decoder, alive)
         sizes.append(tuple(decoder.running.shape))
-        assert decoder.running.numel() == before or decoder.running.numel() <= 0.8 * before
 
     rows, results = random_batch(B=8).rows, []
     for method in (note, lambda decoder, alive: None):
@@ -1022,8 +1013,8 @@ def test_completions_do_not_depend_on_which_lanes_have_left(k, monkeypatch):
     assert torch.allclose(logprobs, rloo.completion_logprobs(model, batch, 1.0, "plain")[0], atol=1e-5)
 
 
-def decoder_of(model, batch, R: int, stop_ids=(99,)) -> rloo.Decoder:
-    return rloo.Decoder(model, *batch.prompt_ids.shape, 3, R, 1.0, [*stop_ids])
+def decoder_of(model, batch, R: int) -> rloo.Decoder:
+    return rloo.Decoder(model, *batch.prompt_ids.shape, 3, R, 1.0, stop_ids=[99])
 
 
 @torch.no_grad()
@@ -1032,23 +1023,28 @@ def test_a_decoder_that_is_used_again_begins_anew(graph):
     """As on a GPU, where all chunks share one and replay its graph. Nothing stops, so that no lane leaves."""
     model, batch, other = tiny_model("llama"), random_batch(), random_batch(seed=1)
     used, new = (decoder_of(model, batch, 6) for _ in range(2))
-    if graph:  # that runs the step of the decoder, as CUDA's would
-        used.graph, used.step = types.SimpleNamespace(replay=used.step), None
+    if graph:  # that runs a step over all slots, as CUDA's would
+
+        def replay(step=used.step):
+            used.lane_cache.length = 6
+            step()
+
+        used.graph, used.step = types.SimpleNamespace(replay=replay), None
     P = batch.prompt_ids.shape[1]
     used.generate(other.prompt_ids[:, -P:], F.pad(other.prompt_mask, (P, 0))[:, -P:])
     for decoder in (used, new):
         torch.manual_seed(0)
         decoder.generate(batch.prompt_ids, batch.prompt_mask)
-    assert torch.equal(used.tokens, new.tokens) and torch.equal(used.logprobs, new.logprobs)
+    assert torch.equal(used.tokens, new.tokens) and torch.allclose(used.logprobs, new.logprobs, atol=1e-5)
 
 
-def fake_capture(monkeypatch, graph=contextlib.nullcontext) -> list[str]:
+def fake_capture(monkeypatch) -> list[str]:
     """What is CUDA's in a capture is replaced; returns the debug modes that will be set."""
     modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
-    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
     return modes
 
 
@@ -1083,20 +1079,6 @@ def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset
     with contextlib.nullcontext() if goes_on else pytest.raises(error):
         assert decoder.capture() is None
     assert modes == ["error", "default"]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_masks_have_a_column_for_each_key(family, monkeypatch):
-    """Also that of the single slot which `capture` reads: CUDA's memory-efficient kernel cannot broadcast over keys."""
-    fake_capture(monkeypatch)
-    batch, calls = random_batch(), spy(monkeypatch, "sdpa_attention")
-    decoder = decoder_of(tiny_model(family), batch, 4)
-    assert decoder.capture() == "graph"
-    decoder.generate(batch.prompt_ids, batch.prompt_mask)
-    assert len(calls) == 2 * 2  # capture and generate, layers
-    for (_, _, key, _, mask), _ in calls:
-        assert mask.shape[-1] == key.shape[2] == batch.prompt_ids.shape[1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1141,11 +1123,10 @@ def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeyp
     assert torch.equal(torch.cat([inputs[7] for inputs, _ in losses], dim=1), weight)
     assert metrics["val/ratio"] == 1 and 0.1 < metrics["val/rollout_logprob_gap"] < 0.2
     assert metrics["val/rollout_weight"] == pytest.approx(weight.mean().item())
-    if correction == "off":
-        assert (weight == 1).all() and abs(metrics["objective/kl"]) > 1e-3
-    else:
-        assert weight.max() <= 1.2001 and (weight == 0).any() == (correction == "mask") and weight.std() > 0.01
-        assert metrics["objective/kl"] == pytest.approx(0, abs=1e-5)
+    corrected = correction != "off"
+    assert torch.allclose(experience.rewards, experience.scores, atol=1e-5) == corrected  # the KL is 0
+    assert (abs(metrics["objective/kl"]) < 1e-5) == corrected and (weight != 1).any() == corrected
+    assert weight.max() <= 1.2001 and (weight == 0).any() == (correction == "mask")
 
 
 @pytest.mark.parametrize(
@@ -1153,7 +1134,7 @@ def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeyp
 )
 def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_is_in_float32(train, monkeypatch, flags):
     loads, collected, rollouts = (spy(monkeypatch, name) for name in ("load_model", "collect", "rollout"))
-    train(dtype="bfloat16", learning_rate=0.0, num_eval_prompts=2, **flags)
+    (metrics,), _ = train(dtype="bfloat16", learning_rate=0.0, num_eval_prompts=2, **flags)
     assert {inputs[1].dtype for inputs, _ in rollouts} == {torch.bfloat16}  # those of evaluations as well
     assert [model.dtype for _, model in loads] == [torch.float32, torch.bfloat16, torch.bfloat16]  # reference, reward
     (((args, policy, *_), experience),) = collected
@@ -1162,6 +1143,7 @@ def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_i
         with rloo.training_dtype(args, CPU):
             training, _ = rloo.completion_logprobs(policy, experience.batch, 1.0)
     assert (experience.logprobs - training).abs().max() < 1e-6 and (experience.logprobs - exact).abs().max() > 1e-3
+    assert metrics["val/ratio_var"] < 1e-9  # of each mini-batch, since no step changes anything
 
 
 def test_no_forward_pass_is_repeated(train, monkeypatch):
@@ -1325,20 +1307,16 @@ def test_the_saved_model_keeps_its_generation_config(train, tmp_path, engine):
 # LoRA
 
 LORA = {"lora_rank": 3, "lora_alpha": 6}
+EXPERTS = SIZE | {"num_key_value_heads": 2, "intermediate_size": 32}
 ADAPTABLE = [name for name in ARCHITECTURES if name not in ("gpt2", "falcon")]  # whose layers are no torch.nn.Linear
 
 
-def change_adapters(model):
-    """Gives each adapter a B that is not 0."""
+def with_adapters(model):
+    """The model with adapters that change what it says: their B is not 0."""
+    rloo.add_adapters(model, Args(**LORA), None)
     for linear in rloo.adapted_layers(model).values():
         torch.nn.init.normal_(linear.lora_B.weight, std=0.3)
     return model
-
-
-def with_adapters(model):
-    """The model with adapters that change what it says."""
-    rloo.add_adapters(model, Args(**LORA), None)
-    return change_adapters(model)
 
 
 def weights_with_adapters(base, adapter: Path, dtype=torch.float32) -> dict:
@@ -1355,11 +1333,10 @@ def weights_with_adapters(base, adapter: Path, dtype=torch.float32) -> dict:
 
 @pytest.mark.parametrize("name", ADAPTABLE)
 def test_adapters_change_nothing_at_first_and_nothing_while_they_are_off(name):
-    base, policy, tokens = tiny_model(name), tiny_model(name), torch.tensor([[5, 3, 8, 4]])
-    expected = base(tokens).logits
-    rloo.add_adapters(policy, Args(**LORA), None)
-    assert torch.equal(policy(tokens).logits, expected)
-    change_adapters(policy)
+    new, policy, tokens = tiny_model(name), with_adapters(tiny_model(name)), torch.tensor([[5, 3, 8, 4]])
+    expected = new(tokens).logits
+    rloo.add_adapters(new, Args(**LORA), None)
+    assert torch.equal(new(tokens).logits, expected)
     with pytest.raises(ZeroDivisionError), rloo.without_adapters(policy):
         assert torch.equal(policy(tokens).logits, expected)
         raise ZeroDivisionError
@@ -1396,19 +1373,11 @@ def test_every_linear_layer_of_the_layers_has_an_adapter_and_nothing_else_has(na
     assert rloo.trained_weights(base).keys() == dict(base.named_parameters()).keys()
 
 
-EXPERTS = SIZE | {"num_key_value_heads": 2, "intermediate_size": 32}
-LINEARS = {  # config, and a layer that is no plain linear one
-    "phimoe": (EXPERTS | {"num_local_experts": 4, "sliding_window": None}, "router"),  # returns a tuple
-    "jamba": (EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}, "dt_proj"),  # is not called
-}
-
-
-@pytest.mark.parametrize("name", LINEARS)
-def test_linear_layers_that_are_more_or_less_than_that_have_no_adapter(name):
-    config, without = LINEARS[name]
-    policy = with_adapters(tiny_model(name, **config))
-    named = [module for module, _ in policy.named_modules() if module.endswith(without)]
-    assert named and not {*named} & {*rloo.adapted_layers(policy)}
+def test_linear_layers_whose_weights_are_read_directly_have_no_adapter():
+    """Those called dt_proj in Mamba's layers: an adapter would have no gradient."""
+    config = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+    policy = with_adapters(tiny_model("jamba", **EXPERTS | config))
+    assert "dt_proj" in str(policy) and not any("dt_proj" in name for name in rloo.adapted_layers(policy))
     rloo.completion_logprobs(policy, random_batch(), 1.0, "plain")[0].sum().backward()
     assert all(weight.grad.any() for weight in rloo.trained_weights(policy).values())
 
@@ -1449,9 +1418,8 @@ def test_what_a_run_with_adapters_leaves(train, tmp_path, monkeypatch, dtype):
     generation = {"eos_token_id": [0, 9], "top_k": 7, "do_sample": True}
     (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(generation))
     loads, rollouts = spy(monkeypatch, "load_model"), spy(monkeypatch, "rollout")
-    metrics, output = train(
-        **LORA, sft_model_path=path, dtype=dtype, total_episodes=64, weight_decay=0.5, num_eval_prompts=4
-    )
+    flags = LORA | {"total_episodes": 64, "weight_decay": 0.5, "num_eval_prompts": 4}
+    metrics, output = train(**flags, sft_model_path=path, dtype=dtype)
     policy, dtype = loads[0][1], getattr(torch, dtype)
     assert policy.dtype == dtype and {x.dtype for x in rloo.trained_weights(policy).values()} == {torch.float32}
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -1473,21 +1441,6 @@ def test_what_a_run_with_adapters_leaves(train, tmp_path, monkeypatch, dtype):
     for update in metrics:
         assert update["val/ratio"] == 1 and update["grad_norm"] > 0
         assert update["val/rollout_logprob_gap"] < (0.1 if dtype == torch.bfloat16 else 1e-5)
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen3", "mixtral"])
-def test_peft_loads_the_adapters(name, tmp_path):
-    """... onto the base, with the policy's logits, and merges them to the weights that are saved."""
-    peft = pytest.importorskip("peft", reason="peft is not installed: only the format of the adapters was tested")
-    path = save(tmp_path / "base", tiny_model(name), tiny_tokenizer())
-    policy = with_adapters(AutoModelForCausalLM.from_pretrained(path).eval())
-    policy.layout = "group"
-    rloo.save_adapters(tmp_path / "adapter", policy, Args(**LORA, sft_model_path=path))
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-    tokens = torch.tensor([[5, 3, 8, 4]])
-    assert (loaded(tokens).logits - policy(tokens).logits).abs().max() < 1e-4
-    merged, copy = loaded.merge_and_unload().state_dict(), rloo.sampling_model(policy, torch.float32).state_dict()
-    assert merged.keys() == copy.keys() and all((merged[name] - copy[name]).abs().max() < 1e-5 for name in copy)
 
 
 @pytest.mark.parametrize("lora", [{}, LORA])
@@ -1527,26 +1480,23 @@ def test_checkpoints_hold_the_adapters_only_and_resumed_runs_end_like_others(tra
     more = resumed_at(output, 1, tmp_path / "more")  # as written where experts are linear layers
     file = tmp_path / "more" / "checkpoint-1" / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.experts.0.lora_A.weight": torch.zeros(3, 8)}, file)
-    with pytest.raises(InputError, match="has adapters of layers that this version of transformers does not have"):
+    with pytest.raises(InputError, match="weights differ: .'base_model.model.experts.0.lora_A.weight'"):
         train(**flags, **more)
 
 
 def test_a_weight_without_a_gradient_has_no_moments_and_its_run_resumes(train, tmp_path, monkeypatch):
     """... such as those of an expert without tokens: its first step is as long as in a run that was not resumed."""
-    unused, updates, average = "lm_head.weight", itertools.count(), rloo.average_gradients
+    updates = itertools.count(1)
 
-    def without_one(policy):
-        average(policy)
-        if next(updates) == 0:
-            dict(policy.named_parameters())[unused].grad = None
+    def without_the_heads(policy):
+        if next(updates) == 1:
+            policy.get_output_embeddings().weight.grad = None
 
-    if OLD:
-        unused = "embed_out.weight"
-    monkeypatch.setattr(rloo, "average_gradients", without_one)
+    monkeypatch.setattr(rloo, "average_gradients", without_the_heads)
     flags = {"total_episodes": 48, "save_steps": 1, "save_total_limit": 9, "lr_scheduler_type": "constant"}
     metrics, output = train(**flags)
     moments = torch.load(output / "checkpoint-1" / "optimizer.pt", weights_only=True)
-    assert moments.pop(unused) == {} and all(state["step"] == 1 for state in moments.values())
+    assert sorted(len(state) for state in moments.values()) == [0] + [3] * (len(moments) - 1)
     again, resumed = train(**flags, **resumed_at(output, 1, tmp_path / "again"))
     assert without_times(again) == without_times(metrics)
     assert torch.equal(final_weights(resumed), final_weights(output))
@@ -1574,17 +1524,21 @@ IN_FLOAT32 = {
 }
 
 
+def named_tensors(model) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
 @pytest.mark.parametrize("lora", [{}, LORA])
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_what_a_model_keeps_in_float32_is_not_rounded_in_copies_and_what_is_saved(name, lora, tmp_path):
     """The copy that samples, and with LoRA the policy that is saved, are as from_pretrained gives them in bfloat16."""
     model = tiny_model(name, **IN_FLOAT32[name])
-    for tensor_name, tensor in rloo.named_tensors(model).items():
+    for tensor_name, tensor in named_tensors(model).items():
         if "correction_bias" in tensor_name:
             torch.nn.init.normal_(tensor)
     path = save(tmp_path, model)
     args = Args(sft_model_path=path, dtype="bfloat16", device="cpu", response_length=4, **lora)
-    expected = rloo.named_tensors(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+    expected = named_tensors(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
     assert any(x.dtype == torch.float32 for name, x in expected.items() if "correction_bias" in name)
     policy = rloo.load_model(args, path, [{"prompt_ids": [3, 4]}], trained=True)
     found = {"copy": rloo.sampling_model(policy, torch.bfloat16)}
@@ -1592,5 +1546,5 @@ def test_what_a_model_keeps_in_float32_is_not_rounded_in_copies_and_what_is_save
         rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
         found["saved"] = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     for copy in found.values():
-        for name, x in rloo.named_tensors(copy).items():
+        for name, x in named_tensors(copy).items():
             assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
