@@ -5,6 +5,7 @@ python -m pytest -q benchmark/gradient
 
 import itertools
 import math
+from statistics import median
 
 import exact
 import pytest
@@ -160,5 +161,8 @@ def test_the_records_are_what_the_command_makes_and_the_page_has_them():
     for column, value in zip(exact.COLUMNS, one):
         low, _, high = recorded["options"]["grpo"][exact.POSITIONS[0]][column]
         assert low <= value <= high
+    name, cases = "logits off by 0.3", exact.cases(exact.REWARDS[:2])
+    gaps = [exact.gap_of(*exact.differing(case, *exact.SAMPLERS[name], seed)) for (seed, *_), case in cases]
+    assert recorded["samplers"][name]["gap"] == pytest.approx(median(gaps), abs=1e-5)
     page = (exact.HERE / "README.md").read_text(encoding="utf-8")
     assert exact.common.filled(page, exact.tables(recorded)) == page
