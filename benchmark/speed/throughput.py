@@ -2,15 +2,14 @@
 
     python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python     # see ../requirements.txt
 
-Measures what throughput.json lacks, so a run that was ended goes on, and writes the tables and the picture of
-README.md. Records of another machine or another rloo.py are replaced. The models have the shape of pythia-70m and
-random weights, the prompts TL;DR's lengths: nothing is downloaded. What is compared takes turns, A B C A B C, and a
-ratio is that of two times within a round, so that a slow minute slows all of them.
+Writes throughput.json, and the tables and the picture of README.md. The models have the shape of pythia-70m and random
+weights, the prompts TL;DR's lengths: nothing is downloaded. What is compared takes turns, A B C A B C, and a ratio is
+that of two times within a round, so that a slow minute slows all of them.
 
-decode   k completions of each prompt by this file's decoder, and by `generate` with the dynamic and the static cache
+decode   k completions of each prompt by rloo.py's decoder, and by `generate` with the dynamic and the static cache
 length   forward + backward of one group of rows in both layouts, over the number of tokens per completion
-update   whole updates in a process of its own for each trainer, without loading and without the first update; what
-         trainers print is in runs/throughput.log
+update   whole updates, each trainer in a process of its own, without loading and without the first update; what they
+         print is in runs/throughput.log
 
 TRL has the same models, prompts, k, R, temperature, β, threads; one epoch, one mini-batch; sdpa; fused AdamW; gradient
 checkpointing off (1.x: on by default); no saving and no evaluation. 1.x generates and scores a whole update at once,
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -44,52 +42,39 @@ import gpu_memory  # noqa: E402
 import rloo  # noqa: E402
 
 COMMAND = "python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python"
+RECORDS = HERE / "throughput.json"
+ROUNDS = 3
 LAYOUTS = ("group", "plain")
+
+# The shape of pythia-70m, and TL;DR's lengths
+SHAPE = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 2048}
+VOCABULARY = 50_304
+PROMPTS = 4  # B: prompts per update
+PROMPT_TOKENS = (224, 448)  # the range of their lengths
+K = 4
+R = 53
 TEMPERATURE = 0.7
-
-
-@dataclass
-class Workload:
-    """A model of pythia-70m's shape, and TL;DR's lengths."""
-
-    vocabulary: int = 50_304
-    layers: int = 6
-    width: int = 512
-    heads: int = 8
-    prompts: int = 4  # B: prompts per update
-    prompt_tokens: tuple = (224, 448)  # the range of their lengths
-    k: int = 4
-    R: int = 53
-    groups: tuple = ((256, 8), (64, 2))  # of `length`: tokens of the prompt, completions; the second shares little
-    lengths: tuple = (32, 128, 384)  # of `length`: tokens per completion
+GROUPS = ((256, 8), (64, 2))  # of `length`: tokens of the prompt, completions; the second shares little
+LENGTHS = (32, 128, 384)  # of `length`: tokens per completion
 
 
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
 
 
-def prompt_rows(work: Workload, count: int, shortest: int, longest: int) -> list[dict]:
+def prompt_rows(count: int, shortest: int, longest: int) -> list[dict]:
     """Rows of rloo.py with random prompts."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
-    words = work.vocabulary - 2  # without eos and padding
+    words = VOCABULARY - 2  # without eos and padding
     return [{"prompt_ids": torch.randint(words, (length,), generator=generator).tolist()} for length in lengths]
 
 
-def write_inputs(work: Workload, rows: list[dict], folder: Path):
+def write_inputs(rows: list[dict], folder: Path):
     """Writes policy/, reward/ and data/. Word w<i> is token i, so decoded text becomes the same tokens again."""
     torch.manual_seed(1)
-    eos, padding = work.vocabulary - 2, work.vocabulary - 1
-    config = transformers.GPTNeoXConfig(
-        vocab_size=work.vocabulary,
-        hidden_size=work.width,
-        num_hidden_layers=work.layers,
-        num_attention_heads=work.heads,
-        intermediate_size=4 * work.width,
-        eos_token_id=eos,
-        pad_token_id=padding,
-        bos_token_id=None,
-        num_labels=1,
-    )
+    eos, padding = VOCABULARY - 2, VOCABULARY - 1
+    tokens = {"vocab_size": VOCABULARY, "eos_token_id": eos, "pad_token_id": padding, "bos_token_id": None}
+    config = transformers.GPTNeoXConfig(**SHAPE, **tokens, num_labels=1)
     words = {f"w{i}": i for i in range(eos)} | {"<eos>": eos, "[PAD]": padding}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -105,15 +90,15 @@ def write_inputs(work: Workload, rows: list[dict], folder: Path):
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
 
 
-def flags_of(work: Workload, folder: Path, device: str) -> dict:
+def flags_of(folder: Path) -> dict:
     """Flags that rloo.py and trl/run.py share, for two updates."""
-    batch = work.prompts * work.k
+    batch = PROMPTS * K
     return {
         "sft_model_path": str(folder / "policy"),
         "reward_model_path": str(folder / "reward"),
         "dataset_name": str(folder / "data"),
-        "rloo_k": work.k,
-        "response_length": work.R,
+        "rloo_k": K,
+        "response_length": R,
         "temperature": TEMPERATURE,
         "kl_coef": 0.05,
         "learning_rate": 1e-6,
@@ -121,7 +106,6 @@ def flags_of(work: Workload, folder: Path, device: str) -> dict:
         "local_rollout_forward_batch_size": batch,
         "total_episodes": 2 * batch,
         "dtype": "float32",
-        "device": device,
     }
 
 
@@ -134,24 +118,29 @@ def where() -> str:
     names = [line.partition(": ")[2] for line in info.splitlines() if line.startswith("model name")]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else (names or [platform.machine()])[0]
     git = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", str(HERE.parents[1] / "rloo.py")]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, rloo.py of commit {commit}"
     return f"{name}, threads: {torch.get_num_threads()}, {versions}"
 
 
-def take_turns(records, part: str, lanes: dict[str, Callable], rounds: int, device: torch.device, warm_up=False):
-    """Adds what the records lack: in each round, the seconds of each lane. A lane may return a dict, which is added and
-    may replace them."""
-    if warm_up:
-        for lane in lanes.values():
-            lane()
-    for number, lane in itertools.product(range(1, rounds + 1), lanes):
+def take_turns(records, part: str, lanes: dict[str, Callable[[], dict]]):
+    """Adds a record of each lane in each round: what the lane returns."""
+    for number, lane in itertools.product(range(1, ROUNDS + 1), lanes):
         name = f"{part}: {lane}: {number}"
-        if name not in records.all:
-            print(name, flush=True)
-            begin = rloo.clock(device)
-            found = lanes[lane]() or {}
-            records.add(name, **({"seconds": rloo.clock(device) - begin} | found))
+        print(name, flush=True)
+        records.add(name, **lanes[lane]())
+
+
+def timed(device: torch.device, function: Callable, *args) -> Callable[[], dict]:
+    """A lane that calls a function. The function is called once here, since a first call also allocates memory."""
+
+    def lane():
+        begin = rloo.clock(device)
+        function(*args)
+        return {"seconds": rloo.clock(device) - begin}
+
+    lane()
+    return lane
 
 
 def decode(args, policy, rows):
@@ -172,9 +161,9 @@ def train(policy, batch, layout: str):
 
 def second_update(command: list, folder: Path) -> dict:
     """Seconds of the second update, and peak GiB, of a trainer in a process of its own."""
-    settings = [f"OMP_NUM_THREADS={torch.get_num_threads()}", "HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=false"]
+    threads = f"OMP_NUM_THREADS={torch.get_num_threads()}"
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    common.run_logged(["env", *settings, *command, "--output_dir", out], common.ROOT / "runs" / "throughput.log")
+    common.run_logged(["env", threads, *command, "--output_dir", out], common.ROOT / "runs" / "throughput.log")
     line = common.read_lines(out / "metrics.jsonl")[1]
     seconds = sum(value for name, value in line.items() if name.startswith("time/"))
     return {"seconds": seconds, "peak_gb": line["memory/peak_gb"]}
@@ -192,40 +181,35 @@ def trainers(flags: dict, folder: Path, pythons: list[str]) -> dict[str, Callabl
     return {name: partial(second_update, command, folder) for name, command in commands.items()}
 
 
-def length_part(prompt: int, k: int, R: int) -> str:
-    return f"length, prompt of {prompt} tokens, {k} completions, R = {R}"
+def length_part(prompt: int, k: int, length: int) -> str:
+    return f"length, prompt of {prompt} tokens, {k} completions of {length}"
 
 
-def measure(work: Workload, records, rounds: int, pythons: list[str], device: str):
-    here = where()
-    if records.value("about", "where") != here:
-        records.path.unlink(missing_ok=True)
-        records.all.clear()
-        records.add("about", where=here)
-    rows = prompt_rows(work, work.prompts, *work.prompt_tokens)
+def measure(records, pythons: list[str]):
+    records.add("about", where=where())
+    rows = prompt_rows(PROMPTS, *PROMPT_TOKENS)
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         folder = Path(temporary)
-        write_inputs(work, rows, folder)
-        flags = flags_of(work, folder, device)
+        write_inputs(rows, folder)
+        flags = flags_of(folder)
         args = rloo.resolve_args(rloo.Args(**flags, output_dir="none"))
         on = torch.device(args.device)
         rloo.start_processes(on)
         policy = rloo.load_model(args, args.sft_model_path, rows, trained=True)
 
-        lanes = {"rloo.py's decoder": partial(decode, args, policy, rows)}
-        lanes["generate, dynamic cache"] = partial(generate, args, policy, rows, None)
-        lanes["generate, static cache"] = partial(generate, args, policy, rows, "static")
-        take_turns(records, "decode", lanes, rounds, on, warm_up=True)
+        lanes = {"rloo.py's decoder": timed(on, decode, args, policy, rows)}
+        lanes["generate, dynamic cache"] = timed(on, generate, args, policy, rows, None)
+        lanes["generate, static cache"] = timed(on, generate, args, policy, rows, "static")
+        take_turns(records, "decode", lanes)
 
-        for (prompt, k), R in itertools.product(work.groups, work.lengths):
-            responses = torch.randint(work.vocabulary, (k, 1, R), device=on)
-            batch = rloo.make_batch(prompt_rows(work, 1, prompt, prompt), responses, [-1])
-            lanes = {layout: partial(train, policy, batch, layout) for layout in LAYOUTS}
-            first = min(work.lengths) == R
-            take_turns(records, length_part(prompt, k, R), lanes, rounds, on, warm_up=first)
+        for (prompt, k), length in itertools.product(GROUPS, LENGTHS):
+            responses = torch.randint(VOCABULARY, (k, 1, length), device=on)
+            batch = rloo.make_batch(prompt_rows(1, prompt, prompt), responses, [-1])
+            lanes = {layout: timed(on, train, policy, batch, layout) for layout in LAYOUTS}
+            take_turns(records, length_part(prompt, k, length), lanes)
 
         del policy
-        take_turns(records, "update", trainers(flags, folder, pythons), rounds, on)
+        take_turns(records, "update", trainers(flags, folder, pythons))
 
 
 # ---- Tables and picture ----------------------------------------------------------------------------------------------
@@ -243,12 +227,11 @@ def lanes_of(records, part: str) -> dict[str, list[dict]]:
 def ratios(lanes: dict[str, list[dict]], lane: str) -> list[float]:
     """How many times as long a lane takes as the first one, round by round."""
     first = next(iter(lanes.values()))
-    return [one["seconds"] / base["seconds"] for one, base in zip(lanes[lane], first)]  # the last one may lack a round
+    return [one["seconds"] / base["seconds"] for one, base in zip(lanes[lane], first)]
 
 
 def with_range(values: list[float]) -> str:
-    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
-    return f"{median(values):.2f}{spread}"
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def table(records) -> str:
@@ -263,44 +246,41 @@ def table(records) -> str:
     return common.markdown(rows)
 
 
-def draw(work: Workload, records, path: Path):
-    """Over R, a line for each kind of group: how much longer plain rows take."""
+def draw(records):
+    """Over the number of tokens, a line for each kind of group: how much longer plain rows take."""
     figure, ((panel,),) = common.canvas(1, 6.5, 4)
-    for prompt, k in work.groups:
-        found = [ratios(lanes_of(records, length_part(prompt, k, R)), "plain") for R in work.lengths]
-        (line,) = panel.plot(work.lengths, [median(x) for x in found], marker="o", markersize=4)
+    for prompt, k in GROUPS:
+        found = [ratios(lanes_of(records, length_part(prompt, k, length)), "plain") for length in LENGTHS]
+        (line,) = panel.plot(LENGTHS, [median(x) for x in found], marker="o", markersize=4)
         line.set_label(f"prompt of {prompt} tokens, {k} completions")
         low, high = ([f(x) for x in found] for f in (min, max))
-        panel.fill_between(work.lengths, low, high, color=line.get_color(), alpha=0.2)
+        panel.fill_between(LENGTHS, low, high, color=line.get_color(), alpha=0.2)
     panel.axhline(1, color="black", linewidth=1, linestyle="--")
     panel.set_xscale("log", base=2)
-    panel.set_xticks(work.lengths, work.lengths)
+    panel.set_xticks(LENGTHS, LENGTHS)
     panel.set(xlabel="R: tokens per completion", ylim=(0, None))
     panel.set_ylabel("time in plain rows / time in group rows\n(line: median of rounds; band: their range)")
     panel.set_title("Forward + backward of one prompt: above 1, group rows are faster")
     panel.legend()
-    common.save(figure, path)
+    common.save(figure, HERE / "length.png")
 
 
 def tables(records) -> dict[str, str]:
-    """All tables of README.md, and the link to its picture."""
-    where = records.value("about", "where")
-    found = {"about": f"On {where}." if where else "This version has not been measured yet.", "speed": table(records)}
-    found["length"] = "![Time in plain rows over time in group rows](length.png)" if lanes_of(records, "update") else ""
+    """All tables of README.md."""
+    found = {"about": f"On {records.value('about', 'where')}.", "speed": table(records)}
     return found | {"memory": gpu_memory.table(gpu_memory.RUNS)}
 
 
-def report(work: Workload | None = None, folder: Path = HERE):
+def report():
     """Writes the tables and the picture of README.md from the records."""
-    records = common.Records(folder / "throughput.json")
-    common.insert(folder / "README.md", tables(records))
-    if lanes_of(records, "update"):  # which are the last to be measured
-        draw(work or Workload(), records, folder / "length.png")
+    records = common.Records(RECORDS)
+    common.insert(HERE / "README.md", tables(records))
+    draw(records)
 
 
 def headline() -> list[list[str]]:
     """Rows of README.md's table."""
-    lanes = lanes_of(common.Records(HERE / "throughput.json"), "update")
+    lanes = lanes_of(common.Records(RECORDS), "update")
     title = "time of an update at TL;DR's lengths / rloo.py's"
     return [
         [f"{lane}: {title}", with_range(ratios(lanes, lane)), f"{len(lanes[lane])} rounds", f"`{COMMAND}`"]
@@ -312,10 +292,9 @@ def headline() -> list[list[str]]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", action="append", default=[], help="python of an environment with TRL; may be repeated")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    measure(Workload(), common.Records(HERE / "throughput.json"), args.rounds, args.trl, args.device)
+    RECORDS.unlink(missing_ok=True)
+    measure(common.Records(RECORDS), args.trl)
     report()
 
 
