@@ -15,7 +15,6 @@ import math
 import random
 import re
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +27,7 @@ from tqdm import tqdm
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(
-    str(HERE.parents[1])
-)  # for rloo.py; it loads this module, so this module imports it only when it builds
+sys.path.append(str(HERE.parents[1]))  # for rloo.py, which loads this module: only functions that build import it
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
@@ -143,13 +140,8 @@ RAMBLES = [
 # ---- Posts and summaries ---------------------------------------------------------------------------------------------
 
 
-def sample_facts(rng):
-    """One story: dict slot -> index of its value."""
-    return {slot: rng.randrange(len(values)) for slot, values in SLOTS.items()}
-
-
 def sample_post(facts, rng):
-    """Facts -> (prompt, decoys): the post in the benchmark's format, and what others did, slot -> index."""
+    """Facts (slot -> index of its value) -> the post in the benchmark's format, and decoys: what others did, alike."""
 
     def say(slot, value):
         return rng.choice(SLOTS[slot][value])
@@ -189,9 +181,9 @@ def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
 
 def sample_row(rng, taken):
     """One row of the data. Its facts are none of the combinations in `taken`, a set, which they are added to."""
-    facts = sample_facts(rng)
-    while tuple(facts.values()) in taken:
-        facts = sample_facts(rng)
+    facts = {}
+    while not facts or tuple(facts.values()) in taken:
+        facts = {slot: rng.randrange(len(values)) for slot, values in SLOTS.items()}
     taken.add(tuple(facts.values()))
     prompt, decoys = sample_post(facts, rng)
     # The simulated human: usually right, rarely complete, now and then rambling.
@@ -457,14 +449,12 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
         of posts with a hack, and with SFT samples, in their group."""
         chosen = [rng.choice(pool) if rng.random() < sampled else (row, []) for row in make_rows(n)]
         texts = [candidates(row, samples, rng, hacks) for row, samples in chosen]
-        prompts = tokenizer([row["prompt"] for row, _ in chosen]).input_ids
-        encoded = tokenizer([text for group in texts for text in group], return_offsets_mapping=True)
-        encoded = zip(encoded.input_ids, encoded.offset_mapping)
         groups = []
-        for (row, _), prompt, group in zip(chosen, prompts, texts):
+        for (row, _), group in zip(chosen, texts):
             labelled = []
             for text in group:
-                ids, spans = next(encoded)
+                encoded = tokenizer(text, return_offsets_mapping=True)
+                ids, spans = encoded.input_ids, encoded.offset_mapping
                 scores, kinds = token_labels(row["facts"], text, spans)
                 read = text[: spans[:63][-1][1]] if spans else ""
                 scores = scores[:63] + gold_judge(None, [read], facts=[row["facts"]])
@@ -473,7 +463,7 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
                     cut = rng.randint(1, len(ids) - 1)
                     ids, scores, kinds = ids[:cut], scores[:cut], kinds[:cut]
                 labelled.append((ids, scores, kinds))
-            groups.append((prompt, labelled))
+            groups.append((tokenizer(row["prompt"]).input_ids, labelled))
         return groups
 
     def length(example):
@@ -558,9 +548,8 @@ def evaluate(policy, reward_model, tokenizer, rows):
     texts = generate(policy, tokenizer, [row["prompt"] for row in rows], 0.7)
     gold = gold_judge(None, texts, facts=[row["facts"] for row in rows])
     score = scores_of(reward_model, tokenizer, rows, texts)
-    signs = [
-        (score[i] - score[i + 1]) * (gold[i] - gold[i + 1]) for i in range(0, len(rows), 2) if gold[i] != gold[i + 1]
-    ]
+    pairs = [i for i in range(0, len(rows), 2) if gold[i] != gold[i + 1]]
+    signs = [(score[i] - score[i + 1]) * (gold[i] - gold[i + 1]) for i in pairs]
     figures["reward model agreement"] = mean([(sign > 0) + 0.5 * (sign == 0) for sign in signs])
     figures["held-out pairs"] = len(signs)
     return figures
@@ -575,11 +564,7 @@ def save_jsonl(path, rows):
 
 def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
     """Makes mini TL;DR, see above. `quick`: a small build which shows that everything runs; its models are poor."""
-    sizes, start = (QUICK if quick else SIZES), time.time()
-
-    def log(message):
-        print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
-
+    sizes = QUICK if quick else SIZES
     rng, taken = random.Random(seed), set()
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
@@ -597,15 +582,19 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
     for split, rows in splits.items():
         save_jsonl(output_dir / f"{split}.jsonl", rows)
     tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in splits["train"]])
-    log(f"{len(tokenizer)} tokens; the first row:\n{splits['train'][0]['prompt']}{splits['train'][0]['completion']}")
 
-    epochs = (row for _ in iter(int, 1) for row in rng.sample(splits["train"], len(splits["train"])))
+    def epochs():
+        while True:
+            yield from rng.sample(splits["train"], len(splits["train"]))
+
+    rows = epochs()
     policy = GPTNeoXForCausalLM(model_config(tokenizer, layers=3))
-    policy = train_lm("policy", tokenizer, policy, sizes["sft"], lambda n: [next(epochs) for _ in range(n)], 2e-3, rng)
+    policy = train_lm("policy", tokenizer, policy, sizes["sft"], lambda n: [next(rows) for _ in range(n)], 2e-3, rng)
     save(policy, "sft")
     some = splits["validation"][:200]
-    texts = [generate(policy, tokenizer, [row["prompt"] for row in some], temperature) for temperature in (0.7, 0.0)]
-    log("policy fine-tuned; win rate sampled {:.2f}, greedy {:.2f}".format(*(win_rate(some, t) for t in texts)))
+    for temperature in (0.7, 0.0):
+        texts = generate(policy, tokenizer, [row["prompt"] for row in some], temperature)
+        print(f"win rate at temperature {temperature}: {win_rate(some, texts):.2f}")
 
     # The reward model begins as a language model of complete and correct summaries: it can read.
     def complete(n):
@@ -613,19 +602,14 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
 
     reader = GPTNeoXForCausalLM(model_config(tokenizer, layers=4))
     reader = train_lm("reader", tokenizer, reader, sizes["reader"], complete, 2e-3, rng)
-    log("reader trained on complete summaries")
-    rows = fresh(sizes["pool"])
-    drawn = [generate(policy, tokenizer, [row["prompt"] for row in rows], temperature) for temperature in (0.7, 1.0)]
-    pool = [(row, samples) for row, *samples in zip(rows, *drawn)]
-    log("policy sampled")
+    posts = fresh(sizes["pool"])
+    drawn = [generate(policy, tokenizer, [row["prompt"] for row in posts], temperature) for temperature in (0.7, 1.0)]
+    pool = [(row, samples) for row, *samples in zip(posts, *drawn)]
     reward_model = train_reward_model(tokenizer, reader, sizes["stages"], fresh, pool, rng)
-    log("reward model trained")
     save(reward_model, "reward")
 
     figures = {"seed": seed, **evaluate(policy, reward_model, tokenizer, splits["test"])}
-    print("\n".join(f"{name:36} {value:8.3f}" for name, value in figures.items()))
     (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
-    log(f"saved in {output_dir}")
 
 
 if __name__ == "__main__":
