@@ -1,6 +1,6 @@
 """Verifiable rewards for GSM8K (Cobbe et al. 2021, arXiv:2110.14168): is the answer right and in the asked format?
 
-    python rloo.py --reward_fns benchmark/gsm8k/gsm8k_reward.py:correctness benchmark/gsm8k/gsm8k_reward.py:format ...
+    python rloo.py --reward_fns benchmark/mini_gsm8k/gsm8k_reward.py:correctness ...
 
 A row has `answer`: a number ("42"), or a solution with its answer in one of the marks below, as in GSM8K.
 

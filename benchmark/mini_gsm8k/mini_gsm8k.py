@@ -9,14 +9,11 @@ one step: it solves most of these and few of the others. The solutions are those
 stops early, takes a wrong number or sign, makes mistakes in sums and forgets how the answer should be written. A
 problem's key is its computation, signs and numbers: no key of a held-out problem occurs in fine-tuning or training, and
 none is in both held-out splits.
-
-Reading order is running order: problems, pupil, tokenizer, training, main.
 """
 
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -169,23 +166,11 @@ def train_tokenizer(texts: list[str]):
 
 def train_policy(tokenizer, total: int, sample, rng: random.Random):
     """A Qwen3 fine-tuned, from nothing, on the pupil's solutions of `total` rows; `sample` draws a row."""
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=384,
-            max_position_embeddings=512,
-            initializer_range=0.06,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {"hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 384, "max_position_embeddings": 512}
+    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    options = {"vocab_size": len(tokenizer), "initializer_range": 0.06, "tie_word_embeddings": True}
+    model = Qwen3ForCausalLM(Qwen3Config(**heads, **sizes, **tokens, **options))
 
     def make_rows(n):
         rows = [sample() for _ in range(n)]
@@ -194,6 +179,9 @@ def train_policy(tokenizer, total: int, sample, rng: random.Random):
         return [{"prompt": text, "completion": solve(row["problem"], rng)} for text, row in zip(prompts, rows)]
 
     return train_lm("policy", tokenizer, model, total, make_rows, 3e-3, rng, 32)
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
 
 
 def accuracy(model, tokenizer, rows: list[dict], temperature: float) -> tuple[float, float]:
@@ -205,11 +193,7 @@ def accuracy(model, tokenizer, rows: list[dict], temperature: float) -> tuple[fl
 
 def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
     """Makes mini GSM8K, see above. `quick`: a small build which shows that everything runs; its model is poor."""
-    sizes, start = (QUICK if quick else SIZES), time.time()
-
-    def log(message):
-        print(f"[{(time.time() - start) / 60:5.1f} min] {message}", flush=True)
-
+    sizes = QUICK if quick else SIZES
     rng = random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
@@ -227,7 +211,6 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
         save_jsonl(output_dir / f"{split}.jsonl", shipped)
     texts = [message["content"] for row in train for message in row["prompt"]] + [row["answer"] for row in train]
     tokenizer = train_tokenizer(texts)
-    log(f"{len(tokenizer)} tokens; the first problem:\n{train[0]['prompt'][1]['content']}\n{train[0]['answer']}")
     pupil = [solve(row["problem"], rng) for row in test]
     policy = train_policy(tokenizer, sizes["sft"], lambda: sample_row(rng, held_out, LESSONS), rng)
     policy.save_pretrained(output_dir / "sft")
@@ -243,7 +226,6 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         correct, formatted = accuracy(policy, tokenizer, test, temperature)
         figures |= {f"sft {name} correctness": correct, f"sft {name} format": formatted}
-    log("\n".join(f"{name:26} {value:g}" for name, value in figures.items()))
     (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 

@@ -6,8 +6,6 @@
 It writes posts with human-like reference summaries, a tokenizer, a policy fine-tuned on the references (sft/) and a
 reward model trained on noisy comparisons (reward/). The facts behind each post are known, so a gold judge can score any
 summary exactly. As in the real benchmark the policy never sees the judge, only the reward model.
-
-Reading order is running order: tables, posts, judge, tokenizer, training, reward model, figures, main.
 """
 
 import json
