@@ -1,32 +1,26 @@
 """Checks rloo.py on the device that you have: are its results right, what does it need, how fast does it decode?
 
-    python benchmark/gpu/check.py                 # on a GPU: ten minutes
-    python benchmark/gpu/check.py --device cpu    # tiny models on a CPU: under two minutes
-    python benchmark/gpu/check.py --only right several
+    python benchmark/gpu/check.py    # on a GPU: ten minutes; without one: tiny models on the CPU, under two minutes
 
-Prints PASS, FAIL, SKIP or a number (INFO) for each line, writes all of them to gpu-check.json, and ends with status 1
-if a line has failed. Models have random weights or are those of the bundled task, so nothing is downloaded.
+Prints PASS, FAIL, SKIP or a number (INFO) for each line, and ends with status 1 if a line has failed. Models have
+random weights or are those of the bundled task, so nothing is downloaded.
 """
 
 import contextlib
 import io
-import json
 import math
-import os
 import platform
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch
 import transformers
-import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark" / "speed")]
@@ -70,7 +64,7 @@ def random_rows(B, longest, vocabulary=64, shortest=None) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(shortest or longest // 3, longest, B).long().tolist()
     prompts = [torch.randint(13, vocabulary, (n,), generator=generator).tolist() for n in lengths]
-    return [{"prompt_ids": ids, "prompt_text": "", "prompt": "", "columns": {}} for ids in prompts]
+    return [{"prompt_ids": ids} for ids in prompts]
 
 
 def flags(device, **changes) -> rloo.Args:
@@ -248,22 +242,16 @@ def several(device) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         for name, count in {"whole": 1, "ddp": 2, "fsdp": 2}.items():
             start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={count}", "--rdzv-backend=c10d"]
-            start += ["--rdzv-endpoint=localhost:0", __file__, "--worker", *words, f"--output_dir={folder}/{name}"]
+            start += ["--rdzv-endpoint=localhost:0", __file__, *words, f"--output_dir={folder}/{name}"]
             start += [f"--per_device_train_batch_size={16 // count}", f"--sharding={name.replace('whole', 'ddp')}"]
             done = subprocess.run(start, capture_output=True, text=True, timeout=300)
             if done.returncode:
-                raise RuntimeError(f"{name}: {first_error(done.stderr)}")
+                raise RuntimeError(f"{name}: {done.stderr}")
         for name in ("ddp", "fsdp"):
             yield f"weights by {name} unlike one process's", apart(folder, name), 1e-5
 
 
-def first_error(text: str) -> str:
-    """The first line of a process's stderr that names an error, then all of it."""
-    named = [line for line in text.splitlines() if "Error: " in line]
-    return "\n".join([*named[:1], text])
-
-
-# ---- On a GPU only: what it learns, needs, and how fast it decodes ---------------------------------------------------
+# ---- What it learns, needs, and how fast it decodes ------------------------------------------------------------------
 
 
 def learns(device) -> Iterator[Line]:
@@ -324,78 +312,48 @@ def decode_rate(device) -> Iterator[Line]:
         yield f"tokens per second, --rollout_engine {engine}", B * k * R / seconds, None
 
 
-SECTIONS: dict[str, list[Callable]] = {
-    "right": [log_probs_and_gradients, decoding, stop_tokens, sampling, updates, resume],
-    "several": [several],
-    "learns": [learns],
-    "memory": [memory],
-    "fast": [decode_rate],
-}
+CHECKS = [log_probs_and_gradients, decoding, stop_tokens, sampling, updates, resume, several, decode_rate]
+ON_A_GPU = [learns, memory]  # and only there
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
 
 
-def lines_of(check: Callable, device) -> Iterator[dict]:
-    """The lines of a check. An error fails a line with the check's name."""
-    skipped = [("this section", "needs a GPU", None)]
-    run_here = check not in (learns, memory) or torch.device(device).type == "cuda"
+def lines_of(check: Callable, device) -> Iterator[tuple[str, str]]:
+    """The verdict and the text of each line of a check. An error fails a line with the check's name."""
     try:
-        for what, value, limit in check(device) if run_here else skipped:
-            verdict = "INFO" if limit is None else "PASS" if value <= limit else "FAIL"  # NaN fails
-            verdict = "SKIP" if isinstance(value, str) else verdict
-            yield {"verdict": verdict, "what": what, "value": value, "limit": limit}
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {str(error)[:300]}"
-        line = {"verdict": "FAIL", "what": check.__name__, "value": " ".join(said.split()), "limit": None}
-        yield line | {"trace": traceback.format_exc()}
+        for what, value, limit in check(device):
+            if isinstance(value, str):
+                yield "SKIP", f"{what}: {value}"
+            elif limit is None:
+                yield "INFO", f"{what}: {value:.4g}"
+            else:
+                verdict = "PASS" if value <= limit else "FAIL"  # NaN fails
+                yield verdict, f"{what}: {value:.4g} (at most {limit:g})"
+    except Exception:
+        yield "FAIL", f"{check.__name__}: {traceback.format_exc()}"
 
 
-def about(device) -> dict:
-    """What was checked, and on what."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    found = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
-    found |= {"transformers": transformers.__version__, "python": platform.python_version(), "commit": commit}
-    if torch.device(device).type == "cuda":
-        found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found
-
-
-@dataclass
-class Args:
-    """Checks rloo.py on this machine's device."""
-
-    device: str | None = None  # cpu, cuda, ...; default: cuda if available
-    only: tuple[str, ...] = tuple(SECTIONS)  # sections to run
-    output: str = "gpu-check.json"  # where the lines are written
-
-
-def main(args: Args) -> int:
+def main(device: str) -> int:
     """Runs the checks; returns how many lines failed."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda":
-        rloo.start_processes(torch.device(device, 0) if device == "cuda" else torch.device(device))
-    begin, lines = time.time(), []
-    print(" ".join(f"{name} {value}" for name, value in about(device).items()))
-    for section in args.only:
-        for line in (line for check in SECTIONS[section] for line in lines_of(check, device)):
-            lines.append({"section": section, **line})
-            value = line["value"] if isinstance(line["value"], str) else f"{line['value']:.4g}"
-            limit = "" if line["limit"] is None else f" (at most {line['limit']:g})"
-            print(f"{line['verdict']} {section}: {line['what']}: {value}{limit}", flush=True)
-    failed = [line["what"] for line in lines if line["verdict"] == "FAIL"]
-    found = {"about": about(device), "seconds": time.time() - begin, "failed": len(failed), "lines": lines}
-    Path(args.output).write_text(json.dumps(found, indent=1) + "\n")
-    print(f"\n{len(failed)} of {len(lines)} lines failed, in {time.time() - begin:.0f} s; all are in {args.output}")
-    for what in failed:
-        print(f"  {what}")
+    on_gpu = torch.device(device).type == "cuda"
+    rloo.start_processes(torch.device(device))
+    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, rloo.py of commit {commit}")
+    failed = []
+    for check in CHECKS + ON_A_GPU * on_gpu:
+        for verdict, text in lines_of(check, device):
+            print(verdict, text, flush=True)
+            if verdict == "FAIL":
+                failed.append(text.splitlines()[0])
+    print("\n".join([f"\n{len(failed)} lines failed", *failed]))
     return len(failed)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:  # a process of `several`
-        rloo.command_line(sys.argv[2:])
-        os._exit(0)  # without waiting for other processes' groups
-    transformers.logging.set_verbosity_error()
-    sys.exit(main(tyro.cli(Args, use_underscores=True)) > 0)
+    if sys.argv[1:]:  # a process of `several`
+        rloo.command_line(sys.argv[1:])
+    else:
+        transformers.logging.set_verbosity_error()
+        sys.exit(main("cuda:0" if torch.cuda.is_available() else "cpu") > 0)
