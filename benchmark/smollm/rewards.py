@@ -1,30 +1,20 @@
-"""Rewards of this folder's tasks, for --reward_fns; their packages are imported when first used."""
-
-from functools import lru_cache
-
-
-@lru_cache(maxsize=1)
-def vader():
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-    return SentimentIntensityAnalyzer()
+"""Rewards of this folder's tasks, for --reward_fns; each needs a package of its own."""
 
 
 def sentiment(prompts, completions, completion_ids, **columns) -> list[float]:
     """VADER's compound score, from -1 (negative) to 1 (positive)."""
-    return [vader().polarity_scores(completion)["compound"] for completion in completions]
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-
-@lru_cache(maxsize=1)
-def verifier():
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset("word_sequence_reversal", size=1)
+    vader = SentimentIntensityAnalyzer()
+    return [vader.polarity_scores(completion)["compound"] for completion in completions]
 
 
 def reversal(prompts, completions, completion_ids, answer, **columns) -> list[float]:
     """reasoning-gym's own score: 1 if exact; less the more stands around the right answer; else 0."""
+    import reasoning_gym
+
+    verifier = reasoning_gym.create_dataset("word_sequence_reversal", size=1)
     return [
-        verifier().score_answer(completion.strip(), {"answer": right})
+        verifier.score_answer(completion.strip(), {"answer": right})
         for completion, right in zip(completions, answer, strict=True)
     ]

@@ -1,7 +1,6 @@
 """Trains SmolLM2-135M-Instruct by rloo.py (and by TRL), and measures what has become of it.
 
     python benchmark/smollm/smollm.py                      # every run that has no record yet, and the page
-    python benchmark/smollm/smollm.py --only sentiment-full-beta0-seed1 reversal-full-beta0.02-seed1
     python benchmark/smollm/smollm.py --quick              # 10 updates of each task; prints their tables
 
 prepare.py comes first. A run is trained, measured on prompts that it was not trained on, and gets its record in
@@ -47,7 +46,7 @@ TASKS = {
 @dataclass(frozen=True)
 class Run:
     task: str
-    method: str  # full: all weights; lora<rank>; trl: all weights by TRL
+    method: str  # full: all weights; lora8; trl: all weights by TRL
     beta: float
     seed: int
     updates: int = 40
@@ -57,9 +56,9 @@ class Run:
         return f"{self.task}-{self.method}-beta{self.beta:g}-seed{self.seed}"
 
     def flags(self, prepared: Path) -> list[str]:
-        rank = int(self.method.removeprefix("lora")) if self.method.startswith("lora") else 0
+        rate = TASKS[self.task].learning_rate
         values = {
-            "learning_rate": TASKS[self.task].learning_rate * (10 if rank else 1),
+            "learning_rate": 10 * rate if self.method == "lora8" else rate,
             "kl_coef": self.beta,
             "rloo_k": K,
             "total_episodes": self.updates * SIZE,
@@ -67,7 +66,8 @@ class Run:
             "gradient_accumulation_steps": 2,
             "seed": self.seed,
         }
-        values |= {"lora_rank": rank} if rank else {}
+        if self.method == "lora8":
+            values["lora_rank"] = 8
         return [*task_flags(self.task, prepared), *(f"--{name}={value:g}" for name, value in values.items())]
 
 
@@ -105,13 +105,12 @@ def train(run: Run, folder: Path, prepared: Path, trl: str | None) -> Path:
 
 
 def course(folder: Path) -> dict:
-    """What a run's metrics say: its score in each update, the median of its seconds, and its peak memory."""
+    """What a run's metrics say: its score in each update, and the median of its seconds."""
     lines = read_lines(folder / "metrics.jsonl")
     seconds = median(sum(value for name, value in line.items() if name.startswith("time/")) for line in lines)
     return {
         "reward": [round(line["objective/scores"], 4) for line in lines],
         "seconds_per_update": round(seconds, 1),
-        "peak_gb": round(max(line["memory/peak_gb"] for line in lines), 1),
     }
 
 
@@ -135,8 +134,8 @@ def mean_of(values) -> float:
 
 def summary(samples: list[dict]) -> dict:
     """Of the completions of one mode. exact: the share of full scores."""
-    found = {name: mean_of(sample[name] for sample in samples) for name in ("score", "length")}
-    return {"prompts": len(samples), **found, "exact": mean_of(sample["score"] > 1 - 1e-6 for sample in samples)}
+    scores = [sample["score"] for sample in samples]
+    return {"score": mean_of(scores), "exact": mean_of(score > 1 - 1e-6 for score in scores)}
 
 
 def habits(samples: list[dict]) -> dict:
@@ -170,8 +169,6 @@ def logprobs_of(path: Path, samples: list[dict]) -> list[float]:
 
 def kl(samples: list[dict], policy: Path, reference: Path) -> float:
     """KL divergence of sampled completions, in nats."""
-    if policy == reference:
-        return 0.0
     pairs = zip(logprobs_of(policy, samples), logprobs_of(reference, samples), strict=True)
     return mean_of(ours - theirs for ours, theirs in pairs)
 
@@ -211,14 +208,12 @@ def make(runs: list[Run], folder: Path, prepared: Path, records: Records, trl: s
         print(f"training and measuring {run.name}", flush=True)
         policy = train(run, folder, prepared, trl)
         command = " ".join(["run.py rloo" if run.method == "trl" else "rloo.py", *run.flags(Path("prepared"))])
-        found = {"command": command.replace(f"{HERE}/", ""), "seed": run.seed, **course(policy)}
+        found = {"command": command.replace(f"{HERE}/", ""), **course(policy)}
         records.add(run.name, **found, **measure(run.name, run.task, policy, folder, prepared, limit))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [run.name for run in planned()]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="RUN", help=f"any of {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help="10 updates of each task, in records of their own")
     parser.add_argument("--trl", help="python of an environment with TRL 1.16")
     args = parser.parse_args()
@@ -228,8 +223,7 @@ def main():
         make([Run(task, "full", 0.02, 1, updates=10) for task in TASKS], folder, HERE / "prepared", records, None, 32)
         print("\n\n".join(report.tables(records).values()))
         return
-    runs = [run for run in planned() if not args.only or run.name in args.only]
-    make(runs, ROOT / "runs" / "smollm", HERE / "prepared", Records(report.RECORDS), args.trl, 500)
+    make(planned(), ROOT / "runs" / "smollm", HERE / "prepared", Records(report.RECORDS), args.trl, 500)
     report.report()
 
 

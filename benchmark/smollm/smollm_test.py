@@ -89,8 +89,8 @@ def test_no_topic_and_no_list_is_in_two_splits(packages, monkeypatch):
 
 
 def test_what_is_counted_in_completions():
-    found = smollm.summary([{"score": 1.0, "length": 3}, {"score": 0.5, "length": 4}])
-    assert found == {"prompts": 2, "score": 0.75, "length": 3.5, "exact": 0.5}
+    found = smollm.summary([{"score": 1.0}, {"score": 0.5}])
+    assert found == {"score": 0.75, "exact": 0.5}
     prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nDescribe bus stops.<|im_end|>\n"
     completions = ["A bus stop is cold.", "I'm so Glad!", "Lovely stops.", "Stone."]
     found = smollm.habits([{"prompt": prompt, "completion": text} for text in completions])
@@ -119,7 +119,8 @@ def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages,
     record = records.all.pop(run.name)
     assert len(record["reward"]) == 2 and record["seconds_per_update"] > 0
     assert record["command"].startswith("rloo.py --dataset_name=prepared/sentiment --reward_fns=rewards.py:sentiment")
-    assert [record["test"][mode]["prompts"] for mode in ("sampled", "greedy")] == [8, 8]
+    completions = smollm.read_lines(tmp_path / "runs" / "measured" / f"{run.name}-test" / "completions.jsonl")
+    assert sorted(line["mode"] for line in completions) == ["greedy"] * 8 + ["sampled"] * 8
     assert records.all["sentiment-base"]["test"]["sampled"]["kl"] == 0 and list(records.all) == ["sentiment-base"]
     assert "left out" in capsys.readouterr().out
     monkeypatch.setattr(smollm, "run_logged", None)  # without its record, nothing is trained or completed again
@@ -140,5 +141,6 @@ def test_the_page_has_the_records_and_few_seeds_have_no_error():
     assert report.common.filled(page, report.tables(records)) == page
     del records.all["sentiment-full-beta0-seed3"]
     tables = report.tables(records)
-    assert "| all weights, β = 0 | 0.91 | 0.95 |" in tables["sentiment"]
-    assert "all weights, β = 0 |" not in tables["differences"] and "β = 0.1 |" in tables["differences"]
+    assert (
+        "| all weights, β = 0 | 0.91 |  |" in tables["sentiment"] and "β = 0.1 | 0.42 ± 0.01 | -" in tables["sentiment"]
+    )
