@@ -18,10 +18,10 @@ LOGIT_BYTES = 22  # for each logit of a block: float32 logits, log-probs, probab
 BLOCK = 2**27  # logits of a block, see completion_logprobs
 CONTEXT = 0.5 * GIB  # CUDA's own memory, and kernels
 NCCL = 1 * GIB  # buffers of several processes
-# Bytes that a layer keeps of a token for backward: a · width + b · feed_forward. With LoRA weights and residual stream
-# are in bfloat16; the third number is that of linear layers, which have adapters.
-FAMILIES = {"Qwen2.5": (34, 8), "GPT-NeoX": (26, 4)}
-LORA = {"Qwen2.5": (18, 8, 7), "GPT-NeoX": (19, 4, 4)}
+# Bytes that a layer keeps of a token for backward: a · width + b · feed_forward + 2c · rank. With LoRA weights and
+# residual stream are in bfloat16; c is the number of linear layers, which have adapters.
+KEPT = {"Qwen2.5": (34, 8, 0), "GPT-NeoX": (26, 4, 0)}
+KEPT_WITH_LORA = {"Qwen2.5": (18, 8, 7), "GPT-NeoX": (19, 4, 4)}
 GATED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2")  # model types whose layers are like Qwen2.5's
 
 
@@ -74,11 +74,8 @@ RUNS = {
 
 def kept_by_layer(family: str, width: int, feed_forward: int, lora_rank: int = 0) -> int:
     """Bytes that a layer keeps of a token for backward."""
-    if lora_rank:
-        of_width, of_feed_forward, linears = LORA[family]
-        return of_width * width + of_feed_forward * feed_forward + 2 * linears * lora_rank
-    of_width, of_feed_forward = FAMILIES[family]
-    return of_width * width + of_feed_forward * feed_forward
+    a, b, c = (KEPT_WITH_LORA if lora_rank else KEPT)[family]
+    return a * width + b * feed_forward + 2 * c * lora_rank
 
 
 def adapter_parameters(model: Model, rank: int) -> int:

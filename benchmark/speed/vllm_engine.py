@@ -69,8 +69,7 @@ def write_weights(model, folder):
 
 def start() -> Connection:
     """The pipe to a new process that runs `serve`."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:  # this folder, which has the same name, has no origin
+    if importlib.util.find_spec("vllm") is None:
         raise SystemExit("vllm_engine.py: vLLM is not installed; benchmark/speed/README.md says how to install it")
     import torch  # here, so that vLLM's process imports it its own way
 
