@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +111,7 @@ def shipped_combinations() -> set[tuple]:
     return {combination(row) for row in itertools.chain(*rows)}
 
 
-@lru_cache(maxsize=1)
+@cache
 def fresh_posts() -> dict[str, list[dict]]:
     """Posts of each kind by the task's own generator, always the same. No combination of facts is in two kinds, nor in
     a split that is shipped."""
@@ -155,7 +155,7 @@ class Engine:
         return rloo.completion_texts(batch, self.tokenizer), found
 
 
-@lru_cache(maxsize=1)
+@cache
 def engine() -> Engine:
     return Engine()
 
@@ -163,11 +163,11 @@ def engine() -> Engine:
 def grade(policy, posts: list[dict], samples: int, seed: int, temperature: float = TEMPERATURE) -> dict:
     """Measure -> its values (posts, samples), with the same random numbers for all policies:
 
-    win     1 where the gold judge's score is above that of the post's reference, 0.5 where equal, else 0
+    win     1 where the gold judge prefers the completion to the post's reference, 0.5 for a tie, else 0
     score   the reward model's
     kl      Σ_t log π(y_t) - log π_SFT(y_t) at this temperature, in nats; 0 for greedy completions
     """
-    rows, reference = engine().rows(posts), gold([post["completion"] for post in posts], posts)
+    rows = engine().rows(posts)
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["prompt_ids"]), i))  # little padding
     found = {name: np.empty((len(rows), samples)) for name in ("win", "score", "kl")}
     size = max(1, CHUNK // samples)
@@ -175,21 +175,11 @@ def grade(policy, posts: list[dict], samples: int, seed: int, temperature: float
         index = order[begin : begin + size]
         transformers.set_seed(seed * 1_000_000 + number)
         texts, values = engine().complete(policy, [rows[i] for i in index], samples, temperature)
-        ours = gold(texts, [posts[i] for i in index] * samples).reshape(samples, -1)
-        values["win"] = torch.from_numpy(wins(ours, reference[index]))
+        columns = {name: [posts[i][name] for i in index] * samples for name in ("facts", "completion")}
+        values["win"] = torch.tensor(mini_tldr.gold_win_rate(None, texts, **columns)).view(samples, -1)
         for name, tensor in values.items():
             found[name][index] = tensor.T.numpy()
     return found
-
-
-def gold(texts: list[str], posts: list[dict]) -> np.ndarray:
-    """The gold judge's scores."""
-    return np.array(mini_tldr.gold_judge(None, texts, facts=[post["facts"] for post in posts]))
-
-
-def wins(ours: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """1 where ours is above the reference's, 0.5 where it is equal, else 0."""
-    return np.where(np.isclose(ours, reference, atol=1e-6), 0.5, (ours > reference).astype(float))
 
 
 def over_posts(values: np.ndarray) -> list[float]:

@@ -1,6 +1,6 @@
 """How does RLOO compare with PPO, GRPO, RAFT and REINFORCE without a baseline on mini TL;DR?
 
-    python benchmark/study/peers.py --trl0 trl0/bin/python --trl1 trl1/bin/python    # about 6 hours of a core
+    python benchmark/study/peers.py --trl0 trl0/bin/python --trl1 trl1/bin/python
     python benchmark/study/peers.py --names rloo raft                                # some of it
 
 benchmark/requirements.txt says how to make the environments with TRL 0.19 (PPO) and 1.x (GRPO); without them these rows
@@ -22,9 +22,8 @@ import tyro
 from measure import Setting, common
 
 HERE = Path(__file__).resolve().parent
-RECORDS, PICTURE = HERE / "peers.json", HERE / "peers.png"
+RECORDS = HERE / "peers.json"
 POSTS = 5_000  # fresh test posts
-COLOURS = {"ahead": "tab:blue", "behind": "tab:orange", "not told apart": "tab:grey"}
 
 
 @dataclass(frozen=True)
@@ -115,42 +114,19 @@ def seconds(records: common.Records, runs: list[str]) -> str:
 
 
 def table(records: common.Records) -> str:
-    """Methods with five seeds, and RLOO's longer runs by reach.py, which are in no comparison."""
-    apart = compared(records)
-    found = {row: values for row, values in wins(records).items() if ROWS[row].seeds >= 5}
-    rows = [["method", "seeds", "gold win rate, %", "minus RLOO, points", "p (Holm)", "KL, nats", "seconds"]]
+    """All methods, and RLOO's longer runs by reach.py, which are in no comparison."""
+    apart, found = compared(records), wins(records)
+    rows = [["method (seeds)", "gold win rate, %", "minus RLOO, k = 4, points", "p (Holm)", "seconds"]]
     for row in sorted(found, key=lambda row: -np.mean(found[row])):
         x = apart.get(row)
-        cells = [common.with_interval(x), f"{x.holm:.2g}"] if x else ["", ""]
-        kl = common.plus_minus(measure.means(records, names(row), "test", "kl"))
-        start = [ROWS[row].title, str(len(found[row])), common.plus_minus(found[row])]
-        rows.append([*start, *cells, kl, seconds(records, names(row))])
+        difference = [common.with_interval(x), f"{x.holm:.2g}"] if x else ["", ""]
+        title, win = f"{ROWS[row].title} ({len(found[row])})", common.plus_minus(found[row])
+        rows.append([title, win, *difference, seconds(records, names(row))])
     longer, longer_runs = common.Records(reach.RECORDS), reach.ROWS["beta0.02"].names()
-    win, kl = (measure.means(longer, longer_runs, "test", name) for name in ("win", "kl"))
-    start = ["RLOO, default with 25,600 episodes", str(len(win)), common.plus_minus(win, 100)]
-    rows.append([*start, "", "", common.plus_minus(kl), seconds(longer, longer_runs)])
+    win = measure.means(longer, longer_runs, "test", "win")
+    title = f"RLOO, default with 25,600 episodes ({len(win)})"
+    rows.append([title, common.plus_minus(win, 100), "", "", seconds(longer, longer_runs)])
     return common.markdown(rows)
-
-
-def draw(records: common.Records):
-    """The differences with their intervals, a line each, the numbers on the right."""
-    figure, ((axis,),) = common.canvas(1, 10, 4.6)
-    found, apart = wins(records), compared(records)
-    axis.axvline(0, color="black", lw=1)
-    for place, x in enumerate(apart.values()):
-        axis.plot([x.low, x.high], [place, place], color=COLOURS[x.verdict], lw=2)
-        axis.plot(x.mean, place, "o", color=COLOURS[x.verdict], ms=5)
-        side = {"xycoords": axis.get_yaxis_transform(), "va": "center", "fontsize": 8, "annotation_clip": False}
-        axis.annotate(common.with_interval(x), (1.01, place), **side)
-    axis.set_yticks(range(len(apart)), [f"{ROWS[row].title} ({len(found[row])})" for row in apart])
-    axis.set_ylim(len(apart) - 0.4, -0.6)
-    for verdict in dict.fromkeys(x.verdict for x in apart.values()):
-        rule = "" if verdict == "not told apart" else " (p < 0.05 after Holm's correction)"
-        axis.plot([], [], "o-", color=COLOURS[verdict], label=verdict + rule)
-    axis.set_xlabel(f"gold win rate minus that of {RLOO.title}, points, with 95% intervals")
-    axis.set_title(f"Each method (seeds in brackets) against {RLOO.title} ({len(found['rloo'])}), 6,400 episodes")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    common.save(figure, PICTURE)
 
 
 def headline() -> list[list[str]]:
@@ -168,13 +144,11 @@ def headline() -> list[list[str]]:
 
 
 def report():
-    records = common.Records(RECORDS)
-    common.insert(HERE / "README.md", {"peers": table(records)})
-    draw(records)
+    common.insert(HERE / "README.md", {"peers": table(common.Records(RECORDS))})
 
 
 def main(names: tuple[str, ...] = tuple(ROWS), trl0: str = "", trl1: str = ""):
-    """Runs, measurements, table and picture.
+    """Runs, measurements and table.
 
     Args:
         names: which rows, by their names in this file

@@ -1,6 +1,6 @@
 """What can RLOO reach on mini TL;DR, by episodes and β, beside best-of-n, and when does reward stop meaning quality?
 
-    python benchmark/study/reach.py                          # all that has no record yet: about 8 hours of a core
+    python benchmark/study/reach.py                          # all that has no record yet
     python benchmark/study/reach.py --names sft default      # some of it
 
 Records: reach.json. A run that has its record is not made again.
@@ -51,7 +51,6 @@ ROWS = {
     "beta0.02": long(0.02, (1, 2, 3)),
     "beta0.05": long(0.05, (1, 2, 3), curve_seeds=(1, 2, 3)),
     "beta0.1": long(0.1, (1, 2)),
-    "100000": Row("β = 0.05, 100,000 episodes", Setting(beta=0.05, episodes=100_000), (1,), curve_seeds=(1,)),
 }
 
 
@@ -106,49 +105,49 @@ def best_of(grades: dict[str, np.ndarray], n: int) -> dict[str, list[float]]:
 
 # ---- Table and picture -----------------------------------------------------------------------------------------------
 
-COLUMNS = [  # title, where it is in a policy's measures, factor, decimals
-    ("gold win rate, %", "sampled", "win", 100, 1),
-    ("greedy, %", "greedy", "win", 100, 1),
-    ("reward model", "sampled", "score", 1, 2),
-    ("KL, nats", "sampled", "kl", 1, 2),
+MEASURES = [  # name, title, factor, decimals
+    ("win", "gold win rate, %", 100, 1),
+    ("score", "reward model's score", 1, 2),
+    ("kl", "KL from SFT, nats", 1, 2),
 ]
 
 
-def over_posts(found: list[float] | None, factor: float = 1, decimals: int = 1) -> str:
+def over_posts(found: list[float], factor: float = 1, decimals: int = 1) -> str:
     """A measure of one policy ± its standard error over posts."""
-    if found is None:
-        return ""
     mean, error = (factor * x + 0.0 for x in found)  # -0.0 becomes 0.0
     return f"{mean:.{decimals}f} ± {error:.{decimals}f}" if error else f"{mean:.{decimals}f}"
 
 
+def over_seeds(values: list[float], setting: Setting, factor: float = 1, decimals: int = 1) -> str:
+    """Without a KL penalty seeds go such different ways that each is listed."""
+    write = common.plus_minus if setting.beta else common.listed
+    return write(values, factor, decimals)
+
+
 def table(records: common.Records) -> str:
-    """What policies reach on test posts. ± is over seeds, or, where the second column counts posts, over posts."""
-    rows = [["policy", "seeds", *(column[0] for column in COLUMNS)]]
+    """What policies reach on test posts. ± is over seeds, or, where the brackets count posts, over posts."""
+    rows = [["policy (seeds or posts)", *(title for _, title, *_ in MEASURES)]]
 
     def untrained(title: str, found: dict, posts: int):
-        values = [found.get(mode, {}).get(name) for _, mode, name, *_ in COLUMNS]
-        cells = [over_posts(x, *column[3:]) for x, column in zip(values, COLUMNS)]
-        rows.append([title, f"{posts:,} posts", *cells])
+        rows.append([f"{title} ({posts:,} posts)", *(over_posts(found[name], *form) for name, _, *form in MEASURES)])
 
     def trained(row: Row):
-        write = common.plus_minus if row.setting.beta else common.listed
-        values = [measure.means(records, row.names(), row.kind, name, mode) for _, mode, name, *_ in COLUMNS]
-        rows.append([row.title, str(len(values[0])), *(write(x, *column[3:]) for x, column in zip(values, COLUMNS))])
+        values = {name: measure.means(records, row.names(), row.kind, name) for name, *_ in MEASURES}
+        cells = [over_seeds(values[name], row.setting, *form) for name, _, *form in MEASURES]
+        rows.append([f"{row.title} ({len(row.seeds)})", *cells])
 
     default, *others = ROWS.values()
-    untrained("SFT, posts of the default", records.all["sft"]["second_test"], POSTS)
+    untrained("SFT, posts of the default", records.all["sft"]["second_test"]["sampled"], POSTS)
     trained(default)
-    untrained("SFT, posts of all below", records.all["sft"]["test"], POSTS)
-    for n in ("4", "8", "16", "64"):
-        untrained(f"best of {n} of SFT", {"sampled": records.all["sft"]["best_of_n"][n]}, BEST_OF_N_POSTS)
+    untrained("SFT, posts of all below", records.all["sft"]["test"]["sampled"], POSTS)
+    for n in ("4", "8"):
+        untrained(f"best of {n} of SFT", records.all["sft"]["best_of_n"][n], BEST_OF_N_POSTS)
     for row in others:
         trained(row)
     return common.markdown(rows)
 
 
-DRAWN = {"default": "tab:blue", "beta0.05": "tab:green", "100000": "black", "beta0": "tab:orange"}
-PANELS = [("win", "gold win rate, %", 100), ("score", "reward model's score", 1), ("kl", "KL from SFT, nats", 1)]
+DRAWN = {"default": "tab:blue", "beta0.05": "tab:green", "beta0": "tab:orange"}
 
 
 def draw_row(axis, records: common.Records, row: Row, measured: str, factor: float, colour: str):
@@ -165,28 +164,23 @@ def draw_row(axis, records: common.Records, row: Row, measured: str, factor: flo
 
 
 def draw(records: common.Records):
-    """Win rate, score and KL over episodes, with the lines of best-of-n."""
+    """Win rate, score and KL over episodes."""
     figure, (axes,) = common.canvas(3, 13, 4.8)
-    for axis, (measured, title, factor) in zip(axes, PANELS):
+    for axis, (measured, title, factor, _) in zip(axes, MEASURES):
         for name, colour in DRAWN.items():
             draw_row(axis, records, ROWS[name], measured, factor, colour)
-        for n in ("4", "16", "64") if measured == "kl" else ("1", "4", "16", "64"):
-            height, right = factor * records.all["sft"]["best_of_n"][n][measured][0], measured == "kl"
-            axis.axhline(height, color="tab:grey", lw=1, ls=":")
-            place = {"xycoords": axis.get_yaxis_transform(), "ha": "right" if right else "left", "va": "bottom"}
-            label = "SFT" if n == "1" else f"best of {n}"
-            axis.annotate(label, (0.99 if right else 0.01, height), fontsize=7, color="dimgrey", **place)
+        if measured != "kl":  # which is 0
+            before = factor * records.all["sft"]["test"]["sampled"][measured][0]
+            axis.axhline(before, color="tab:grey", ls=":", label="SFT, before training")
         axis.set(title=title, xlabel="episodes, logarithmic", xscale="log")
-        axis.set_xticks([800, 3_200, 12_800, 51_200], ["800", "3,200", "12,800", "51,200"])
-        axis.margins(x=0.12)
+        axis.set_xticks([800, 3_200, 12_800], ["800", "3,200", "12,800"])
     axes[2].set_yscale("log")
-    axes[2].set_yticks([0.5, 1, 2, 5, 10, 20, 50, 100], ["0.5", "1", "2", "5", "10", "20", "50", "100"])
+    axes[2].set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
     for axis in axes:
         axis.minorticks_off()
     figure.suptitle(
         "RLOO on mini TL;DR: fresh test posts, sampled at T = 0.7. Lines: a seed each, along the way, on "
-        f"{measure.CURVE_POSTS:,} posts.\nDots: ends, on {POSTS:,} posts, the mean over seeds, for β = 0 each seed. "
-        f"Dotted: best of n samples of the SFT policy by the reward model, on {BEST_OF_N_POSTS:,} posts",
+        f"{measure.CURVE_POSTS:,} posts.\nDots: ends, on {POSTS:,} posts, the mean over seeds, for β = 0 each seed",
         fontsize=10,
     )
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -206,7 +200,7 @@ def headline() -> list[list[str]]:
         )
     for name in ("beta0", "beta0.02", "beta0.05"):
         ends = measure.means(records, ROWS[name].names(), "test", "win")
-        number = common.plus_minus(ends, 100) if ROWS[name].setting.beta else common.listed(ends, 100)
+        number = over_seeds(ends, ROWS[name].setting, 100)
         rows.append([f"{ROWS[name].title}: gold win rate, %", number, str(len(ends)), command.format(name)])
     bests = [over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")]
     rows.append(["best of 4, 16, 64 before training, ± over posts, %", ", ".join(bests), "", command.format("sft")])

@@ -70,11 +70,6 @@ def test_the_policy_has_no_kl_from_itself_and_another_has(small_chunks):
     assert measure.grade(other, posts, 8, seed=1)["kl"].mean() > 0.1
 
 
-def test_wins():
-    ours, reference = np.array([[1.0, 2.0], [3.0, 0.1 + 0.2]]), np.array([[1.0], [0.3]])
-    assert measure.wins(ours, reference).tolist() == [[0.5, 1.0], [1.0, 0.5]]
-
-
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
