@@ -1,6 +1,6 @@
 """TRL's RLOO trainers beside rloo.py on the same completions of mini TL;DR: do they end in the same weights?
 
-    python benchmark/trl/parity.py same --trl trl0/bin/python --trl trl1/bin/python     # a few minutes
+    python benchmark/trl/parity.py --trl trl0/bin/python --trl trl1/bin/python     # a few minutes
 
 benchmark/requirements.txt says how to make the environments for --trl, TRL 0.19 and 1.x. Everything runs on a CPU.
 
@@ -30,10 +30,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 import common  # noqa: E402
 
-# rloo.py is imported later: environments with TRL cannot
-
 GOLDEN = HERE / "golden.json"
-SFT, REWARD = run.MINI_TLDR / "sft", run.MINI_TLDR / "reward"
+SFT, REWARD = common.TASK / "sft", common.TASK / "reward"
 UPDATES, PROMPTS, K, LENGTH = 3, 4, 4, 20  # prompts per update, completions of each, tokens of each
 AGREE = 1e-6  # largest difference of a weight between trainers that do the same
 BASE = {  # flags of both sides, which a Row may change
@@ -60,7 +58,7 @@ class Row:
     flags: dict = field(default_factory=dict)  # over BASE
     why: str = ""  # why the two differ; empty: they must agree
     theirs: dict = field(default_factory=dict)  # TRL's config, over what follows from the flags
-    reward: str = "ids"  # 1.x: what scores: ids or text, a reward model that reads these; length, `length_score`
+    reward_by: str = "ids"  # 1.x: what its reward model reads, see run.py
     short_data: bool = False  # the data end with the last update
 
 
@@ -99,8 +97,8 @@ ROWS = [
     Row(1, "missing-EOS penalty 1, in the function", {"missing_eos_penalty": 1.0}),
     Row(1, "score clip ±1", CLIPPED),
     Row(1, "gradient norm ≤ 0.5", SHORT),
-    Row(1, "unscorable completions", OWN_SCORE, reward="length"),
-    Row(1, "reward model's folder given", {}, "1.x scores text: no stop token, tokenized again", reward="text"),
+    Row(1, "unscorable completions", OWN_SCORE),
+    Row(1, "reward model's folder given", {}, "1.x scores text: no stop token, tokenized again", reward_by="text"),
     Row(1, "truncated completions masked", MASKED, "1.x drops their KL, not their reward, from siblings' baselines"),
     Row(1, "2 epochs, linear schedule", {"num_ppo_epochs": 2}, "1.x lowers the rate at each optimizer step"),
 ]
@@ -166,9 +164,9 @@ def comparable(trl: int, line: dict, ours: bool) -> dict[str, float]:
 
 def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tuple[list[dict], list[dict]]:
     """rloo.py's updates on given completions (k, B, R) of given prompts: its weights after each, and its metrics."""
-    import rloo
+    import rloo  # environments with TRL cannot
 
-    flags = {"sft_model_path": SFT, "dataset_name": run.MINI_TLDR} | BASE | flags
+    flags = {"sft_model_path": SFT, "dataset_name": common.TASK} | BASE | flags
     if "reward_fns" not in flags:
         flags["reward_model_path"] = REWARD
     args = rloo.resolve_args(rloo.parse_args(command_line(flags)))
@@ -256,15 +254,16 @@ def train_trl(folder: Path):
 
     found = []
     for number, row in enumerate(rows_of(version)):
-        args = run.parse_args(["rloo", f"--output_dir={folder}", *command_line(BASE | row.flags)])
+        args = run.parse_args(
+            ["rloo", f"--output_dir={folder}", *command_line(BASE | row.flags | {"reward_by": row.reward_by})]
+        )
         steps = args.num_ppo_epochs * args.num_mini_batches if version == 1 else 1  # per update
         notes = Notes(folder / str(number), steps)
         updates = iter(zip(given["prompts"], given["completions"]))
         data = [{"prompt": text} for texts in given["prompts"] for text in texts]
         data += [] if row.short_data else data[:PROMPTS]
         theirs = row.theirs | ({"shuffle_dataset": False} if version == 1 else {})
-        reward = {"ids": None, "text": str(REWARD), "length": length_score}[row.reward]
-        trainer = run.trainer_of(args, folder, data, notes, reward, **theirs)
+        trainer = run.trainer_of(args, folder, data, notes, **theirs)
         if version == 1:
             trainer._generate_single_turn = generate_single_turn
         trainer.train()
@@ -286,14 +285,13 @@ def compare(found: dict, folder: Path, given: dict) -> tuple[list[dict], list[di
         weights = [load_file(folder / f"{number}-{i}.safetensors") for i in range(1, UPDATES + 1)]
         difference, said = largest(ours, weights[-1]), {"trl": found["title"], "setting": row.name}
         relative = distance(ours, weights[-1]) / distance(start, weights[-1])
-        line = {"TRL moved": largest(weights[-1], start), "difference": difference, "relative": relative}
-        table.append(said | line | {"agree": difference <= AGREE, "why": row.why})
+        found_now = {"difference": difference, "relative": relative, "agree": difference <= AGREE, "why": row.why}
+        table.append(said | found_now)
         print(f"{found['title']}, {row.name}: {difference:.1e} {row.why}", flush=True)
         if (version, row.name) in KEPT:
-            flags = {name: value for name, value in row.flags.items() if name != "reward_fns"}
             metrics = [comparable(version, theirs, ours=False) for theirs in found["metrics"][number]]
             moved = [movement(start, after) for after in weights]
-            golden.append(said | {"flags": flags, "reward": row.reward, "metrics": metrics, "movement": moved})
+            golden.append(said | {"metrics": metrics, "movement": moved})
     return table, golden
 
 
@@ -303,7 +301,7 @@ def same(pythons: list[str]):
     result |= {"torch": torch.__version__, "table": [], "golden": []}
     for number, python in enumerate(pythons):
         folder = common.ROOT / "runs" / "parity" / str(number)
-        common.run_logged([python, HERE / "parity.py", "inside", folder], folder / "log")
+        common.run_logged([python, HERE / "parity.py", "--inside", folder], folder / "log")
         found = json.loads((folder / "found.json").read_text())
         table, golden = compare(found, folder, result)
         result["table"] += table
@@ -324,18 +322,15 @@ def digits(x: float) -> str:
 
 def tables(rows: list[dict]) -> dict[str, str]:
     """The page's tables, by their names."""
-    equal = [["TRL", "settings", "that agree", "largest difference of a weight", "the largest movement of a weight"]]
-    for trl in dict.fromkeys(row["trl"] for row in rows):
-        of_trl = [row for row in rows if row["trl"] == trl]
-        agree = [row for row in of_trl if row["agree"]]
-        moved = [row["TRL moved"] for row in agree]
-        cells = [trl.split(",")[0], str(len(of_trl)), str(len(agree)), digits(max(row["difference"] for row in agree))]
-        equal.append([*cells, f"{digits(min(moved))} to {digits(max(moved))}"])
-    other = [["TRL", "setting", "largest difference", "of its way", "what TRL does"]]
-    for row in rows:
-        if not row["agree"]:
-            cells = [row["trl"].split(",")[0], row["setting"], digits(row["difference"]), f"{row['relative']:.1%}"]
-            other.append([*cells, row["why"]])
+    equal = [["TRL", "settings", "that agree", "largest difference of a weight", "of its way, at most"]]
+    other = [["setting", "of its way", "what TRL does"]]
+    for version in dict.fromkeys(row["trl"] for row in rows):
+        of_version = [row for row in rows if row["trl"] == version]
+        agree = [row for row in of_version if row["agree"]]
+        trl, difference = version.split(",")[0], max(row["difference"] for row in agree)
+        relative = max(row["relative"] for row in agree)
+        equal.append([trl, str(len(of_version)), str(len(agree)), digits(difference), f"{relative:.3%}"])
+        other += [[x["setting"], f"{x['relative']:.1%}", x["why"]] for x in of_version if not x["agree"]]
     return {"equal": common.markdown(equal), "other": common.markdown(other)}
 
 
@@ -348,31 +343,26 @@ def report():
 
 
 def headline() -> list[list[str]]:
-    """Rows of benchmark/README.md's table."""
+    """A row of benchmark/README.md's table."""
     rows = found_before()
     apart = [row["difference"] for row in rows if row["agree"]]
     what = f"weights after 3 updates, largest difference from TRL's: {len(apart)} of {len(rows)} settings, which agree"
-    return [
-        [
-            what,
-            digits(max(apart)),
-            "",
-            "`python benchmark/trl/parity.py same --trl trl0/bin/python --trl trl1/bin/python`",
-        ]
-    ]
+    command = "`python benchmark/trl/parity.py --trl trl0/bin/python --trl trl1/bin/python`"
+    return [[what, digits(max(apart)), "", command]]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="part", required=True)
-    pythons = parts.add_parser("same").add_argument_group("environments, see benchmark/requirements.txt")
-    pythons.add_argument("--trl", action="append", required=True, help="python of one with TRL 0.19 or 1.x")
-    parts.add_parser("inside", help="what `same` calls in an environment").add_argument("folder", type=Path)
+    parser.add_argument("--trl", action="append", default=[], help="python of an environment with TRL 0.19 or 1.x")
+    parser.add_argument("--inside", type=Path, metavar="FOLDER", help="how this script runs itself in an environment")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    same(args.trl) if args.part == "same" else train_trl(args.folder)
+    if args.inside:
+        train_trl(args.inside)
+    else:
+        same(args.trl)
 
 
 if __name__ == "__main__":

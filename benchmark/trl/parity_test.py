@@ -1,8 +1,8 @@
 """rloo.py against TRL's numbers in golden.json, without TRL: `pytest -q benchmark/trl/parity_test.py`.
 
-`python benchmark/trl/parity.py same` trained TRL 0.19 and 1.x on the completions in that file and noted how far their
+`python benchmark/trl/parity.py` trained TRL 0.19 and 1.x on the completions in that file and noted how far their
 weights moved. On the same completions rloo.py must move as far, and have the same KL, rewards and loss. If mini TL;DR's
-SFT policy or reward model has changed, `same` must run again.
+SFT policy or reward model has changed, it must run again.
 """
 
 import json
@@ -56,7 +56,9 @@ def test_golden_numbers_are_of_these_settings_and_the_page_shows_them():
 
 @pytest.mark.parametrize("line", golden["golden"], ids=lambda line: f"{line['trl'].split(',')[0]}, {line['setting']}")
 def test_rloo_moves_as_trl_does(line, trained):
-    ours, metrics = trained(line["flags"] | (parity.OWN_SCORE if line["reward"] == "length" else {}))
+    version = int(line["trl"].split()[1][0])
+    (flags,) = (row.flags for row in parity.rows_of(version) if row.name == line["setting"])
+    ours, metrics = trained(flags)
     start = load_file(parity.SFT / "model.safetensors")
     tensors = len(start)
     for weights, theirs in zip(ours, line["movement"], strict=True):
@@ -66,7 +68,7 @@ def test_rloo_moves_as_trl_does(line, trained):
         assert found[:tensors] == pytest.approx(theirs[:tensors], rel=5e-5)
         assert found[tensors:] == pytest.approx(theirs[tensors:], abs=1e-4 * total)
     for our_line, their_line in zip(metrics, line["metrics"], strict=True):
-        our_line = parity.comparable(int(line["trl"].split()[1][0]), our_line, ours=True)
+        our_line = parity.comparable(version, our_line, ours=True)
         assert our_line == pytest.approx(their_line, rel=1e-5, abs=1e-5)
 
 

@@ -8,16 +8,17 @@
 benchmark/requirements.txt says how to make the environments. Defaults are those of rloo.py for mini TL;DR. A flag that
 would change the objective and for which a trainer has no setting is refused; PPO samples one completion per prompt,
 whatever --rloo_k. The folder gets the policy, with the tokenizer and configuration that it had before, and
-metrics.jsonl: a line for each update, by rloo.py's names, with the seconds since the update before. It appears when
-complete; a run cannot be resumed.
+metrics.jsonl: a line for each update, by rloo.py's names: its score, the seconds since the update before and the peak
+memory. It appears when complete; a run cannot be resumed.
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import resource
+import runpy
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-MINI_TLDR = Path(__file__).resolve().parents[1] / "mini_tldr"
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common  # noqa: E402
 
 # Settings of each trainer: flag -> its name in the config of TRL 0.19 or 1.x; `config_of` adds those that all have.
 PPO_V0 = ("total_episodes", "num_ppo_epochs", "num_mini_batches", "kl_coef", "response_length", "missing_eos_penalty")
@@ -59,19 +61,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", choices=["rloo", "ppo", "grpo"])
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--sft_model_path", type=Path, default=MINI_TLDR / "sft")
-    parser.add_argument("--reward_model_path", type=Path, default=MINI_TLDR / "reward")
+    parser.add_argument("--sft_model_path", type=Path, default=common.TASK / "sft")
+    parser.add_argument("--reward_model_path", type=Path, default=common.TASK / "reward")
     parser.add_argument("--value_model_path", type=Path, help="ppo: what its value model begins as; None: reward model")
     parser.add_argument("--reward_fns", help="1.x: file.py:function in place of the reward model; it gets texts")
     parser.add_argument("--reward_by", choices=["ids", "text"], default="ids", help="1.x: what a reward model reads")
-    parser.add_argument("--dataset_name", type=Path, default=MINI_TLDR, help=".jsonl file, or folder with train.jsonl")
+    parser.add_argument("--dataset_name", type=Path, default=common.TASK, help="folder with train.jsonl")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--lr_scheduler_type", default="linear", choices=["linear", "cosine", "constant"])
     numbers = {"seed": 1, "rloo_k": 4, "response_length": 53, "total_episodes": 6_400, "num_ppo_epochs": 1}
     numbers |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
     numbers |= {"local_rollout_forward_batch_size": 64, "temperature": 0.7, "kl_coef": 0.02, "learning_rate": 2.5e-4}
-    numbers |= {"adam_eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    numbers |= {"adam_eps": 1e-8, "max_grad_norm": 1.0}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     for name, default in OFF.items():
@@ -96,7 +98,7 @@ def config_of(args, version: int) -> dict:
     unknown = [name for name, off in OFF.items() if getattr(args, name) != off and name not in known]
     if unknown:
         raise SystemExit(f"run.py: {args.trainer} of this TRL has no setting for --{', --'.join(unknown)}")
-    same = ("seed", "temperature", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm")
+    same = ("seed", "temperature", "learning_rate", "lr_scheduler_type", "max_grad_norm")
     same += ("per_device_train_batch_size", "gradient_accumulation_steps")
     config = {name: getattr(args, name) for name in same}
     config |= {theirs: getattr(args, name) for name, theirs in settings.items()}
@@ -146,12 +148,6 @@ def write_for_transformers_4(source: Path, target: Path):
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | more))
 
 
-def read_prompts(path: Path) -> list[dict]:
-    """The training rows of a .jsonl file, or of the folder of one."""
-    file = path / "train.jsonl" if path.is_dir() else path
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
 def score_by_ids(args) -> Callable:
     """The reward model as a function of the token ids, which may end in a stop token, minus the penalty where there is
     none. From the model's folder TRL 1.x would read the text, tokenized again, without the stop token."""
@@ -178,10 +174,7 @@ def score_by_ids(args) -> Callable:
 def score_by_function(spec: str) -> Callable:
     """A reward function of rloo.py, file.py:name. For prompts that are chats TRL has completions that are chats."""
     path, name = spec.rsplit(":", 1)
-    module_spec = importlib.util.spec_from_file_location("rewards", path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name)
+    function = runpy.run_path(path)[name]
 
     def reward(prompts, completions, completion_ids, **columns):
         texts = [x if isinstance(x, str) else x[0]["content"] for x in completions]
@@ -197,18 +190,13 @@ def score_by_function(spec: str) -> Callable:
 class Marks(transformers.TrainerCallback):
     """Writes metrics.jsonl: a line for each update."""
 
-    NAMES = {"objective/scores": "objective/scores", "reward": "objective/scores", "objective/kl": "objective/kl"}
-    NAMES |= {name: name for name in ("completions/mean_length", "frac_reward_zero_std")}
+    def __init__(self, folder: Path, device: str):
+        self.path, self.on_gpu, self.updates = folder / "metrics.jsonl", device != "cpu", 0
 
-    def __init__(self, folder: Path, args):
-        self.path, self.size, self.on_gpu = folder / "metrics.jsonl", size_of_update(args), args.device != "cpu"
-        self.updates = 0
-
-    def clocks(self) -> tuple[float, float]:
-        """Wall time and CPU time in seconds."""
+    def clock(self) -> float:
         if self.on_gpu:
             torch.cuda.synchronize()
-        return time.perf_counter(), time.process_time()
+        return time.perf_counter()
 
     def peak_gb(self) -> float:
         """GiB, as rloo.py counts them."""
@@ -216,24 +204,22 @@ class Marks(transformers.TrainerCallback):
         return torch.cuda.max_memory_reserved() / 2**30 if self.on_gpu else on_cpu
 
     def on_train_begin(self, *args, **options):
-        self.begin = self.clocks()
+        self.begin = self.clock()
 
     def on_log(self, args, state, control, logs, **options):
-        line = {ours: logs[theirs] for theirs, ours in self.NAMES.items() if theirs in logs}
-        if "objective/scores" not in line:  # a step of an update that has its line, or the summary at the end
+        score = logs.get("objective/scores", logs.get("reward"))
+        if score is None:  # a step of an update that has its line, or the summary at the end
             return
-        now, self.updates = self.clocks(), self.updates + 1
-        seconds, cpu_seconds = (b - a for a, b in zip(self.begin, now, strict=True))
-        line |= {"update": self.updates, "episode": self.updates * self.size, "memory/peak_gb": self.peak_gb()}
-        line |= {"time/update": seconds, "cpu_time": cpu_seconds}
+        now, self.updates = self.clock(), self.updates + 1
+        line = {"update": self.updates, "objective/scores": score, "memory/peak_gb": self.peak_gb()}
         with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"time/update": now - self.begin}) + "\n")
         self.begin = now
 
 
-def trainer_of(args, folder: Path, rows: list[dict], callback, reward: Callable | None = None, **theirs):
+def trainer_of(args, folder: Path, rows: list[dict], callback, **theirs):
     """The trainer of the TRL that is installed, for rows with a prompt each. `folder` is for what it writes.
-    reward: in 1.x in place of what the flags say. theirs: more arguments of its config."""
+    theirs: more arguments of its config."""
     import datasets
     import trl
 
@@ -244,9 +230,9 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, reward: Callable 
     data = datasets.Dataset.from_list(rows)
     if version == 1:
         tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path, padding_side="left")
-        if reward is None and args.reward_fns:
+        if args.reward_fns:
             reward = score_by_function(args.reward_fns)
-        elif reward is None:
+        else:
             reward = score_by_ids(args) if args.reward_by == "ids" else str(args.reward_model_path)
         given = {"args": config, "train_dataset": data, "processing_class": tokenizer, "callbacks": [callback]}
         return trainer(str(args.sft_model_path), reward, **given)
@@ -278,7 +264,8 @@ def main(args: argparse.Namespace):
     out = args.output_dir.with_name(args.output_dir.name + ".unfinished")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was ended
     out.mkdir(parents=True)
-    trainer = trainer_of(args, out, read_prompts(args.dataset_name), Marks(out, args))
+    rows = common.read_lines(args.dataset_name / "train.jsonl")
+    trainer = trainer_of(args, out, rows, Marks(out, args.device))
     trainer.train()
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy = getattr(policy, "policy", policy)  # PPO's model has a value model as well
