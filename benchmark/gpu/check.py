@@ -342,7 +342,7 @@ def main(device: str) -> int:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, rloo.py of commit {commit}")
     failed = []
-    for check in CHECKS + ON_A_GPU * on_gpu:
+    for check in CHECKS + ON_A_GPU if on_gpu else CHECKS:
         for verdict, text in lines_of(check, device):
             print(verdict, text, flush=True)
             if verdict == "FAIL":
