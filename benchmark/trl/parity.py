@@ -137,11 +137,6 @@ def movement(start: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -
     return [x.norm().item() for x in changes] + [torch.dot(change, (place * i).cos()).item() for i in range(1, 9)]
 
 
-def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference of an entry."""
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Norm of the difference of all weights."""
     return sum((a[name].double() - b[name].double()).square().sum().item() for name in a) ** 0.5
@@ -283,10 +278,11 @@ def compare(found: dict, folder: Path, given: dict) -> tuple[list[dict], list[di
     for number, row in enumerate(rows_of(version)):
         ours = train_rloo(row.flags, given["prompts"], given["completions"])[0][-1]
         weights = [load_file(folder / f"{number}-{i}.safetensors") for i in range(1, UPDATES + 1)]
-        difference, said = largest(ours, weights[-1]), {"trl": found["title"], "setting": row.name}
+        said = {"trl": found["title"], "setting": row.name}
+        difference = max((ours[name] - weights[-1][name]).abs().max().item() for name in ours)
         relative = distance(ours, weights[-1]) / distance(start, weights[-1])
-        found_now = {"difference": difference, "relative": relative, "agree": difference <= AGREE, "why": row.why}
-        table.append(said | found_now)
+        line = {"difference": difference, "relative": relative, "agree": difference <= AGREE, "why": row.why}
+        table.append(said | line)
         print(f"{found['title']}, {row.name}: {difference:.1e} {row.why}", flush=True)
         if (version, row.name) in KEPT:
             metrics = [comparable(version, theirs, ours=False) for theirs in found["metrics"][number]]
@@ -334,17 +330,13 @@ def tables(rows: list[dict]) -> dict[str, str]:
     return {"equal": common.markdown(equal), "other": common.markdown(other)}
 
 
-def found_before() -> list[dict]:
-    return json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]
-
-
 def report():
-    common.insert(HERE / "README.md", tables(found_before()))
+    common.insert(HERE / "README.md", tables(json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]))
 
 
 def headline() -> list[list[str]]:
     """A row of benchmark/README.md's table."""
-    rows = found_before()
+    rows = json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]
     apart = [row["difference"] for row in rows if row["agree"]]
     what = f"weights after 3 updates, largest difference from TRL's: {len(apart)} of {len(rows)} settings, which agree"
     command = "`python benchmark/trl/parity.py --trl trl0/bin/python --trl trl1/bin/python`"

@@ -82,11 +82,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def size_of_update(args) -> int:
-    """Completions per update."""
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
-
-
 def config_of(args, version: int) -> dict:
     """The flags as arguments of the trainer's config. Nothing is saved, evaluated or shown."""
     settings = SETTINGS.get((args.trainer, version))
@@ -111,8 +106,6 @@ def config_of(args, version: int) -> dict:
         "gradient_checkpointing": False,
         "report_to": "none",
         "save_strategy": "no",
-        "eval_strategy": "no",
-        "logging_strategy": "steps",
         "logging_steps": 1,
         "disable_tqdm": True,
     }
@@ -124,9 +117,10 @@ def config_of(args, version: int) -> dict:
         return config
     if clip:
         config["reward_clip_range"] = (-clip, clip)
-    updates = math.ceil(args.total_episodes / size_of_update(args))
+    micro_batches = args.gradient_accumulation_steps * args.num_mini_batches  # of an update
+    updates = math.ceil(args.total_episodes / (args.per_device_train_batch_size * micro_batches))
     return config | {
-        "steps_per_generation": args.gradient_accumulation_steps * args.num_mini_batches,
+        "steps_per_generation": micro_batches,
         "max_steps": updates * args.num_ppo_epochs * args.num_mini_batches,
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
     }
@@ -140,10 +134,9 @@ def write_for_transformers_4(source: Path, target: Path):
     shutil.copytree(source, target, dirs_exist_ok=True)
     config, tokenizer = target / "config.json", target / "tokenizer_config.json"
     found = json.loads(config.read_text())
-    rope = found.get("rope_parameters") or {"rope_theta": 10000}
+    rope = found["rope_parameters"]
     found |= {"torch_dtype": "float32", "rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"]}
-    found["rotary_pct"] = rope.get("partial_rotary_factor", found.get("rotary_pct", 1.0))
-    config.write_text(json.dumps(found))
+    config.write_text(json.dumps(found | {"rotary_pct": rope["partial_rotary_factor"]}))
     more = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | more))
 
