@@ -33,7 +33,5 @@ def best_of_group(rewards, *_):
 ADVANTAGES = {"no_baseline": no_baseline, "raft": best_of_group}
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in ADVANTAGES:
-        sys.exit(f"variants.py: the first argument must be one of {', '.join(ADVANTAGES)}")
     rloo.advantage = ADVANTAGES[sys.argv[1]]
     rloo.command_line(sys.argv[2:])
