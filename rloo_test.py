@@ -6,15 +6,25 @@ rows and the decoder against a row per completion, what other trainers got wrong
 
 import contextlib
 import functools
+import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import pickle
 import random
+import re
 import shutil
+import signal
+import socket
+import subprocess
 import sys
+import threading
+import time
 import types
 from collections import defaultdict
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -26,13 +36,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
+    get_scheduler,
 )
 
 import rloo
@@ -1546,3 +1557,1547 @@ def test_what_a_model_keeps_in_float32_is_not_rounded_in_copies_and_what_is_save
     for copy in found.values():
         for name, x in named_tensors(copy).items():
             assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data and rewards
+
+USER = {"role": "user", "content": "b c"}
+SYSTEM = {"role": "system", "content": "e"}
+ASSISTANT = {"role": "assistant", "content": "d f"}
+TURNS = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
+CHAT = TURNS + "{% if add_generation_prompt %}a{% endif %}"
+
+
+def chat_tokenizer(template: str = CHAT) -> PreTrainedTokenizerFast:
+    """CHAT: the first letter of each turn's role and its text; at the end an `a` that asks for an answer."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    """Like tiny_tokenizer's, with other words."""
+    backend = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
+    backend["model"]["vocab"] = {word: i for i, word in enumerate(["<eos>", "[PAD]", "[UNK]", *words])}
+    tokens = {"eos_token": "<eos>", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), **tokens)
+
+
+def llama_tokenizer(add_eos: bool = False, eos: str | None = "</s>", sep: str | None = None):
+    """Pieces of words as SentencePiece has them, <s> before every text; decoding drops the space before the first."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "▁a", "▁the", "▁cat", "s", "▁b"]
+    backend = Tokenizer(models.Unigram([(piece, -float(len(piece) < 2)) for piece in pieces], 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    single = ["<s>", "$A", "</s>"] if add_eos else ["<s>", "$A"]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokens = {"bos_token": "<s>", "eos_token": eos, "sep_token": sep, "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+
+
+LLAMA_CHAT = llama_tokenizer()
+LLAMA_CHAT.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
+TOOLS = chat_tokenizer("{{ d }}{% for t in tools or [] %}{{ t | tojson }} {% endfor %}" + CHAT)
+BERT = llama_tokenizer(add_eos=True, eos=None, sep="</s>")
+TEXTS = [  # tokenizer, row, the text that is read, and its ids
+    (tiny_tokenizer(), {"prompt": "b c", "completion": " d"}, "b c", [4, 5]),
+    (tiny_tokenizer(), {"messages": [USER, ASSISTANT]}, "b c", [4, 5]),
+    (tiny_tokenizer(), {"prompt": "b c", "messages": [ASSISTANT]}, "b c", [4, 5]),
+    (tiny_tokenizer(), {"prompt": [USER]}, "b c", [4, 5]),
+    (chat_tokenizer(), {"prompt": "b c"}, "b c", [4, 5]),  # a text is read as it is
+    (chat_tokenizer(), {"prompt": [USER]}, "u b c a", [2, 4, 5, 3]),
+    (chat_tokenizer(), {"messages": [SYSTEM, USER, ASSISTANT, USER]}, "s e u b c a", [2, 7, 2, 4, 5, 3]),
+    (chat_tokenizer(), {"prompt": [USER, ASSISTANT, SYSTEM]}, "u b c a d f s e a", [2, 4, 5, 3, 6, 8, 2, 7, 3]),
+    (chat_tokenizer(), {"prompt": [USER, ASSISTANT]}, "u b c a d f", [2, 4, 5, 3, 6, 8]),  # it is continued
+    (TOOLS, {"prompt": [USER], "chat_template_kwargs": {"d": "e "}}, "e u b c a", [7, 2, 4, 5, 3]),
+    (TOOLS, {"prompt": [USER], "tools": None, "chat_template_kwargs": None}, "u b c a", [2, 4, 5, 3]),
+    # A table gives each row the keys of all: what is null is not there.
+    (TOOLS, {"prompt": [USER], "chat_template_kwargs": {"d": None}}, "u b c a", [2, 4, 5, 3]),
+    (TOOLS, {"prompt": [USER], "tools": [{"x": {"y": None}, "z": None}]}, '{"x": {}} u b c a', None),
+    (llama_tokenizer(), {"prompt": "b"}, "b", [1, 8]),
+    (llama_tokenizer(), {"prompt": "<s> b"}, "<s> b", [1, 8]),
+    (llama_tokenizer(), {"prompt": "the cats"}, "the cats", [1, 5, 6, 7]),
+    (llama_tokenizer(add_eos=True), {"prompt": "b"}, "b", [1, 8]),
+    (llama_tokenizer(add_eos=True), {"prompt": "b</s>"}, "b</s>", None),
+    (LLAMA_CHAT, {"prompt": [{"role": "user", "content": " b"}]}, "<s> b</s>", [1, 8, 2]),
+    (BERT, {"prompt": "b"}, "b", [1, 8]),
+]
+
+
+def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it():
+    """What is read of a row, in every documented form of rows."""
+    for tokenizer, row, text, ids in TEXTS:
+        prepared = rloo.prepare_row(row, tokenizer)
+        assert prepared["prompt_text"] == text
+        assert prepared["prompt_ids"] == ids or ids is None, row
+        assert prepared["columns"] == {name: value for name, value in row.items() if name != "prompt"}
+    assert rloo.prepare_row({"prompt": "b</s>"}, llama_tokenizer(add_eos=True))["prompt_ids"][-1] == 2  # its own
+
+
+NO_TEXT = [None, [{"type": "text", "text": "a"}]]  # as the content of a message
+BAD_ROWS = [{"text": "b"}, {"messages": [ASSISTANT]}, *({"prompt": x} for x in (3, "", None, [], "\ud800"))]
+BAD_ROWS += [{"prompt": [SYSTEM, USER]}, *({"prompt": [USER | {"content": x}]} for x in NO_TEXT)]  # without a template
+
+
+@pytest.mark.parametrize("row", BAD_ROWS, ids=str)
+def test_a_row_that_cannot_be_read_is_named(tmp_path, row):
+    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(InputError, match=r"x.jsonl, row 2: needs `prompt`"):
+        rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), tiny_tokenizer())
+
+
+def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
+    rows = [{"prompt": "a"}, {"prompt": "b é\u2028"}]  # a line separator inside a text
+    folder = str(tmp_path)
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    write_rows(tmp_path / "validation.jsonl", rows)
+
+    def sizes(**flags) -> list[int]:
+        return [len(part) for part in rloo.load_data(Args(**flags), tiny_tokenizer())]
+
+    assert rloo.load_rows(file, "train") == rloo.load_rows(folder, "validation") == rows
+    assert rloo.load_rows(folder, "train") == rloo.load_rows(file, "test") == []
+    write_rows(tmp_path / "test.jsonl", rows * 300)
+    assert sizes(dataset_name=folder, dataset_train_split="validation") == [2, 500]
+    assert sizes(dataset_name=folder, dataset_train_split="validation", num_eval_prompts=7) == [2, 7]
+    assert sizes(dataset_name=folder, dataset_train_split="test", dataset_test_split="validation") == [600, 2]
+
+    write_rows(tmp_path / "x.jsonl", rows * 10)  # without a test split: the last tenth, of at most 100 rows
+    train_rows, test_rows = rloo.load_data(Args(dataset_name=file), tiny_tokenizer())
+    assert [row["prompt"] for row in train_rows + test_rows] == [row["prompt"] for row in rows * 10]
+    assert sizes(dataset_name=file) == [18, 2] and sizes(dataset_name=file, num_eval_prompts=0) == [20, 0]
+    assert sizes(dataset_name=file, max_prompt_length=1) == [9, 1]  # every second prompt has 2 tokens
+    assert "9 of 18 prompts" in capsys.readouterr().out
+    write_rows(tmp_path / "x.jsonl", rows * 600)
+    assert sizes(dataset_name=file) == [1100, 100]
+
+
+def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
+    fake = types.SimpleNamespace(load_dataset=lambda name, config: {"train": [{"prompt": f"{name} {config}"}]})
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert rloo.load_rows("someone/something", "train") == [{"prompt": "someone/something None"}]
+    assert rloo.load_rows("someone/something", "test") == []
+    rows, _ = rloo.load_data(Args(dataset_name="someone/something", dataset_config="main"), tiny_tokenizer())
+    assert rows[0]["prompt"] == "someone/something main"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets"):
+        rloo.load_rows("someone/something", "train")
+
+
+def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
+    batch, tokenizer, calls = random_batch(), tiny_tokenizer(), []
+    for i, row in enumerate(batch.rows):
+        row.update(prompt=[f"prompt {i}"], columns={"answer": i})
+
+    def reward(prompts, completions, completion_ids, answer, **columns):
+        calls.append((deepcopy(prompts), completions, completion_ids, answer, columns))
+        prompts[0].append("which the next function must not see")
+        return [None if i == 3 else i for i in range(12)]
+
+    scores = rloo.function_reward("--reward_fns r", reward, tokenizer, batch)
+    assert scores[0, 3].isnan() and scores[2, 1] == 9 and scores.shape == (3, 4)
+    ((prompts, completions, completion_ids, answer, columns),) = calls
+    assert prompts == [[f"prompt {i}"] for i in range(4)] * 3 and answer == [0, 1, 2, 3] * 3 and columns == {}
+    assert [row["prompt"] for row in batch.rows] == prompts[:4]
+    for j, b in itertools.product(range(3), range(4)):
+        real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
+        assert completion_ids[j * 4 + b] == real  # the stop token included
+        words = [WORDS[i - 3] for i in real if i > 0]
+        assert completions[j * 4 + b].split() == words
+
+
+def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sampled():
+    """The stop token may be a word, and tags may be special tokens. A tokenizer that tidies up spaces would make "a ."
+    "a.", and SentencePiece drops the space before a text."""
+    row = {"prompt_ids": [3]}
+    batch = rloo.make_batch([row] * 2, torch.tensor([[[4, 5, 0, 0], [4, 3, 4, 3]]]), stop_ids=[5])
+    assert rloo.completion_texts(batch, tiny_tokenizer()) == [" b", " b a b a"]
+    tagged = tiny_tokenizer()
+    tagged.add_special_tokens({"additional_special_tokens": ["b"]})
+    assert [text.split() for text in rloo.completion_texts(batch, tagged)] == [["b"], ["b", "a", "b", "a"]]
+    tidy = tokenizer_of([".", "a"])
+    tidy.clean_up_tokenization_spaces = True
+    assert rloo.completion_texts(batch, tidy) == [" a", " a . a ."]
+
+    tokenizer = llama_tokenizer()
+    responses = torch.tensor([[[5, 6, 2, 0], [6, 7, 5, 6]], [[7, 5, 2, 0], [2, 0, 0, 0]]])
+    batch = rloo.make_batch([row] * 2, responses, [2])
+    assert tokenizer.decode([5, 6]) == "the cat"
+    assert rloo.completion_texts(batch, tokenizer) == [" the cat", " cats the cat", "s the", ""]
+
+
+def wants_n_and_m(prompts, completions, completion_ids, n, m):
+    return n
+
+
+def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
+    """... so that a function is always called with the same names, None where a row has nothing. The two rows with m
+    are those to evaluate on."""
+    rows = [{"prompt": "a b"}] * 18 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    loaded = rloo.load_data(Args(dataset_name=data), tiny_tokenizer())
+    columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
+    assert [row["columns"] for part in loaded for row in part] == columns
+    functions = {"reward_fns": (spec("wants_n_and_m"),), "reward_model_path": None, "num_eval_prompts": 9}
+    metrics, output = train(dataset_name=data, per_device_train_batch_size=2, total_episodes=38, **functions)
+    assert sum("rewards/wants_n_and_m/mean" in update for update in metrics) == 1 < len(metrics)
+    assert len(read_metrics(output, "completions")) == 8
+
+
+BAD_RETURNS = [[1.0], [1.0] * 13, None, 3.0, ["1"] * 12, iter([1.0] * 12), torch.zeros(12, 2)]
+BAD_RETURNS += [[number] * 12 for number in (math.nan, math.inf, 1e300, 10**400)]
+
+
+@pytest.mark.parametrize("returned", BAD_RETURNS, ids=lambda returned: f"{returned!r:.20}")
+def test_what_a_reward_function_may_not_return(returned):
+    with pytest.raises(InputError, match="^--reward_fns r must return a list of 12 finite numbers or Nones, not "):
+        rloo.function_reward("--reward_fns r", lambda **kw: returned, tiny_tokenizer(), random_batch())
+
+
+USERS_FILES = {  # content of a file, the error that its use shows, the line where it is
+    "import nowhere_to_be_found\n": (ModuleNotFoundError, 1),
+    "1 / 0\n": (ZeroDivisionError, 1),
+    "import json\n\ndef f(completions, **columns):\n    return json.loads('{')\n": (json.JSONDecodeError, 4),
+    "def f(completions, **columns):\n    return [len(text) for text in Completions]\n": (NameError, 2),
+}
+
+
+@pytest.mark.parametrize("flag", ["reward_fns", "eval_fns"])
+@pytest.mark.parametrize("content", USERS_FILES)
+def test_an_error_in_a_users_function_is_raised_as_it_is(train, tmp_path, flag, content):
+    """... with the trace down to the line of the user's file, and beyond."""
+    file = tmp_path / "my_functions.py"
+    file.write_text(content)
+    error, line = USERS_FILES[content]
+    with pytest.raises(error) as raised:
+        train(num_eval_prompts=2, **{flag: (f"{file}:f",)})
+    assert (file, line) in [(Path(str(place.path)), place.lineno + 1) for place in raised.traceback]
+
+
+def never(prompts, completions, completion_ids, **columns):
+    return [None] * len(prompts)
+
+
+def test_weights_add_reward_model_and_functions(train):
+    """A reward of weight 0 is logged, and makes nothing scorable."""
+    (alone,), _ = train()
+    (both,), _ = train(reward_fns=(spec("constant_reward"),), reward_weights=(2.0, -3.0))
+    assert both["rewards/reward_model/mean"] == alone["objective/scores"] and both["rewards/constant_reward/mean"] == 1
+    assert both["objective/scores"] == pytest.approx(2 * alone["objective/scores"] - 3, abs=1e-5)
+    assert both["rewards/reward_model/std"] > 0 == both["rewards/constant_reward/std"]
+    functions = {"reward_fns": (spec("never"), spec("constant_reward")), "reward_weights": (1.0, 0.0)}
+    (metrics,), _ = train(reward_model_path=None, kl_coef=0.0, **functions)
+    assert metrics["rewards/constant_reward/mean"] == 1
+    assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
+
+
+def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
+    """It has the policy's tokenizer, with or without [PAD]: another one would read other words."""
+
+    def reward(policy_tokenizer):
+        args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6, dtype="float32")
+        return rloo.load_reward_model(args, policy_tokenizer, [{"prompt_ids": [3] * 9}])["reward_model"]
+
+    save(tmp_path, tiny_model(classifier=True))
+    with pytest.raises(InputError, match=f"{tmp_path}: (has another|its) tokenizer"):
+        reward(tiny_tokenizer())
+    save(tmp_path, tiny_tokenizer())
+    vocab = {word: i for word, i in tiny_tokenizer().get_vocab().items() if word != "[PAD]"}
+    unpadded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab)), eos_token="<eos>")
+    scores = [reward(tokenizer)(random_batch()) for tokenizer in (unpadded, tiny_tokenizer())]
+    assert torch.equal(*scores) and scores[0].shape == (3, 4)
+    more = tiny_tokenizer()
+    more.add_tokens(["more"])
+    for other in (more, tokenizer_of([*reversed(WORDS)]), tokenizer_of(["z"])):
+        with pytest.raises(InputError, match=f"{tmp_path}: has another tokenizer"):
+            reward(other)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch, number):
+    """... and is not taken for one that has no score to give."""
+    spy(monkeypatch, "model_scores", lambda inputs, output: output * number)
+    with pytest.raises(InputError, match="not finite"):
+        train()
+
+
+def begins_with_l(prompts, completions, completion_ids, **columns):
+    return [float(text.strip().startswith("l m")) for text in completions]
+
+
+def test_a_reward_for_what_the_template_writes_is_said_to_teach_nothing(train, tmp_path, capfd):
+    """A template that begins the answer, as those do that write <think>: the completions are without its beginning, so
+    a reward that asks for it is 0 everywhere. The end of a prompt is shown as the model reads it."""
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}l m"
+    policy = save(tmp_path / "sft", tiny_model(), chat_tokenizer(template))
+    data = write_rows(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": word}]} for word in WORDS])
+    rewards = {"reward_model_path": None, "reward_fns": (spec("begins_with_l"),), "kl_coef": 0.0}
+    metrics, output = train(sft_model_path=policy, dataset_name=data, num_eval_prompts=1, total_episodes=32, **rewards)
+    said = "".join(capfd.readouterr())
+    assert [update["grad_norm"] for update in metrics] == [0, 0]
+    assert said.count("an update had no learning signal") == 1
+    assert re.search(r"\n\.\.\. \w l m\n", said)
+    assert all(sample["prompt"].endswith(" l m") for sample in read_metrics(output, "completions"))
+    for text in (said, *(path.read_text() for path in output.glob("*.jsonl"))):
+        assert not re.search(r"\bnan\b|infinity", text, re.IGNORECASE)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def parse(line: str) -> Args:
+    return rloo.resolve_args(rloo.parse_args(line.split()))
+
+
+def run_flags(tiny: Path, output, **flags) -> dict:
+    """The flags of a short run on the tiny folder."""
+    paths = {"dataset_name": tiny / "data", "sft_model_path": tiny / "sft", "reward_model_path": tiny / "reward"}
+    sizes = {"rloo_k": 2, "response_length": 6, "per_device_train_batch_size": 16, "total_episodes": 16}
+    others = {"learning_rate": 1e-2, "num_eval_prompts": 0, "device": "cpu", "output_dir": str(output)}
+    return {name: str(path) for name, path in paths.items()} | sizes | others | flags
+
+
+def command(tiny: Path, output, **flags) -> list[str]:
+    """The command line of such a run."""
+    flags = run_flags(tiny, output, **flags)
+    return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+
+
+def snapshot(*folders: Path) -> dict[Path, bytes]:
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path: path.read_bytes() for path in files if "__pycache__" not in str(path)}
+
+
+def test_a_command_of_trls_documentation_parses_and_means_the_same():
+    line = (
+        "--dataset_name trl-internal-testing/tldr-preference-sft-trl-style --dataset_test_split validation "
+        "--output_dir models/minimal/rloo_tldr --num_ppo_epochs 2 --num_mini_batches 2 --learning_rate 3e-6 "
+        "--per_device_train_batch_size 16 --gradient_accumulation_steps 16 --total_episodes 1000000 "
+        "--model_name_or_path EleutherAI/pythia-1b-deduped --sft_model_path cleanrl/sft__tldr "
+        "--reward_model_path cleanrl/reward__tldr --local_rollout_forward_batch_size 16 "
+        "--missing_eos_penalty 1.0 --stop_token eos --kl_coef 0.03"
+    )
+    args = parse(line)
+    for flag, value in re.findall(r"--(\w+) (\S+)", line):
+        assert str(getattr(args, flag)) == value or getattr(args, flag) == float(value)
+    assert parse("--model_name_or_path x --dataset_name y").sft_model_path == "x" and args.eval_fns == ()
+
+
+DEFAULTS = (  # other ones than TRL 0.19 has; those that it has; and what it has no flag for, since it always does so
+    "--rloo_k 4 --kl_coef 0.02 --num_ppo_epochs 1 --num_sample_generations 4 --save_steps 100 --seed 1 "
+    "--reward_clip_range None --adam_eps 1e-8 --cliprange 0.2 --lr_scheduler_type linear --max_grad_norm 1.0 "
+    "--missing_eos_penalty None --no_normalize_advantage --no_normalize_reward --num_mini_batches 1 --warmup_ratio 0 "
+    "--response_length 53 --temperature 0.7 --no_token_level_kl --no_trust_remote_code --weight_decay 0 "
+    "--advantage_estimator rloo --kl_in_reward --loss_aggregation sequence --no_mask_truncated_completions "
+    "--rollout_correction off"
+)
+
+
+def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
+    assert rloo.parse_args(DEFAULTS.split()) == Args()
+    own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f"
+    bundled, *others = map(parse, ("", own, f"--sft_model_path {tiny}/sft", f"{own} --lora_rank 4"))
+    assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
+    assert all(Path(x).is_dir() for x in (bundled.sft_model_path, bundled.reward_model_path, bundled.dataset_name))
+    assert [args.learning_rate for args in others] == pytest.approx([1e-6, 1e-6, 1e-5])
+    assert {(args.total_episodes, args.dtype) for args in others} == {(None, "float32")}  # on a CPU
+    assert parse("--reward_fns x.py:f").reward_model_path is None
+    assert parse("--total_episodes 0").total_episodes == 0  # only evaluates
+    with pytest.raises(InputError, match="^no reward: "):
+        rloo.check_args(parse(f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --output_dir {tiny}/out"))
+    assert parse("--exp_name x --seed 3").output_dir.startswith("runs/x__3__")
+    assert parse("--sharding fsdp").sharding == "ddp"  # one process shards nothing
+
+    metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
+    assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
+    written = json.loads((output / "args.json").read_text())
+    assert metrics[0]["lr"] == 1e-6 and written["total_episodes"] == 64
+    assert written["versions"]["torch"] == torch.__version__
+    assert [update["episode"] for update in train(total_episodes=17)[0]] == [16, 32]  # whole updates
+
+
+def test_hyphens_and_the_names_of_trl_1_parse():
+    assert parse("--rloo-k 8 --kl-coef 0.1").rloo_k == parse("--rloo_k 8 --kl_coef 0.1").rloo_k == 8
+    args = parse(
+        "--num_generations 8 --beta 0.1 --num-iterations 3 --epsilon 0.1 --epsilon_high 0.3 --max_completion_length 99"
+    )
+    assert (args.rloo_k, args.kl_coef, args.num_ppo_epochs, args.response_length) == (8, 0.1, 3, 99)
+    assert (args.cliprange, args.cliprange_high) == (0.1, 0.3)
+
+
+def test_devices(tiny, monkeypatch):
+    """bfloat16 is the default of one's own task on a GPU that has it; a T4 or V100 emulates it, slowly. Each process of
+    torchrun has a GPU of its own, whatever --device says."""
+    own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cuda"
+    for emulated, dtype in ((False, "bfloat16"), (True, "float32")):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True, x=emulated: including_emulation or not x
+        )
+        assert parse(own).dtype == dtype and parse("--device cuda").dtype == "float32"
+    assert parse(f"{own}:1").device == "cuda:1"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert parse(own).device == parse(f"{own}:1").device == "cuda:2" and parse("--device cpu").device == "cpu"
+
+
+def test_on_a_gpu_attention_is_never_cudnns(monkeypatch):
+    """... whose backward pass gives NaN with some masks."""
+    used, enabled = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
+    device = torch.device("cuda:1")
+    assert rloo.start_processes(device) == (0, 1) and used == [device] and enabled == [False]
+
+
+BROKEN_FILES = {  # what the next test finds in the folder {x}
+    "empty.jsonl": "",
+    "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n',
+    "list.jsonl": "[1]\n",
+    "deep.jsonl": "[" * 100_000,
+    "latin.jsonl": b'{"prompt": "\xe4\xff"}\n',
+    "rows.json": '[{"prompt": "a"}]',
+    "text.jsonl": '{"text": "a"}\n',
+    "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\ndef score(**kw): 0\n",
+    "json.py": "",
+    "a/same.py": "def f(**kw): 0\n",
+    "b/same.py": "def g(**kw): 0\n",
+}
+POSITIVE = ["response_length", "max_prompt_length", "local_rollout_forward_batch_size", "per_device_train_batch_size"]
+POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches", "save_total_limit", "lora_alpha"]
+MISTAKES = {  # what the line must say -> what is added to a command line that works
+    "at least 2": "--rloo_k 1; --rloo_k 0",
+    "at least 1": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --rollout_correction_cap 0.9",
+    "at least 0": "--total_episodes -1; --learning_rate -1; --cliprange -0.1; --save_steps -1; --lora_rank -1",
+    "must be finite": "--kl_coef nan; --learning_rate inf; --missing_eos_penalty nan",
+    "must be a multiple of --rloo_k 2": "--per_device_train_batch_size 7",
+    "must be below 1": "--warmup_ratio 2; --warmup_ratio 1",
+    "--temperature": "--temperature 0",
+    "must be one token, is 3": "--stop_token a:b",
+    "must be 1 numbers, not all 0": "--reward_weights 1 2; --reward_weights nan; --reward_weights 0",
+    "needs a ratio per token": "--token_level_kl --ratio_level sequence",
+    "something else is called boom": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
+    "something else is called score": "--reward_fns {x}/fns.py:score; --eval_fns {x}/fns.py:score",
+    "there is no file {x}/no.py": "--reward_fns {x}/no.py:f; --rollout_engine {x}/no.py:f",
+    "must be file.py:function or module:function": "--reward_fns fns; --reward_fns {x}/fns.py; --eval_fns no_module:f",
+    "json.py:f: ": "--reward_fns {x}/json.py:f",  # another json is loaded
+    "{x}/a/same.py is loaded under the same name": "--reward_fns {x}/a/same.py:f {x}/b/same.py:g",
+    "add **columns for what it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few",
+    "missing a required argument: 'a'": "--reward_fns {x}/fns.py:sum; --eval_fns {x}/fns.py:sum",
+    "fns.py:thing: ": "--reward_fns {x}/fns.py:thing",
+    "there is no nothing in {x}/fns.py": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
+    "--resume needs --output_dir": "--resume",
+    "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
+    "cannot be used": "--device meta; --device gpu; --device cuda:99",
+    "no .jsonl file, folder of them or (pip install datasets) Hub id": "--dataset_name {x}/nowhere.jsonl; "
+    "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
+    "has no rows in its split dev": "--dataset_train_split dev",
+    "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
+    "line 1 must be a JSON object like": "; ".join(
+        f"--dataset_name {{x}}/{x}.jsonl" for x in ("latin", "list", "deep")
+    ),
+    "empty.jsonl: has no rows in its split train": "--dataset_name {x}/empty.jsonl",
+    "line 2 must be a JSON object like": "--dataset_name {x}/broken.jsonl",
+    "text.jsonl, row 1: needs `prompt`": "--dataset_name {x}/text.jsonl",
+    "no prompt is within --max_prompt_length 1": "--max_prompt_length 1",
+    "has 128 positions": "--response_length 125; --response_length 4000",
+    "cannot be loaded": "--sft_model_path /nowhere; --reward_model_path ./no; --sft_model_path {x}",
+    "lacks weights": "--sft_model_path {reward}",
+    "nonsense": "--attn_implementation nonsense",
+    "--layout group": "--layout group --attn_implementation eager",
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monkeypatch, capfd):
+    for name, content in BROKEN_FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.chdir(tmp_path)  # where runs/ would be
+    before, line = snapshot(tiny, tmp_path), command(tiny, "out")
+    for text in MISTAKES[message].split("; "):
+        flags = text.format(x=tmp_path, reward=tiny / "reward").split()
+        with pytest.raises(SystemExit) as end:
+            rloo.command_line((line[:-2] if flags == ["--resume"] else line) + flags)
+        said = end.value.code
+        assert isinstance(said, str) and said.startswith("rloo.py: ") and "\n" not in said, said
+        assert message.format(x=tmp_path) in said and len(said) < 900, said
+    assert "Traceback" not in "".join(capfd.readouterr())
+    assert snapshot(tiny, tmp_path) == before
+
+
+@pytest.mark.parametrize("flag, rank", [("--lora_rank three", 0), ("--dtype float16", 0), ("--nonsense 3", 1)])
+def test_a_flag_that_does_not_parse_is_named_by_the_first_process(monkeypatch, capsys, flag, rank):
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as end:
+        rloo.command_line(flag.split())
+    said = "".join(capsys.readouterr())
+    assert end.value.code == 2 and (said == "" if rank else flag.split()[0] in said)
+
+
+def without_tokenizer(folder: Path):
+    for file in folder.glob("*token*"):
+        file.unlink()
+
+
+def with_more_tokens(folder: Path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["x", "y"])
+    for name in ("sft", "reward"):
+        save(folder.parent / name, tokenizer)
+
+
+def with_nan(folder: Path):
+    model = tiny_model()
+    next(model.parameters()).data.fill_(math.nan)
+    save(folder, model)
+
+
+def with_three_labels(folder: Path):
+    options = {"num_labels": 3, "ignore_mismatched_sizes": True}
+    save(folder, AutoModelForSequenceClassification.from_pretrained(folder, **options))
+
+
+REFUSED_MODELS = {  # what happens to the folder of which model -> words of the line
+    "no tokenizer": ("sft", without_tokenizer, "prompt is empty|tokenizer cannot be loaded"),
+    "more tokens than embeddings": ("sft", with_more_tokens, "has no token 17; is the tokenizer that of another"),
+    "NaN": ("sft", with_nan, "cannot be used"),
+    "no head": ("reward", lambda folder: save(folder, tiny_model()), "lacks weights"),
+    "three labels": ("reward", with_three_labels, "cannot be loaded"),
+    "another tokenizer": ("reward", lambda x: save(x, tokenizer_of([*reversed(WORDS)])), "has another tokenizer"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_MODELS)
+def test_a_model_that_cannot_be_used_is_named(train, tiny, tmp_path, kind):
+    part, change, words = REFUSED_MODELS[kind]
+    folders = {name: shutil.copytree(tiny / name, tmp_path / name) for name in ("sft", "reward")}
+    change(folders[part])
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": "a b"}, {"prompt": "a x b y"}])
+    with pytest.raises(InputError, match=words):
+        train(sft_model_path=str(folders["sft"]), reward_model_path=str(folders["reward"]), dataset_name=data)
+    assert not (tmp_path / "run0").exists()
+
+
+def test_adapters_beside_a_model_are_refused(train, monkeypatch):
+    """With peft installed, transformers adds them, and would save no more than the adapters."""
+    monkeypatch.setattr(type(tiny_model()), "peft_config", {}, raising=False)
+    with pytest.raises(InputError, match="has adapters; merge them"):
+        train()
+
+
+def test_a_policy_with_logits_of_its_own_kind_is_refused(train, monkeypatch):
+    """... such as a scale of which final_logits does not know, here of 2%: its log-probs would be others."""
+    spy(monkeypatch, "final_logits", lambda inputs, logits: 1.02 * logits)
+    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: cannot be used; .*final_logits"):
+        train()
+
+
+def test_held_out_prompts_and_completions_may_fill_the_positions_and_no_more(train, tmp_path):
+    """... of the 128 that policy and reward model have."""
+    write_rows(tmp_path / "train.jsonl", [{"prompt": "a"}])
+    write_rows(tmp_path / "test.jsonl", [{"prompt": "a " * 122}])
+    flags = {"dataset_name": str(tmp_path), "num_eval_prompts": 1, "total_episodes": 0}
+    train(**flags)
+    with pytest.raises(InputError, match="has 128 positions"):
+        train(**flags, response_length=7)
+
+
+@pytest.mark.parametrize("engine", ["group", "hf"])
+def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_use(train, tiny, tmp_path, engine):
+    """The numbers are the same, and it is saved as it was. Gemma 3's text models have one embedding fewer than their
+    tokenizer has tokens: that of an image."""
+    shutil.copytree(tiny, tmp_path / "tiny")
+    with_more_tokens(tmp_path / "tiny" / "sft")
+    for name in ("sft", "reward"):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny" / name)
+        tokenizer.pad_token = None
+        save(tmp_path / "tiny" / name, tokenizer)
+    models = {"sft_model_path": f"{tmp_path}/tiny/sft", "reward_model_path": f"{tmp_path}/tiny/reward"}
+    metrics, output = train(**models, rollout_engine=engine)
+    assert without_times(metrics) == without_times(train(rollout_engine=engine)[0])
+    assert AutoTokenizer.from_pretrained(output).pad_token is None
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_learning_rates_are_those_of_transformers_but_that_none_is_0(train, schedule):
+    """A warm-up does not begin at 0, and leaves what follows as it was."""
+
+    def rates(updates, warmup_ratio):
+        args = rloo.resolve_args(Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio))
+        _, rate = rloo.make_optimizer(args, torch.nn.Linear(1, 1), updates, None)
+        return [rate(done) for done in range(updates)]
+
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
+    for warmup, ratio in ((0, 0.0), (3, 0.3), (3, 0.21)):  # 2.1 updates are 3
+        name = "constant_with_warmup" if schedule == "constant" else schedule
+        (factor,) = get_scheduler(name, optimizer, warmup, 10).lr_lambdas
+        expected = [(i + 1) / (warmup + 1) for i in range(warmup)] + [factor(i) for i in range(warmup, 10)]
+        assert rates(10, ratio) == pytest.approx(expected, rel=1e-12)
+    assert rates(1, 0.9) == [0.5]
+    logged = [update["lr"] for update in train(lr_scheduler_type=schedule, total_episodes=48, learning_rate=0.5)[0]]
+    assert logged == pytest.approx([0.5 * rate for rate in rates(3, 0.0)])
+
+
+OTHER_FLAGS = {  # those that the random updates above do not draw
+    "seed": 7,
+    "stop_token": "c",
+    "max_prompt_length": 4,
+    "dataset_train_split": "test",
+    "dtype": "bfloat16",
+    "lora_rank": 2,
+}
+
+
+def test_every_flag_changes_the_run(train):
+    """... from what it is without the flag. Adam sees the size of the gradient here."""
+    base = {"adam_eps": 1e-3, "max_grad_norm": 0.0, "total_episodes": 32, "seed": 2}
+    plain = final_weights(train(**base)[1])
+    for name, value in OTHER_FLAGS.items():
+        assert (final_weights(train(**base | {name: value})[1]) - plain).abs().max() > 1e-3, name
+    eager, sdpa = (final_weights(train(**base, layout="plain", attn_implementation=x)[1]) for x in ("eager", None))
+    assert 0 < (eager - sdpa).abs().max() < 1e-3  # by rounding
+    alphas = [final_weights(train(**base, lora_rank=2, lora_alpha=alpha)[1]) for alpha in (8, 32)]
+    assert (alphas[0] - alphas[1]).abs().max() > 1e-3
+    whole_numbers = {"kl_coef": 0, "temperature": 1, "learning_rate": 1, "max_grad_norm": 0}  # from Python
+    assert torch.equal(*(final_weights(train(**{x: y(z) for x, z in whole_numbers.items()})[1]) for y in (int, float)))
+
+
+SPOILED = {  # what is spoiled in the second update: a function, its output -> what the line calls it
+    "logits of the policy": ("final_logits", lambda out: out * math.nan, "a log-prob"),
+    "log-probs of the reference": ("chunked_logprobs", lambda out: out * math.nan, "a log-prob"),
+    "the loss": ("policy_loss", lambda out: (out[0] * math.inf, *out[1:]), "a gradient"),
+    "a gradient": ("policy_loss", lambda out: (out[0] + (out[0] * 0).sqrt(), *out[1:]), "a gradient"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, tmp_path, monkeypatch, kind):
+    """The checkpoint of the first update stays the newest."""
+    name, spoil, called = SPOILED[kind]
+    output = tmp_path / "out"
+    metrics = output / "metrics.jsonl"
+
+    def in_second_update(inputs, found):
+        return spoil(found) if metrics.exists() and metrics.read_text() else found
+
+    spy(monkeypatch, name, in_second_update)
+    with pytest.raises(InputError, match=f"^{called}.* is not finite: lower --learning_rate"):
+        train(output_dir=str(output), total_episodes=48, save_steps=1)
+    assert len(read_metrics(output)) == 1 and [path.name for path in rloo.checkpoints(output)] == ["checkpoint-1"]
+    assert final_weights(output / "checkpoint-1").isfinite().all()
+
+
+def test_weights_that_the_last_step_made_infinite_are_not_saved(train, tmp_path):
+    with pytest.raises(InputError, match="not finite"):
+        train(learning_rate=1e39, output_dir=str(tmp_path / "out"))
+    assert not [*(tmp_path / "out").glob("**/*.safetensors")]
+
+
+def test_runs_are_logged_and_resumed_ones_continue_their_log(train, monkeypatch):
+    logged, started = [], []
+    service = types.SimpleNamespace(
+        init=lambda **flags: started.append(flags) or service,
+        log=lambda metrics, step: logged.append((step, metrics)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    names = {"wandb_project_name": "project", "wandb_entity": "team"}
+    metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4, **names)
+    assert started[0].items() >= {"project": "project", "entity": "team", "name": output.name}.items()
+    assert [step for step, _ in logged] == [0, 1, 2, 3, 3] and [values for _, values in logged[1:4]] == metrics
+    for (_, values), evaluation in zip(logged[::4], read_metrics(output, "evaluations"), strict=True):
+        assert values == {f"eval/{name}": x for name, x in evaluation.items()}
+    train(track=True, total_episodes=64, output_dir=str(output), resume=True)
+    train(track=True)
+    one, resumed, other = (flags["id"] for flags in started)
+    assert one == resumed != other and {flags["resume"] for flags in started} == {"allow"}
+
+
+def test_the_command_line_runs_in_a_thread_of_a_notebook(tiny, tmp_path, monkeypatch):
+    """... whose output has no `reconfigure`; and signals are handled as before, once a run has ended."""
+    screen, ends = io.StringIO(), []
+    monkeypatch.setattr(sys, "stdout", screen)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def run(name: str):
+        rloo.command_line(command(tiny, tmp_path / name))
+        ends.append(name)
+
+    run("main")
+    thread = threading.Thread(target=run, args=["thread"])
+    thread.start()
+    thread.join()
+    assert ends == ["main", "thread"] and screen.getvalue().count("results: ") == 2
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluations
+
+
+EVALUATED = {  # updates, --num_sample_generations: the updates at which a run evaluates
+    (50, 4): [0, 10, 20, 30, 40, 50],
+    (50, 1): [0, 25, 50],
+    (23, 3): [0, 6, 12, 17, 23],
+    (12, 0): [0, 12],
+    (1, 4): [0, 1],
+    (0, 4): [0],
+}
+
+
+@pytest.mark.parametrize("updates, between", EVALUATED)
+def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch, updates, between):
+    """Greedy completions as well before and after."""
+    found, expected = [], EVALUATED[updates, between]
+
+    def evaluate(args, policy, rewards, graders, rows, stop_ids, version, tokenizer, greedy):
+        found.append((version, greedy))
+        return []
+
+    monkeypatch.setattr(rloo, "evaluate", evaluate)
+    monkeypatch.setattr(rloo, "collect", lambda *inputs: types.SimpleNamespace(times={}))
+    monkeypatch.setattr(rloo, "improve", lambda *inputs: None)
+    monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"grad_norm": 1.0})
+    _, output = train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
+    assert found == [(update, update in (0, updates)) for update in expected]
+    evaluations = [(x["update"], x["episode"]) for x in read_metrics(output, "evaluations")]
+    assert evaluations == [(update, 16 * update) for update in expected]
+
+
+def two_by_length(prompts, completions, completion_ids, n, **columns):
+    """None for every second row."""
+    return [float(len(ids)) if row % 2 else None for ids, row in zip(completion_ids, n, strict=True)]
+
+
+def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
+    """At learning rate 0, so that every evaluation finds the same; all draw the same random numbers. A grade that is no
+    number is left out of the means."""
+    functions = {"reward_fns": (spec("two_by_length"),), "eval_fns": (spec("count_tokens"),)}
+    flags = {"num_eval_prompts": 5, "num_sample_generations": 1, "total_episodes": 64, "learning_rate": 0.0}
+    metrics, output = train(**flags, **functions)
+    rows = read_metrics(output, "completions")
+    modes = ["sampled", "greedy", "sampled", "sampled", "greedy"]
+    assert [(row["update"], row["mode"]) for row in rows[::5]] == list(zip([0, 0, 2, 4, 4], modes, strict=True))
+    assert {*rows[0]} == {"update", "mode", "prompt", "completion", "grades", "columns"} and len(rows) == 25
+    held_out = [json.loads(line) for line in (tiny / "data" / "test.jsonl").read_text().splitlines()][:5]
+    names = {"length", "score", "rewards/reward_model", "rewards/two_by_length", "count_tokens"}
+    for row, of_data in zip(rows, held_out * 5, strict=True):
+        assert row["columns"] | {"prompt": row["prompt"]} == of_data
+        grades, scored = row["grades"], of_data["n"] % 2 == 1
+        assert {*grades} == (names if scored else names - {"rewards/two_by_length"})
+        of_function = grades["length"] if scored else 0.0
+        assert grades["count_tokens"] == grades["length"] and grades.get("rewards/two_by_length", 0.0) == of_function
+        assert grades["score"] == pytest.approx(grades["rewards/reward_model"] + of_function)
+    sampled, greedy, *others = [[row["completion"] for row in rows[i : i + 5]] for i in range(0, 25, 5)]
+    assert sampled != greedy and others == [sampled, sampled, greedy]
+
+    first, middle, last = read_metrics(output, "evaluations")
+    both = names | {f"{name}_stderr" for name in names}
+    assert {*middle} == {"update", "episode", *(f"sampled/{name}" for name in both)}
+    assert {*first} == {*last} == {*middle, *(f"greedy/{name}" for name in both)}
+    lengths = [row["grades"]["length"] for row in rows[:5]]
+    assert first["sampled/length"] == last["sampled/length"] == mean(lengths)
+    odd = [length for length, row in zip(lengths, held_out, strict=True) if row["n"] % 2]
+    assert first["sampled/rewards/two_by_length"] == mean(odd)
+    assert len(metrics) == 4 and not any("eval" in name for update in metrics for name in update)
+    screen = capsys.readouterr().out
+    assert screen.count(f"\n>>> {sampled[0]}\n") == 3
+    assert re.search(r"mean ± standard error +update 0 +update 4 *\n", screen)
+    value, error = first["sampled/score"], first["sampled/score_stderr"]
+    assert re.search(rf"\nsampled/score +{value:.3f} ± {error:.3f} ", screen)
+
+
+def test_what_has_no_grade_is_left_out_of_means_and_columns_may_be_anything(tmp_path):
+    sample = {"mode": "greedy", "prompt": "a", "completion": "b", "columns": {"when": Path("x")}}
+    samples = [sample | {"grades": grades} for grades in ({"score": 1.0}, {"score": 3.0}, {}, {"score": 8.0})]
+    tracker = types.SimpleNamespace(log=lambda metrics, step: None)
+    evaluation = rloo.write_evaluation(tmp_path, tracker, 3, 48, samples)
+    assert evaluation["greedy/score"] == 4
+    assert evaluation["greedy/score_stderr"] == pytest.approx(stdev([1, 3, 8]) / 3**0.5)
+    assert [row["columns"] for row in read_metrics(tmp_path, "completions")] == [{"when": "x"}] * 4
+
+
+def test_without_episodes_left_a_run_evaluates_and_ends(train, capsys):
+    """It needs no reward, leaves no policy, and can be continued by training."""
+    graded = {"eval_fns": (spec("count_tokens"),), "num_eval_prompts": 4}
+    metrics, output = train(total_episodes=0, reward_model_path=None, **graded)
+    assert metrics == [] and not [*output.glob("*.safetensors"), *output.glob("checkpoint-*")]
+    (evaluated,) = read_metrics(output, "evaluations")
+    assert evaluated["sampled/count_tokens"] == evaluated["sampled/length"] and "sampled/score" not in evaluated
+    with pytest.raises(InputError, match="is not empty"):  # its result is not overwritten
+        train(total_episodes=0, output_dir=str(output), **graded)
+    assert read_metrics(output, "evaluations") == [evaluated]
+    train(total_episodes=32, output_dir=str(output), resume=True, **graded)
+    before, after = read_metrics(output, "evaluations")
+    assert before["sampled/count_tokens"] == evaluated["sampled/count_tokens"] and after["update"] == 2
+    left = snapshot(output)
+    capsys.readouterr()
+    train(total_episodes=16, output_dir=str(output), resume=True, **graded)  # fewer than were made
+    assert len(read_metrics(output)) == 2 and read_metrics(output, "evaluations") == [before, after]
+    changed = {path.name for path, content in snapshot(output).items() if content != left[path]}
+    assert changed <= {"args.json"} and re.search(r"standard error +update 0 +update 2 *\n", capsys.readouterr().out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+
+def shell(args: list, cwd: Path, **env) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+    line = [sys.executable, *map(str, args)]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def count_a(prompts, completions, completion_ids, **columns):
+    return [text.split().count("a") for text in completions]
+
+
+def test_a_custom_reward_function_is_learned(train):
+    """The reward is the number of `a`s in the completion; nearly all tokens become `a`."""
+    flags = {"reward_model_path": None, "reward_fns": (spec("count_a"),), "kl_coef": 0.0, "rloo_k": 4}
+    metrics, _ = train(**flags, total_episodes=16 * 60)
+    assert metrics[0]["objective/scores"] < 1.5 and metrics[-1]["objective/scores"] > 5
+
+
+def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, tmp_path):
+    """... on a screen that is not UTF-8. Importing it has no side effect."""
+    shutil.copy(HERE / "rloo.py", tmp_path)
+    code = "import os, sys, rloo; print(os.listdir(), flush=True); rloo.command_line(sys.argv[1:])"
+    line = [*command(tiny, "out", num_eval_prompts=8), "--track"]
+    done = shell(["-Bc", code, *line], tmp_path, WANDB_MODE="offline", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("['rloo.py']\n") and f"results: {tmp_path}/out\n" in done.stdout
+    assert "mean ? standard error" in done.stdout
+    out = tmp_path / "out"
+    files = {"args.json", "metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint-1", "wandb"}
+    files |= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in out.iterdir()} - {"special_tokens_map.json"} == files
+    assert [*out.glob("wandb/offline-run-*/*.wandb")]
+    model, tokenizer = (auto.from_pretrained(out) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)
+
+
+def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    splits = ["--dataset_train_split", "validation", "--dataset_test_split", "test"]
+    rloo.command_line(["--total_episodes", "32", "--num_eval_prompts", "8", *splits])
+    screen = capfd.readouterr().out
+    assert "\nsampled/gold_win_rate " in screen and "\n>>> " in screen
+    (output,) = (tmp_path / "runs").iterdir()
+    assert AutoModelForCausalLM.from_pretrained(output).config.model_type == "gpt_neox"
+    (metrics,) = read_metrics(output)
+    assert metrics["grad_norm"] > 0 and metrics["lr"] == 2.5e-4
+
+
+BENCHMARK = HERE / "benchmark"
+OBJECTIVES = BENCHMARK / "objectives" / "README.md"
+PAGES = [HERE / "README.md", *sorted(BENCHMARK.rglob("*.md"))]
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def commands_of(blocks: list[str], folder: Path) -> list[list[str]]:
+    """The words of each python or torchrun command, as bash expands them. The blocks are run one after another in one
+    shell, where these two only write down their words, and nothing is installed."""
+    stubs = 'python() { printf \'%s\\t\' "$@"; echo; }\ntorchrun() { python "$@"; }\npip() { :; }\npython3() { :; }\n'
+    done = subprocess.run(["bash", "-c", stubs + "\n".join(blocks)], cwd=folder, capture_output=True, text=True)
+    return [line.split("\t")[:-1] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [HERE / "README.md", OBJECTIVES, *(BENCHMARK / room / "README.md" for room in ("gpu", "speed", "tldr"))],
+    ids=lambda page: page.parent.name,
+)
+def test_every_command_of_a_page_parses(page, tmp_path):
+    """... and every script that it names is there. Whether they do what they say: the other tests."""
+    blocks = blocks_of(page, "sh")
+    if page.parent.name == "gpu":  # as that page says
+        blocks = [
+            *[block for block in blocks_of(BENCHMARK / "speed" / "README.md", "sh") if "common=(" in block],
+            *blocks,
+        ]
+    commands = commands_of(blocks, tmp_path)
+    lines = [line.lstrip() for block in blocks for line in block.splitlines()]
+    assert len(commands) >= sum(line.startswith(("python ", "torchrun ")) for line in lines) > 0
+    parsed = 0
+    for words in commands:
+        (script,) = [word for word in words if word == "-" or word.endswith(".py")][:1] or ["pytest"]
+        if Path(script).name in ("rloo.py", "mine.py", "replace_unended.py") and "--help" not in words:
+            assert isinstance(rloo.parse_args(words[words.index(script) + 1 :]), Args)
+            parsed += 1
+        assert script in ("-", "pytest", "rloo.py", "mine.py") or (HERE / script).is_file(), script
+    assert parsed > 0
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
+def test_what_a_page_names_is_there(page):
+    """Links with their anchors, pictures, every file under benchmark/, and every name of rloo.py."""
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if not path.startswith("http"):
+            target = page.parent / path if path else page
+            assert target.exists() and (not anchor or anchor in anchors(target)), link
+    for path in re.findall(r"benchmark/[\w/.-]+\.(?:py|sh|json|md|png|txt)\b", text):
+        assert (HERE / path).is_file(), path
+    for name in re.findall(r"\brloo\.(\w+)", text):
+        assert name in ("py", "git") or hasattr(rloo, name), f"rloo.{name}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Killed, resumed, told to stop, out of space
+
+# Evaluations at 0, 3 and 6 of six updates, with two optimizer steps each; checkpoints at 2, 4 and 6.
+LONG = {"total_episodes": 96, "num_mini_batches": 2, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+LONG |= {"lr_scheduler_type": "cosine", "warmup_ratio": 0.3, "save_steps": 2, "save_total_limit": 9}
+LONG |= {"num_eval_prompts": 4, "num_sample_generations": 1, "eval_fns": (spec("count_tokens"),)}
+LONG |= {"reward_fns": (spec("noise"),)}
+
+
+def noise(prompts, completions, completion_ids, **columns):
+    """Random numbers depend on the update alone, in reward functions too."""
+    return [random.random() + torch.rand(1).item() for _ in completions]
+
+
+def run(tiny: Path, output: Path, signals=(), **flags) -> Path:
+    rloo.say_once.cache_clear()
+    rloo.main(Args(**run_flags(tiny, output, **LONG | flags)), signals)
+    return output
+
+
+def end_of(output: Path) -> dict:
+    """What a finished run leaves: weights, metrics without times, evaluations and completions."""
+    return {
+        "weights": (output / "model.safetensors").read_bytes(),
+        "metrics": without_times(read_metrics(output)),
+        "evaluations": (output / "evaluations.jsonl").read_bytes(),
+        "completions": (output / "completions.jsonl").read_bytes(),
+    }
+
+
+def saved_updates(output: Path) -> list[int]:
+    return [int(path.name.removeprefix("checkpoint-")) for path in rloo.checkpoints(output)]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory) -> Path:
+    """A run that nothing interrupts."""
+    return run(tiny, tmp_path_factory.mktemp("whole") / "out")
+
+
+def test_a_run_repeats_itself_and_its_checkpoints_are_models(whole, tiny, tmp_path):
+    """... and what is saved, shown or evaluated does not change what is trained."""
+    assert end_of(run(tiny, tmp_path / "again", save_steps=0)) == end_of(whole)
+    silent = run(tiny, tmp_path / "silent", num_eval_prompts=0, save_total_limit=1)
+    assert torch.equal(final_weights(silent), final_weights(whole))
+    assert saved_updates(whole) == [6, 4, 2] and saved_updates(silent) == [6]
+    assert not torch.equal(final_weights(whole / "checkpoint-4"), final_weights(whole))
+    assert torch.equal(final_weights(whole / "checkpoint-6"), final_weights(whole))
+    run(tiny, tmp_path / "from a checkpoint", sft_model_path=str(whole / "checkpoint-4"), total_episodes=16)
+
+
+def no_space(*inputs):
+    raise OSError(28, "No space left on device")
+
+
+def leave(*inputs):
+    sys.exit(0)
+
+
+INTERRUPTED = {  # a function, its call, what happens there -> the newest checkpoint
+    "the first rollout": ("rollout", 1, no_space, []),
+    "a rollout": ("rollout", 8, no_space, [4]),  # after two of the first evaluation, three, and one at 3
+    "a reward": ("score", 4, ZeroDivisionError, [1]),
+    "a reward that exits": ("score", 5, leave, [2]),
+    "an evaluation's reward": ("score", 6, ZeroDivisionError, [3]),
+    "between the files of an evaluation": ("append", 7, no_space, [3]),
+    "the last evaluation": ("score", 10, ZeroDivisionError, [6]),
+    "between two steps": ("policy_loss", 8, ZeroDivisionError, [2]),  # of update 4, which is half done
+    "metrics that are not written": ("append", 9, no_space, [4]),
+    "a full disk": ("torch.save", 2, no_space, [2]),
+    "a full disk at the end": ("save_policy", 4, no_space, [6]),
+    "Ctrl-C twice": ("policy_loss", 10, KeyboardInterrupt, [4]),
+    "a signal before training": ("evaluate", 1, 15, [0]),
+    "a signal in a rollout": ("rollout", 5, 15, [2]),
+    "a signal in a reward": ("score", 4, 15, [1]),
+    "a signal in an update": ("improve", 3, 15, [3]),
+    "a signal in an evaluation": ("evaluate", 2, 15, [3]),
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_an_interrupted_run_that_is_resumed_ends_like_a_whole_one(whole, tiny, tmp_path, monkeypatch, where):
+    name, call, event, newest = INTERRUPTED[where]
+    output, calls, signals = tmp_path / "out", itertools.count(1), []
+    owner = torch if name.startswith("torch.") else rloo
+    original = getattr(owner, name.removeprefix("torch."))
+
+    def interrupted(*inputs, **options):
+        now = next(calls) == call
+        if now and event == 15:
+            signals.append(event)
+        elif now:
+            raise event()
+        return original(*inputs, **options)
+
+    with monkeypatch.context() as patch, pytest.raises((Exception, SystemExit, KeyboardInterrupt)) as end:
+        patch.setattr(owner, name.removeprefix("torch."), interrupted)
+        run(tiny, output, signals)
+    assert event != 15 or end.value.code == 143
+    assert saved_updates(output)[:1] == newest
+    assert end_of(run(tiny, output, resume=True)) == end_of(whole)
+    assert not (output / "unfinished-checkpoint").exists()
+
+
+def test_a_run_that_is_killed_again_and_again_leaves_each_update_once(whole, tiny, tmp_path, monkeypatch):
+    """... where no checkpoint is made in between, so that each start cuts off what the one before has written."""
+    output = tmp_path / "out"
+
+    def stopped_in(call, signals=()):
+        calls = itertools.count(1)
+
+        def stop(inputs, found):
+            if next(calls) == call:
+                signals.append(15) if signals == [] else no_space()
+            return found
+
+        with monkeypatch.context() as patch, pytest.raises((OSError, SystemExit)):
+            spy(patch, "metrics_of", stop)
+            run(tiny, output, signals, save_steps=0, resume=True)
+
+    stopped_in(4)
+    stopped_in(2, signals=[])
+    (output / "metrics.jsonl").open("a").write('{"update": 3, "obj')  # a line that was cut when the power failed
+    stopped_in(3)
+    assert saved_updates(output) == [2]
+    assert end_of(run(tiny, output, save_steps=0, resume=True)) == end_of(whole)
+
+
+class RunsCode:
+    """Its pickle runs code when it is loaded: here it stops."""
+
+    def __reduce__(self):
+        return sys.exit, ("code of a checkpoint was run",)
+
+
+def saved(thing) -> bytes:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+DAMAGED = {  # what happens to a file of the newest checkpoint; None: it is removed
+    "model.safetensors": lambda content: content[:-100],
+    "optimizer.pt": lambda content: content[:-100],
+    "state.json": lambda content: b"{",
+    "config.json": None,
+    "optimizer.pt that runs code": lambda content: saved(RunsCode()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_checkpoint_is_not_loaded_and_the_one_before_goes_on(whole, tiny, tmp_path, damage):
+    output = shutil.copytree(whole, tmp_path / "out")
+    file, change = output / "checkpoint-6" / damage.split()[0], DAMAGED[damage]
+    content = file.read_bytes()
+    file.unlink()
+    if change:
+        file.write_bytes(change(content))
+    with pytest.raises((InputError, RuntimeError, pickle.UnpicklingError)):  # not the SystemExit of its code
+        run(tiny, output, resume=True)
+    file.parent.rename(tmp_path / "away")
+    assert end_of(run(tiny, output, resume=True)) == end_of(whole)
+
+
+def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(whole, tiny, tmp_path, capsys):
+    output = shutil.copytree(whole, tmp_path / "out")
+    copy = shutil.copytree(tiny / "reward", tmp_path / "copy")
+    data = shutil.copytree(tiny / "data", tmp_path / "data")
+    before = snapshot(output)
+    for flags, message in (
+        ({"rloo_k": 4}, "rloo_k 2 -> 4"),
+        ({"seed": 7}, "seed 1 -> 7"),
+        ({"dataset_name": str(data)}, "dataset_name .*data -> .*data"),
+        ({"sft_model_path": str(whole)}, "sft_model_path .*/sft -> "),
+        ({"gradient_accumulation_steps": 2}, "completions_per_update 16 -> 32"),
+        ({"reward_model_path": str(copy)}, "reward_model_path .*/reward -> .*/copy"),
+        ({"reward_fns": (spec("count_a"),)}, r"reward_fns \[.*noise.*\] -> \[.*count_a"),
+        ({"dataset_train_split": "test"}, "dataset_train_split train -> test"),
+        ({"max_prompt_length": 100}, "max_prompt_length 512 -> 100"),
+        ({"lora_rank": 2}, "lora_rank 0 -> 2"),
+    ):
+        with pytest.raises(InputError, match=f"^--resume: {output} is a run with other flags: .*{message}"):
+            run(tiny, output, resume=True, **flags)
+    assert snapshot(output) == before
+    capsys.readouterr()
+    longer = {"total_episodes": 16 * 9, "weight_decay": 0.5, "save_steps": 9, "learning_rate": 1e-3}
+    run(tiny, output, resume=True, **longer, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    said = capsys.readouterr().out.split(f"resumed from {output}/checkpoint-6; changed: ")[1].splitlines()[0]
+    for text in ("total_episodes 96 -> 144", "learning_rate 0.003 -> 0.001", "gradient_accumulation_steps 1 -> 2"):
+        assert text in said
+    assert json.loads((output / "args.json").read_text())["weight_decay"] == 0.5
+    state = json.loads((output / "checkpoint-9" / "state.json").read_text())
+    assert (state["update"], state["flags"]["weight_decay"]) == (9, 0.5)  # what another resumed run is compared with
+    metrics, old = read_metrics(output), read_metrics(whole)
+    assert metrics[:6] == old and [update["update"] for update in metrics] == [*range(1, 10)]
+    assert metrics[6]["lr"] == pytest.approx(1e-3 * (0.5 - 0.5 * math.cos(math.pi * 3 / 6)))
+    evaluations = read_metrics(output, "evaluations")  # that of the finished run stays
+    assert evaluations[:3] == read_metrics(whole, "evaluations") and evaluations[-1]["update"] == 9
+
+
+def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, tiny, tmp_path, monkeypatch):
+    output = shutil.copytree(whole, tmp_path / "out")
+    collected = spy(monkeypatch, "collect")
+    for episodes in (96, 16):
+        run(tiny, output, resume=True, total_episodes=episodes)
+        assert not collected and end_of(output) == end_of(whole)
+        with pytest.raises(InputError, match="is not empty; choose another, or --resume if a run is there"):
+            run(tiny, output)
+    assert saved_updates(output) == [6, 4, 2]
+
+
+@pytest.mark.parametrize("change", ["template", "rows", "order", "held out"])
+def test_other_training_prompts_make_another_run(tiny, tmp_path, change):
+    """... such as those of a chat template that writes today's date."""
+    policy = save(tmp_path / "sft", tiny_model(), chat_tokenizer(CHAT.replace("m['content']", "m['content'] + ' g'")))
+    rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    flags = {"sft_model_path": policy, "dataset_name": data, "total_episodes": 16, "reward_fns": (spec("count_a"),)}
+    flags |= {"output_dir": str(tmp_path / "out"), "num_eval_prompts": 0}
+    run(tiny, **flags, output=None)
+    if change == "template":
+        save(tmp_path / "sft", chat_tokenizer(CHAT.replace("m['content']", "m['content'] + ' h'")))
+    elif change == "held out":
+        flags["num_eval_prompts"] = 1
+    else:
+        write_rows(tmp_path / "data.jsonl", rows[:-1] if change == "rows" else rows[::-1])
+    with pytest.raises(InputError, match="is a run with other flags: .*prompts "):
+        run(tiny, **flags | {"total_episodes": 32, "resume": True}, output=None)
+
+
+def another_run_may_have(output: Path) -> bool:
+    child = os.fork()
+    if child == 0:
+        try:
+            rloo.open_output(Args(), output)
+        except InputError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_folder_is_locked_until_the_policy_is_written_and_no_longer(tiny, tmp_path, monkeypatch):
+    """... also where a process that the run has started outlives it."""
+    output, seen, children = tmp_path / "out", [], []
+
+    def note(inputs, found):
+        seen.append(another_run_may_have(output))
+        children.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+        children[-1].start()
+        return found
+
+    spy(monkeypatch, "collect", note)
+    spy(monkeypatch, "save_policy", note)
+    run(tiny, output, total_episodes=16)
+    assert seen == [False] * 3 and another_run_may_have(output)
+    for child in children:
+        child.kill()
+
+
+def test_seeds_are_told_apart_not_added_up():
+    """... the run's, the update's and the rank's; in the order of rows the run's and the epoch's."""
+    drawn = set()
+    for numbers in itertools.product(range(4), repeat=3):
+        rloo.set_seed(*numbers)
+        drawn.add((torch.rand(1).item(), random.random()))
+    assert len(drawn) == len({x for x, _ in drawn}) == 4**3
+    orders = {tuple(rloo.rows_of_update([*range(50)], seed, 50 * epoch, 50)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 5**2
+
+
+def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
+    rows = [*range(10)]
+    drawn = [rloo.rows_of_update(rows, 1, begin, 4) for begin in range(0, 40, 4)]
+    epochs = [sum(drawn, [])[i : i + 10] for i in range(0, 40, 10)]
+    assert all(sorted(epoch) == rows for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 4
+    assert len(rloo.rows_of_update([1, 2], 1, 0, 7)) == 7
+
+
+def test_a_policy_that_cannot_be_saved_is_found_before_the_first_update(tiny, tmp_path, monkeypatch):
+    """Many released models have a generation config that some versions of transformers do not save."""
+    folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
+    for number, settings in enumerate([{"temperature": 0.6, "top_p": 0.9}, {"pad_token_id": -1}, {"top_k": 0.5}]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **settings}))
+        output = run(tiny, tmp_path / f"out{number}", sft_model_path=str(folder), total_episodes=16)
+        assert json.loads((output / "generation_config.json").read_text()).items() >= settings.items()
+        assert AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").generation_config.eos_token_id == 0
+    monkeypatch.setattr(type(tiny_model().config), "save_pretrained", no_space)
+    collected = spy(monkeypatch, "collect")
+    with pytest.raises(OSError):
+        run(tiny, tmp_path / "out")
+    assert not collected
+
+
+def count_a_in_a_sandbox(prompts, completions, completion_ids, **columns):
+    """As graders of code do: in a folder of its own, with a process that takes too long and is told to end."""
+    os.chdir("/")
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    process.start()
+    process.join(0.1)
+    process.terminate()
+    process.join(10)
+    assert process.exitcode  # it has ended
+    return count_a(prompts, completions, completion_ids)
+
+
+def a_process(target, *inputs) -> multiprocessing.Process:
+    """A process that begins with rloo.py imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rloo"])
+    process = context.Process(target=target, args=inputs, daemon=False)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_with_a_line_and_a_checkpoint(tiny, tmp_path, number):
+    output = tmp_path / "out"
+    line = command(tiny, output, total_episodes=10**6, save_steps=0, reward_fns=spec("count_a_in_a_sandbox"))
+    process = a_process(logged_command_line, line, tmp_path / "log")
+    while process.is_alive() and not [x for x in output.glob("metrics.jsonl") if x.read_text()]:
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    process.join(60)
+    said, saved = (tmp_path / "log").read_text(), len(read_metrics(output))
+    assert process.exitcode == 128 + number and saved_updates(output) == [saved]
+    assert f"stopped by a signal; to go on, repeat the command with --resume --output_dir {output}" in said
+    assert "Traceback" not in said
+
+
+def logged_command_line(line: list[str], log: Path):
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    torch.set_num_threads(1)
+    rloo.command_line(line)
+
+
+def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
+    """SIGKILL, also during a save; benchmark/mini_tldr/kill_runs.py does the same more often."""
+    monkeypatch.syspath_prepend(BENCHMARK / "mini_tldr")
+    import kill_runs
+
+    counts = kill_runs.run(tmp_path / "kill", kills=5, seed=1, models=tiny, data=tiny / "data")
+    assert counts["kills"] == 5 and counts["runs"] >= 1 and counts["differences"] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A rollout engine of the user's
+
+CALLS = []
+
+
+def plain_engine(
+    model, prompt_ids, *, k, temperature, response_length, stop_ids, seed, version, max_length, ranked=False
+):
+    """Samples one token after another by the model alone; or `ranked`, without chance: completion j takes the j-th
+    likeliest token, or the stop token for every fifth."""
+    CALLS.append({"prompts": len(prompt_ids), "k": k, "temperature": temperature, "seed": seed, "version": version})
+    assert max_length == 512 + response_length and max(map(len, prompt_ids)) <= 512
+    generator = torch.Generator().manual_seed(seed)
+    tokens, logprobs = [], []
+    for ids in prompt_ids:
+        rows, found = torch.tensor([ids] * k), []
+        for _ in range(response_length):
+            distribution = (model(rows).logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)
+            if ranked or temperature == 0:
+                token = distribution.argsort(-1, descending=True)[range(k), range(k)]
+                token = token * (token % 5 > 0) if ranked else token
+            else:
+                token = torch.multinomial(distribution.exp(), 1, generator=generator)[:, 0]
+            found.append(distribution[range(k), token].tolist())
+            rows = torch.cat([rows, token[:, None]], dim=1)
+        sampled = rows[:, len(ids) :].tolist()
+        lengths = [min([t + 1 for t, token in enumerate(x) if token in stop_ids], default=len(x)) for x in sampled]
+        tokens.append([x[:n] for x, n in zip(sampled, lengths, strict=True)])
+        logprobs.append([[step[j] for step in found[:n]] for j, n in enumerate(lengths)])
+    return tokens, logprobs
+
+
+def silent_engine(*inputs, **options):
+    """Returns no log-probs."""
+    return plain_engine(*inputs, **options)[0], None
+
+
+def ranked_engine(*inputs, **options):
+    return plain_engine(*inputs, **options, ranked=True)
+
+
+@pytest.mark.parametrize("name", ["plain_engine", "silent_engine"])
+def test_an_engine_of_ones_own_samples_for_updates_and_evaluations(train, name):
+    CALLS.clear()
+    flags = {"temperature": 0.7, "total_episodes": 32, "num_eval_prompts": 4, "num_mini_batches": 2}
+    metrics, _ = train(rollout_engine=spec(name), per_device_train_batch_size=8, **flags)
+    assert all(update["val/rollout_logprob_gap"] < 1e-5 and update["grad_norm"] > 0 for update in metrics)
+    found = [[call[key] for key in ("prompts", "k", "temperature", "version")] for call in CALLS]
+    before, after = ([[4, 1, 0.7, version], [4, 1, 0, version]] for version in (0, 2))
+    assert found == [*before, [8, 2, 0.7, 0], [8, 2, 0.7, 1], *after]
+    evaluated, first, second = CALLS[0]["seed"], CALLS[2]["seed"], CALLS[3]["seed"]
+    assert len({evaluated, first, second}) == 3 and CALLS[4]["seed"] == evaluated
+
+
+BAD_COMPLETIONS = {  # what an engine returns for each prompt, R = 3, stop token 0: two completions and their log-probs
+    "one completion": ([[5, 0]], None),
+    "not ended": ([[5, 0], [5, 5]], None),
+    "goes on after its end": ([[5, 0], [0, 0]], None),
+    "too long": ([[5, 0], [5] * 4], None),
+    "empty": ([[5, 0], []], None),
+    "no token": ([[5, 0], [5, 99, 0]], None),
+    "too many log-probs": ([[5, 0], [0]], [[-1.0] * 2, [-1.0] * 2]),
+    "too few log-probs": ([[5, 0], [5, 5, 0]], [[-1.0] * 2, [-1.0] * 2]),
+    "log-probs of one completion": ([[5, 0], [0]], [[-1.0] * 2]),
+    "NaN": ([[5, 0], [0]], [[-1.0, math.nan], [-1.0]]),
+}
+RETURNED = {}
+
+
+def engine_that_returns(model, prompt_ids, **options):
+    tokens, logprobs = RETURNED["by the engine"]
+    return [tokens for _ in prompt_ids], logprobs and [logprobs for _ in prompt_ids]
+
+
+@pytest.mark.parametrize("kind", BAD_COMPLETIONS)
+def test_what_an_engine_may_not_return(train, kind):
+    flags = {"rollout_engine": spec("engine_that_returns"), "response_length": 3, "layout": "group"}
+    RETURNED["by the engine"] = [[5, 0], [5, 5, 5]], [[-1.0, -1.0], [-1.0] * 3]
+    assert len(train(**flags)[0]) == 1
+    RETURNED["by the engine"] = BAD_COMPLETIONS[kind]
+    with pytest.raises((InputError, IndexError, RuntimeError, ValueError)):
+        train(**flags)
+
+
+def test_weights_of_padding_are_in_no_metric(train, monkeypatch):
+    """A sampler whose log-probs are all off by 0.2: every weight is e^0.2, and that of padding, 1, does not count."""
+
+    def off(inputs, found):
+        batch, logprobs = found
+        return batch, (logprobs - 0.2) * batch.response_mask
+
+    spy(monkeypatch, "rollout", off)
+    flags = {"rollout_correction": "truncate", "response_length": 20, "loss_aggregation": "token"}
+    (metrics,), _ = train(**flags, total_episodes=16)
+    assert metrics["completions/mean_length"] < 20
+    assert metrics["val/rollout_weight"] == pytest.approx(math.exp(0.2), abs=1e-4)
+    assert metrics["val/rollout_logprob_gap"] == pytest.approx(0.2, abs=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# More than one process
+
+FSDP = {"sharding": "fsdp"}
+CHECKPOINTING = {"gradient_checkpointing": True}
+TOKENS = {"loss_aggregation": "token", "advantage_estimator": "reinforce", "kl_in_reward": False, "num_ppo_epochs": 2}
+ADAPTERS = {"lora_rank": 2, "learning_rate": 1e-2, "seed": 3}
+BFLOAT16 = {"dtype": "bfloat16", "total_episodes": 32}
+TIED = {"sft_model_path": "tied"}
+SAMPLED = {"rollout_engine": "group", "total_episodes": 32}
+ONE = {"one": {}, "one, tokens": TOKENS, "one, tied": TIED, "one, adapters": ADAPTERS}
+TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one process that it equals
+    "ddp": ({}, "one"),
+    "fsdp": (FSDP, "one"),
+    "ddp, checkpointing": (CHECKPOINTING, "one"),
+    "fsdp, checkpointing": (FSDP | CHECKPOINTING, "one"),
+    "ddp, tokens": (TOKENS, "one, tokens"),
+    "fsdp, tokens": (FSDP | TOKENS, "one, tokens"),
+    "fsdp, tied": (FSDP | TIED, "one, tied"),
+    "ddp, adapters": (ADAPTERS, "one, adapters"),
+    "fsdp, adapters": (FSDP | ADAPTERS | CHECKPOINTING, "one, adapters"),
+    "fsdp, resumed": (FSDP, "one"),  # from checkpoint 2 of "one"
+    "fsdp, adapters, resumed": (FSDP | ADAPTERS, "one, adapters"),
+    # Those below equal nothing, or another run on two processes.
+    "ddp, sampled": (SAMPLED, None),
+    "fsdp, sampled": (FSDP | SAMPLED, None),
+    "ddp, bfloat16": (BFLOAT16, None),
+    "fsdp, bfloat16": (FSDP | BFLOAT16, None),
+    "fsdp, adapters, bfloat16": (FSDP | ADAPTERS | BFLOAT16, None),
+    "ddp, plain": ({"layout": "plain", "num_eval_prompts": 1}, None),
+    "fsdp, plain": (FSDP | {"layout": "plain", "num_eval_prompts": 1}, None),
+    "ddp, idle": ({"weight_decay": 0.5, "total_episodes": 32}, None),
+    "fsdp, idle": (FSDP | {"weight_decay": 0.5, "total_episodes": 32}, None),
+    "ddp, unused": ({"weight_decay": 0.5, "total_episodes": 32}, None),
+}
+NORM = "gpt_neox.final_layer_norm.weight"
+
+
+def with_a_constant_norm(load_model):
+    """`load_model`, but the weight of the model's last norm gets no gradient, like that of an expert to which no token
+    goes."""
+
+    def load(*args, **options):
+        model = load_model(*args, **options)
+        norm = model.base_model.final_layer_norm
+        norm.forward = lambda x: F.layer_norm(x, x.shape[-1:], norm.weight.detach(), norm.bias, norm.eps)
+        return model
+
+    return load
+
+
+def worker(rank: int, port: int, runs: list[dict], log: Path):
+    """One rank of two: does the runs one after the other."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    torch.set_num_threads(1)
+    load_model = rloo.load_model
+    for flags in runs:
+        name = flags["output_dir"]
+        constant = name.endswith("unused") or name.endswith("idle") and rank == 1
+        rloo.load_model = with_a_constant_norm(load_model) if constant else load_model
+        rloo.main(Args(**flags))
+    rloo.dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny, tmp_path_factory):
+    """The folder of all runs of ONE and TWO_PROCESSES, and what the two processes printed."""
+    folder = tmp_path_factory.mktemp("processes")
+    save(folder / "tied", rloo_test_tied(), tiny_tokenizer())
+
+    def flags(name: str, size: int, **more) -> dict:
+        base = run_flags(tiny, folder / name, total_episodes=48, save_steps=1, save_total_limit=9, num_eval_prompts=4)
+        base |= {"rollout_engine": spec("ranked_engine"), "eval_fns": (spec("count_tokens"),), "learning_rate": 1e-3}
+        base |= {"normalize_reward": True, "normalize_advantage": True, "missing_eos_penalty": 1.0, "adam_eps": 1e-4}
+        base |= {"lr_scheduler_type": "constant", "per_device_train_batch_size": 16} | more
+        base["per_device_train_batch_size"] //= size
+        if base["sft_model_path"] == "tied":
+            base |= {"sft_model_path": str(folder / "tied")}
+        return base
+
+    for name, more in ONE.items():
+        rloo.main(Args(**flags(name, 1, **more)))
+    runs = []
+    for name, (more, one) in TWO_PROCESSES.items():
+        runs.append(flags(name, 2, **more))
+        if "resumed" in name:
+            shutil.copytree(folder / one, folder / name)
+            shutil.rmtree(folder / name / "checkpoint-3")
+            runs[-1]["resume"] = True
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [folder / f"log{rank}" for rank in range(2)]
+    processes = [a_process(worker, rank, port, runs, log) for rank, log in enumerate(logs)]
+    for process in processes:
+        process.join(300)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
+    for name in ("fsdp", "fsdp, adapters"):
+        target = shutil.copytree(folder / name, folder / f"{name} to one")
+        shutil.rmtree(target / "checkpoint-3")
+        rloo.main(Args(**flags(target.name, 1, **ONE["one, adapters"] if "adapters" in name else {}, resume=True)))
+    return folder, logs
+
+
+def rloo_test_tied():
+    return tiny_model("qwen3", tie_word_embeddings=True)
+
+
+def assert_equal_runs(one: Path, other: Path):
+    """Weights, metrics, evaluations and completions, up to rounding."""
+    weights, others = (load_file(x / "model.safetensors") for x in (one, other))
+    assert weights.keys() == others.keys()
+    assert all((x - others[name]).abs().max() < 1e-5 for name, x in weights.items()), other.name
+    for name in ("metrics", "evaluations"):
+        for ours, theirs in zip(*(without_times(read_metrics(x, name)) for x in (one, other)), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), other.name
+    completions = [[x["completion"] for x in read_metrics(folder, "completions")] for folder in (one, other)]
+    assert completions[0] == completions[1], other.name
+
+
+def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(two_processes, tiny):
+    """ddp and fsdp on gloo: three updates on the same prompts and completions, or two and one after a checkpoint."""
+    folder, _ = two_processes
+    assert (final_weights(folder / "one") - final_weights(tiny / "sft")).abs().max() > 1e-3
+    assert all(0 < x["completions/clipped_ratio"] < 1 for x in read_metrics(folder / "one"))
+    for name, (_, one) in TWO_PROCESSES.items():
+        if one:
+            assert_equal_runs(folder / one, folder / name)
+            assert all(update["val/rollout_logprob_gap"] < 1e-5 for update in read_metrics(folder / name)), name
+        if one == "one, adapters":
+            ours, theirs = (load_file(folder / x / "adapter" / "adapter_model.safetensors") for x in (one, name))
+            assert ours.keys() == theirs.keys() and all((ours[x] - theirs[x]).abs().max() < 1e-5 for x in ours), name
+    assert_equal_runs(folder / "one", folder / "fsdp to one")
+    assert_equal_runs(folder / "one, adapters", folder / "fsdp, adapters to one")
+
+
+def test_two_processes_sample_what_they_train_on(two_processes):
+    """By this file's decoder, from other random numbers on each of them; in bfloat16 ratios are exactly 1."""
+    folder, logs = two_processes
+    for name in ("ddp, sampled", "fsdp, sampled", "ddp, bfloat16", "fsdp, bfloat16", "fsdp, adapters, bfloat16"):
+        for update in read_metrics(folder / name):
+            assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0), name
+            assert update["val/rollout_logprob_gap"] < (0.1 if "bfloat16" in name else 1e-5), name
+    assert logs[0].read_text().count("\nresults: ") == len(TWO_PROCESSES)
+
+
+def test_a_weight_without_a_gradient_on_some_ranks_is_trained_and_on_all_left_alone(two_processes, tiny):
+    folder, _ = two_processes
+    begin = load_file(tiny / "sft" / "model.safetensors")[NORM]
+    names = ["ddp, idle", "fsdp, idle", "ddp, unused"]
+    ends = {name: load_file(folder / name / "model.safetensors")[NORM] for name in names}
+    assert (ends["ddp, idle"] - ends["fsdp, idle"]).abs().max() < 1e-5 < (ends["ddp, idle"] - begin).abs().max()
+    assert torch.equal(ends["ddp, unused"], begin)
+
+
+def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):
+    folder, _ = two_processes
+    assert_equal_runs(folder / "ddp, plain", folder / "fsdp, plain")
+    assert read_metrics(folder / "ddp, plain", "evaluations") == [] and len(read_metrics(folder / "ddp, plain")) == 3
+
+
+def test_fsdp_gathers_in_dtype_and_adds_gradients_up_in_float32(monkeypatch):
+    from torch.distributed import fsdp
+
+    model, policies = tiny_model(), []
+    model.set_reduce_scatter_unused_params = lambda unused: None
+    monkeypatch.setattr(rloo.dist, "init_device_mesh", lambda *args: None)
+    monkeypatch.setattr(rloo.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, mp_policy, **options: policies.append(mp_policy))
+    rloo.shard(model, Args(device="cpu", dtype="bfloat16"))
+    assert len(policies) == 3  # two layers and all the rest
+    assert {(x.param_dtype, x.reduce_dtype) for x in policies} == {(torch.bfloat16, torch.float32)}
+
+
+def note_prompts(prompts, completions, completion_ids, **columns):
+    """Notes what each rank trains on, and a random number."""
+    if prompts[0] == "b a b":  # held out
+        return [0.0] * len(prompts)
+    with open(f"{os.environ['NOTES']}/rank{os.environ['RANK']}", "a") as file:
+        file.write(json.dumps([random.random(), prompts[: len(prompts) // 2]]) + "\n")
+    return [float(len(prompt)) for prompt in prompts]
+
+
+def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_path):
+    data = shutil.copytree(tiny / "data", tmp_path / "data")
+    write_rows(data / "test.jsonl", [{"prompt": "b a b"}] * 6)
+    line = command(tiny, tmp_path / "out", dataset_name=data, num_eval_prompts=6, per_device_train_batch_size=8)
+    line += ["--total_episodes", "32", "--response_length", "40", "--reward_fns", spec("note_prompts")]
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", HERE / "rloo.py"]
+    done = shell([*launch, *line], tmp_path, NOTES=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("results: ") == 1 and done.stderr.count(" 2/2 ") <= done.stderr.count("kl=") > 0
+    noted = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
+    assert len({number for number, _ in noted}) == len(noted) == 4  # no two of 2 ranks x 2 updates draw the same
+    prompts = [json.loads(line)["prompt"] for line in (tiny / "data" / "train.jsonl").read_text().splitlines()]
+    assert sorted(prompt for _, part in noted for prompt in part) == sorted(prompts)  # each of them once
+    assert [update["episode"] for update in read_metrics(tmp_path / "out")] == [16, 32]
+    held_out = [x["completion"] for x in read_metrics(tmp_path / "out", "completions") if x["mode"] == "sampled"]
+    assert len(set(held_out[:6])) == 6  # equal prompts, other random numbers on each rank
