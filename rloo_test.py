@@ -2454,6 +2454,53 @@ def test_what_a_page_names_is_there(page):
         assert name in ("py", "git") or hasattr(rloo, name), f"rloo.{name}"
 
 
+def test_a_head_of_its_own_stays_one_whatever_the_configuration_says(tmp_path):
+    """transformers 5 loads such a checkpoint untied, but ties a model that is made from its configuration."""
+    path = save(tmp_path / "untied", tiny_model("llama", tie_word_embeddings=False), tiny_tokenizer())
+    config = json.loads((tmp_path / "untied" / "config.json").read_text())
+    (tmp_path / "untied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    args = Args(dtype="float32", device="cpu", lora_rank=2, sft_model_path=path)
+    policy = rloo.load_model(args, path, [{"prompt_ids": [3, 4]}], trained=True)
+    head = policy.get_output_embeddings().weight
+    assert rloo.sampling_model(policy, torch.float32).get_output_embeddings().weight.equal(head)
+    rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
+    saved_head = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").get_output_embeddings().weight
+    assert saved_head.equal(head)
+
+
+def test_quantized_weights_are_not_trained(tmp_path):
+    """transformers would quantize them again when they are saved."""
+    path = save(tmp_path, tiny_model())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(InputError, match="has quantized weights"):
+        rloo.load_model(Args(dtype="float32", device="cpu"), path, [{"prompt_ids": [3]}], trained=True)
+
+
+def test_a_reward_model_may_lack_the_ids_that_no_text_has():
+    known = random_batch()
+    known = known._replace(responses=known.responses.masked_fill(known.responses == 14, 15))
+    batch = known._replace(responses=known.responses + 5 * (known.responses == 15))  # ids of up to 20
+    model = tiny_model(classifier=True)  # of 16 tokens
+    assert batch.responses.max() == 20
+    assert rloo.token_reward(model, 64, batch).equal(rloo.token_reward(model, 64, known))
+
+
+def test_a_process_that_a_reward_function_forks_can_be_terminated(monkeypatch):
+    def forks(args, signals):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == 128 + signal.SIGTERM and not signals
+        called.append(child)
+
+    called = []
+    monkeypatch.setattr(rloo, "main", forks)
+    rloo.command_line([])
+    assert called
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Killed, resumed, told to stop, out of space
 
@@ -2522,6 +2569,7 @@ INTERRUPTED = {  # a function, its call, what happens there -> the newest checkp
     "an evaluation's reward": ("score", 6, ZeroDivisionError, [3]),
     "between the files of an evaluation": ("append", 7, no_space, [3]),
     "the last evaluation": ("score", 10, ZeroDivisionError, [6]),
+    "before an update's first step": ("policy_loss", 7, ZeroDivisionError, [3]),
     "between two steps": ("policy_loss", 8, ZeroDivisionError, [2]),  # of update 4, which is half done
     "metrics that are not written": ("append", 9, no_space, [4]),
     "a full disk": ("torch.save", 2, no_space, [2]),
