@@ -2487,18 +2487,30 @@ def test_a_reward_model_may_lack_the_ids_that_no_text_has():
 
 
 def test_a_process_that_a_reward_function_forks_can_be_terminated(monkeypatch):
-    def forks(args, signals):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    fork, called = multiprocessing.get_context("fork"), []
+
+    def main(args, signals):
+        ready = fork.Event()
+        child = fork.Process(target=lambda: ready.set() or time.sleep(60))
         child.start()
+        ready.wait()
         child.terminate()
         child.join(10)
-        assert child.exitcode == 128 + signal.SIGTERM and not signals
-        called.append(child)
+        called.append((child.exitcode, signals))
 
-    called = []
-    monkeypatch.setattr(rloo, "main", forks)
+    monkeypatch.setattr(rloo, "main", main)
     rloo.command_line([])
-    assert called
+    assert called == [(128 + signal.SIGTERM, [])]
+
+
+def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
+    """Importing it would run the script again."""
+    script = tmp_path / "mine.py"
+    script.write_text("raise AssertionError")
+    running = types.ModuleType("__main__")
+    running.__file__, running.reward = str(script), constant_reward
+    monkeypatch.setitem(sys.modules, "__main__", running)
+    assert rloo.load_function(f"{script}:reward") is constant_reward
 
 
 # ----------------------------------------------------------------------------------------------------------------------
