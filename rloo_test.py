@@ -37,6 +37,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -2994,6 +2995,8 @@ TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one proce
     "fsdp, idle": (FSDP | {"weight_decay": 0.5, "total_episodes": 32}, None),
     "ddp, unused": ({"weight_decay": 0.5, "total_episodes": 32}, None),
 }
+if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.9
+    TWO_PROCESSES = {name: run for name, run in TWO_PROCESSES.items() if "fsdp" not in name}
 NORM = "gpt_neox.final_layer_norm.weight"
 
 
@@ -3059,7 +3062,7 @@ def two_processes(tiny, tmp_path_factory):
         process.join(300)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
-    for name in ("fsdp", "fsdp, adapters"):
+    for name in TWO_PROCESSES.keys() & {"fsdp", "fsdp, adapters"}:
         target = shutil.copytree(folder / name, folder / f"{name} to one")
         shutil.rmtree(target / "checkpoint-3")
         rloo.main(Args(**flags(target.name, 1, **ONE["one, adapters"] if "adapters" in name else {}, resume=True)))
@@ -3094,14 +3097,15 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(two_proces
         if one == "one, adapters":
             ours, theirs = (load_file(folder / x / "adapter" / "adapter_model.safetensors") for x in (one, name))
             assert ours.keys() == theirs.keys() and all((ours[x] - theirs[x]).abs().max() < 1e-5 for x in ours), name
-    assert_equal_runs(folder / "one", folder / "fsdp to one")
-    assert_equal_runs(folder / "one, adapters", folder / "fsdp, adapters to one")
+    if "fsdp" in TWO_PROCESSES:
+        assert_equal_runs(folder / "one", folder / "fsdp to one")
+        assert_equal_runs(folder / "one, adapters", folder / "fsdp, adapters to one")
 
 
 def test_two_processes_sample_what_they_train_on(two_processes):
     """By this file's decoder, from other random numbers on each of them; in bfloat16 ratios are exactly 1."""
     folder, logs = two_processes
-    for name in ("ddp, sampled", "fsdp, sampled", "ddp, bfloat16", "fsdp, bfloat16", "fsdp, adapters, bfloat16"):
+    for name in [name for name in TWO_PROCESSES if name.endswith(("sampled", "bfloat16"))]:
         for update in read_metrics(folder / name):
             assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0), name
             assert update["val/rollout_logprob_gap"] < (0.1 if "bfloat16" in name else 1e-5), name
@@ -3111,15 +3115,17 @@ def test_two_processes_sample_what_they_train_on(two_processes):
 def test_a_weight_without_a_gradient_on_some_ranks_is_trained_and_on_all_left_alone(two_processes, tiny):
     folder, _ = two_processes
     begin = load_file(tiny / "sft" / "model.safetensors")[NORM]
-    names = ["ddp, idle", "fsdp, idle", "ddp, unused"]
+    names = [name for name in TWO_PROCESSES if name.endswith(("idle", "unused"))]
     ends = {name: load_file(folder / name / "model.safetensors")[NORM] for name in names}
-    assert (ends["ddp, idle"] - ends["fsdp, idle"]).abs().max() < 1e-5 < (ends["ddp, idle"] - begin).abs().max()
+    trained = ends["ddp, idle"]
+    assert (trained - ends.get("fsdp, idle", trained)).abs().max() < 1e-5 < (trained - begin).abs().max()
     assert torch.equal(ends["ddp, unused"], begin)
 
 
 def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):
     folder, _ = two_processes
-    assert_equal_runs(folder / "ddp, plain", folder / "fsdp, plain")
+    if "fsdp, plain" in TWO_PROCESSES:
+        assert_equal_runs(folder / "ddp, plain", folder / "fsdp, plain")
     assert read_metrics(folder / "ddp, plain", "evaluations") == [] and len(read_metrics(folder / "ddp, plain")) == 3
 
 
