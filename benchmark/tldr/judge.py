@@ -73,7 +73,7 @@ def text_of(text: str | list[dict]) -> str:
 def template() -> str:
     """TRL's question, read from its source without importing it, if trl 0.19.1 is installed; else QUESTION."""
     spec = importlib.util.find_spec("trl")
-    source = Path(spec.origin).parent / "trainer/judges.py" if spec else Path()
+    source = Path(spec.origin).parent / "trainer/judges.py" if spec and spec.origin else Path()
     for node in ast.parse(source.read_text("utf-8")).body if source.is_file() else ():
         if isinstance(node, ast.Assign) and node.targets[0].id == "DEFAULT_PAIRWISE_SYSTEM_PROMPT":
             tqdm.write(f"judge: TRL's question, from {source}")
