@@ -138,7 +138,7 @@ def headline() -> list[list[str]]:
         number = f"{common.with_interval(x)}, p = {x.holm:.2g}: {x.verdict}"
         if row == "ppo":
             number += f"; {seconds(records, names(row))} seconds against {seconds(records, names('rloo'))}"
-        title = f"mini TL;DR, {ROWS[row].title} minus RLOO, points"
+        title = f"mini TL;DR, {ROWS[row].title} minus RLOO at learning rate 3.55e-4, points"
         rows.append([title, number, str(ROWS[row].seeds), "`python benchmark/study/peers.py`"])
     return rows
 
