@@ -472,7 +472,7 @@ def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     gradient = flat_grad(logprobs.square().sum(), model)
     assert sorted(hidden.shape[0] for (_, hidden), _ in seen) == sorted(2 * [128, 128, n - 256])
 
-    mask, hidden = batch.response_mask, rloo.completion_hidden(model, batch, "group")[:, :, :-1]
+    mask, hidden = batch.response_mask, rloo.completion_hidden(model, batch)[:, :, :-1]
     whole = (head(hidden) / 0.7).log_softmax(-1)
     expected = whole.gather(-1, batch.responses[..., None]).squeeze(-1) * mask
     assert (logprobs - expected).abs().max() < 1e-5
@@ -895,9 +895,10 @@ def test_group_layout_equals_plain_rows(family, k):
     reward = tiny_model(family if family in FAMILIES else "gpt2", classifier=True, seed=1)
     results = []
     for layout in ("plain", "group"):
-        logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7, layout)
+        policy.layout = reward.layout = layout
+        logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7)
         gradient = flat_grad((logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum(), policy)
-        results.append((logprobs, entropy, rloo.model_scores(reward, batch, layout), gradient))
+        results.append((logprobs, entropy, rloo.model_scores(reward, batch), gradient))
     for plain, group in zip(*results):
         assert (plain - group).abs().max() < 1e-5 * max(1, plain.abs().max())
 
@@ -921,7 +922,7 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
 
 
 EDITS = {  # mistakes in an edit of rloo.py: a function, what it returns
-    "a hundredth": ("completion_hidden", lambda inputs, x: x * (1.01 if inputs[2] == "group" else 1.0)),
+    "a hundredth": ("completion_hidden", lambda inputs, x: x * (1.01 if inputs[0].layout == "group" else 1.0)),
     "order": ("lanes_as_heads", lambda inputs, x: x.flip(1)),
     "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:]),  # a RuntimeError
     "step": ("step_attention", lambda inputs, x: 0.5 * x),
@@ -940,7 +941,7 @@ def test_mistakes_in_an_edit_of_group_rows_are_seen_by_the_trial(monkeypatch, ca
 def test_an_error_of_cuda_is_no_reason_for_plain_rows(monkeypatch):
     """... such as a capture that fails: nothing that runs on the device afterwards can be trusted."""
     error = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
-    spy(monkeypatch, "decode", lambda inputs, output: (_ for _ in ()).throw(error))
+    spy(monkeypatch, "group_engine", lambda inputs, output: (_ for _ in ()).throw(error))
     with pytest.raises(torch.AcceleratorError, match="not permitted"):
         layout_of(tiny_model(), 3, 4)
 
@@ -1021,7 +1022,8 @@ def test_completions_do_not_depend_on_which_lanes_have_left(k, monkeypatch):
     assert len(set(batch.response_mask.sum(-1).flatten().tolist())) > 4
     assert torch.equal(batch.responses, whole.responses) and torch.equal(batch.ended, whole.ended)
     assert torch.allclose(logprobs, whole_logprobs, atol=1e-5)
-    assert torch.allclose(logprobs, rloo.completion_logprobs(model, batch, 1.0, "plain")[0], atol=1e-5)
+    model.layout = "plain"
+    assert torch.allclose(logprobs, rloo.completion_logprobs(model, batch, 1.0)[0], atol=1e-5)
 
 
 def decoder_of(model, batch, R: int) -> rloo.Decoder:
@@ -1042,10 +1044,10 @@ def test_a_decoder_that_is_used_again_begins_anew(graph):
 
         used.graph, used.step = types.SimpleNamespace(replay=replay), None
     P = batch.prompt_ids.shape[1]
-    used.generate(other.prompt_ids[:, -P:], F.pad(other.prompt_mask, (P, 0))[:, -P:])
+    used.run(other.prompt_ids[:, -P:], F.pad(other.prompt_mask, (P, 0))[:, -P:])
     for decoder in (used, new):
         torch.manual_seed(0)
-        decoder.generate(batch.prompt_ids, batch.prompt_mask)
+        decoder.run(batch.prompt_ids, batch.prompt_mask)
     assert torch.equal(used.tokens, new.tokens) and torch.allclose(used.logprobs, new.logprobs, atol=1e-5)
 
 
@@ -1069,7 +1071,7 @@ def test_a_rollout_waits_for_nothing_on_the_device(family, monkeypatch):
         model, prompt_ids, prompt_mask = tiny_model(family), torch.ones(4, 5).long(), torch.ones(4, 5).bool()
     decoder = rloo.Decoder(model, 4, 5, 2, 3, 0.7, [0, 9])  # 3 tokens: from the 5th on it asks whether all have stopped
     assert decoder.capture() == "graph" and modes == ["error", "default"]
-    decoder.generate(prompt_ids, prompt_mask)
+    decoder.run(prompt_ids, prompt_mask)
     assert decoder.tokens.is_meta and decoder.logprobs.is_meta
 
 
@@ -1188,9 +1190,10 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     torch.manual_seed(0)
     flags = {"rollout_engine": engine, "local_rollout_forward_batch_size": n}
     batch, sampled = sample_batch(model, [row] * 200, n // 200, T, 2, [0], **flags)
+    model.layout = "plain"
     with torch.no_grad():
         if engine == "group":  # the other has no log-probs
-            assert torch.allclose(sampled, rloo.completion_logprobs(model, batch, T, "plain")[0], atol=1e-5)
+            assert torch.allclose(sampled, rloo.completion_logprobs(model, batch, T)[0], atol=1e-5)
         completions = enumerate_completions(6, 2)
         exact = rloo.completion_logprobs(model, one_completion_each([3, 4, 5], completions), T)[0][0].sum(-1).exp()
     assert exact.sum().item() == pytest.approx(1, abs=1e-4)
@@ -1257,9 +1260,10 @@ def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored
     )
     results = []
     for b, layout in itertools.product((batch, garbage), ("group", "plain")):
-        logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0, layout)
+        policy.layout = reward.layout = layout
+        logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0)
         assert (logprobs[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
-        results.append((logprobs, rloo.model_scores(reward, b, layout), flat_grad(logprobs.sum(), policy)))
+        results.append((logprobs, rloo.model_scores(reward, b), flat_grad(logprobs.sum(), policy)))
     assert all(torch.allclose(x, xs[0], atol=1e-5) for xs in zip(*results) for x in xs)
 
 
@@ -1389,7 +1393,8 @@ def test_linear_layers_whose_weights_are_read_directly_have_no_adapter():
     config = EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "use_mamba_kernels": False}
     policy = with_adapters(tiny_model("jamba", **config))
     assert "dt_proj" in str(policy) and not any("dt_proj" in name for name in rloo.adapted_layers(policy))
-    rloo.completion_logprobs(policy, random_batch(), 1.0, "plain")[0].sum().backward()
+    policy.layout = "plain"
+    rloo.completion_logprobs(policy, random_batch(), 1.0)[0].sum().backward()
     assert all(weight.grad.any() for weight in rloo.trained_weights(policy).values())
 
 
@@ -2127,8 +2132,7 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(train, sche
 
     def rates(updates, warmup_ratio):
         args = rloo.resolve_args(Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio))
-        _, rate = rloo.make_optimizer(args, torch.nn.Linear(1, 1), updates, None)
-        return [rate(done) for done in range(updates)]
+        return [rloo.learning_rate(args, done, updates) for done in range(updates)]
 
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
     for warmup, ratio in ((0, 0.0), (3, 0.3), (3, 0.21)):  # 2.1 updates are 3

@@ -128,9 +128,10 @@ def log_probs_and_gradients(device) -> Iterator[Line]:
         for dtype, limit in LIMITS.items():
             for layout in ("group", "plain"):
                 model = random_model(config, "cpu").to(device)  # the same weights as the CPU's
+                model.layout = layout
                 on_device = rloo.make_batch(batch.rows, responses.to(device), STOPS)
                 with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):
-                    found, _ = rloo.completion_logprobs(model, on_device, 0.7, layout)
+                    found, _ = rloo.completion_logprobs(model, on_device, 0.7)
                 (found * torch.linspace(-1, 1, 9, device=device)).sum().backward()
                 label = f"{layout} rows, {family}, {str(dtype)[6:]}"
                 yield f"log-probs: {label}", relative(found, expected), limit

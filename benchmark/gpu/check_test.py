@@ -85,7 +85,7 @@ def test_an_error_and_a_failed_line_are_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(check, "CHECKS", [check.decoding, lambda device: iter([("x", float("nan"), 1.0)])])
     assert check.main("cpu") == 2
     shown = capsys.readouterr().out
-    assert "FAIL decoding: Traceback" in shown and "in generate" in shown
+    assert "FAIL decoding: Traceback" in shown and "in run" in shown
     assert shown.endswith("\nx: nan (at most 1)\n")
 
 

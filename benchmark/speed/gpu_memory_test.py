@@ -21,6 +21,7 @@ def small_model(family: str, width: int, feed_forward: int, layers: int, lora_ra
     else:
         config = transformers.GPTNeoXConfig(**sizes, attention_dropout=0, hidden_dropout=0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.layout = "group"
     if lora_rank:
         rloo.add_adapters(model.bfloat16(), rloo.Args(lora_rank=lora_rank), resumed=None)
     return model
@@ -41,7 +42,7 @@ def saved_bytes(model, P: int, k: int, R: int) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        rloo.completion_logprobs(model, batch, 0.7, "group")
+        rloo.completion_logprobs(model, batch, 0.7)
     return sum(sizes.values())
 
 

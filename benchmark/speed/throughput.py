@@ -155,7 +155,8 @@ def generate(args, policy, rows, cache: str | None):
 
 def train(policy, batch, layout: str):
     """Forward and backward of the completions' mean log-prob."""
-    rloo.completion_logprobs(policy, batch, TEMPERATURE, layout)[0].mean().backward()
+    policy.layout = layout
+    rloo.completion_logprobs(policy, batch, TEMPERATURE)[0].mean().backward()
     policy.zero_grad()
 
 

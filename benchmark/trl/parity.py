@@ -172,7 +172,7 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
     reference = rloo.load_model(args, args.sft_model_path, rows) if args.kl_coef else None
     rewards = rloo.load_reward_model(args, tokenizer, rows) | rloo.load_functions(args.reward_fns, rows[0], tokenizer)
     stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
-    optimizer, learning_rate = rloo.make_optimizer(args, policy, UPDATES, resumed=None)
+    optimizer = rloo.make_optimizer(args, policy, resumed=None)
     weights, metrics = [], []
     for done in range(UPDATES):
         batch = rloo.make_batch(updates[done], torch.tensor(completions[done]), stop_ids)
@@ -180,7 +180,7 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
             logprobs, _ = rloo.completion_logprobs(policy, batch, args.temperature)
         with mock.patch.object(rloo, "rollout", lambda *_, given=(batch, logprobs), **__: given):
             experience = rloo.collect(args, policy, reference, rewards, updates[done], stop_ids, done)
-        optimizer.param_groups[0]["lr"] = learning_rate(done)
+        optimizer.param_groups[0]["lr"] = rloo.learning_rate(args, done, UPDATES)
         with mock.patch.object(torch, "randperm", torch.arange):  # mini-batches take prompts in their order
             improved = rloo.improve(args, policy, optimizer, experience)
         weights.append(copy_of(policy))
