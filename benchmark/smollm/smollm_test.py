@@ -14,6 +14,8 @@ import prepare
 import report
 import smollm
 
+import rloo
+
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -111,7 +113,8 @@ def test_kl_is_that_of_whole_sequences(prepared):
 
 
 def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.setattr(smollm, "run_logged", lambda command, log: rloo.command_line([str(x) for x in command[2:]]))
     run, trl = smollm.Run("sentiment", "lora8", 0.02, 1, updates=2), smollm.Run("sentiment", "trl", 0.02, 1)
     records = smollm.Records(tmp_path / "records.json")
     make = lambda: smollm.make([run, trl], tmp_path / "runs", prepared, records, None, limit=8)  # noqa: E731

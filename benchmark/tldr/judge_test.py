@@ -122,7 +122,7 @@ def test_train_measure_kill_repeat(server, tmp_path, capfd):
     first, server.answered = server.answered, []
     (tmp_path / "cache.jsonl").open("a").write('\n["cut')
 
-    subprocess.run(command, check=True)
+    rloo.command_line([str(word) for word in command[2:]])
     assert 0 < len(cached) < len(server.asked)
     assert len(server.answered) == len(set(server.answered)) == len({*first, *server.answered}) - len(cached)
     rloo.command_line([*measure, "--sft_model_path", f"{tmp_path}/run", "--output_dir", f"{tmp_path}/trained"])
