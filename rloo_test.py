@@ -135,6 +135,8 @@ def random_batch(k: int = 3, B: int = 4, R: int = 6, vocab: int = 16, seed: int 
 
 def sample_batch(model, rows, k: int, temperature: float, R: int, stop_ids: list[int], **flags):
     """k completions of each row's prompt by a rollout: a Batch and the log-probs of its tokens."""
+    if model.layout == "plain" and flags.get("rollout_engine", "group") == "group":
+        flags["rollout_engine"] = "hf"  # as choose_layout does
     args = Args(response_length=R, temperature=temperature or 1.0, device="cpu", dtype="float32", **flags)
     return rloo.rollout(args, model, rows, k, temperature, stop_ids, version=0)
 
@@ -848,7 +850,9 @@ def sees(prompt_mask: torch.Tensor, k: int, R: int) -> torch.Tensor:
 
 
 def group_mask(prompt_mask: torch.Tensor, k: int, R: int) -> torch.Tensor:
-    return rloo.group_mask(F.pad(prompt_mask, (0, R), value=True), prompt_mask.shape[1], k)
+    mask = rloo.causal_mask(F.pad(prompt_mask, (0, R), value=True))
+    mask.lanes = prompt_mask.shape[1], k
+    return mask
 
 
 def test_lane_attention_is_the_documented_picture():
@@ -1137,7 +1141,7 @@ def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeyp
     assert metrics["val/ratio"] == 1 and 0.1 < metrics["val/rollout_logprob_gap"] < 0.2
     assert metrics["val/rollout_weight"] == pytest.approx(weight.mean().item())
     corrected = correction != "off"
-    assert torch.allclose(experience.rewards, experience.scores, atol=1e-5) == corrected  # the KL is 0
+    assert torch.allclose(experience.rlhf_rewards, experience.scores, atol=1e-5) == corrected  # the KL is 0
     assert (abs(metrics["objective/kl"]) < 1e-5) == corrected and (weight != 1).any() == corrected
     assert weight.max() <= 1.2001 and (weight == 0).any() == (correction == "mask")
 
