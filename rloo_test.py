@@ -1627,6 +1627,7 @@ TEXTS = [  # tokenizer, row, the text that is read, and its ids
     (TOOLS, {"prompt": [USER], "tools": [{"x": {"y": None}, "z": None}]}, '{"x": {}} u b c a', None),
     (llama_tokenizer(), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "<s> b"}, "<s> b", [1, 8]),
+    (llama_tokenizer(), {"prompt": [{"role": "user", "content": "b"}]}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "the cats"}, "the cats", [1, 5, 6, 7]),
     (llama_tokenizer(add_eos=True), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(add_eos=True), {"prompt": "b</s>"}, "b</s>", None),
@@ -1703,6 +1704,7 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
     def reward(prompts, completions, completion_ids, answer, **columns):
         calls.append((deepcopy(prompts), completions, completion_ids, answer, columns))
         prompts[0].append("which the next function must not see")
+        assert prompts[4] == ["prompt 0"]  # nor a sibling
         return [None if i == 3 else i for i in range(12)]
 
     scores = rloo.function_reward("--reward_fns r", reward, tokenizer, batch)
@@ -2704,6 +2706,7 @@ def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run
         ({"dataset_train_split": "test"}, "dataset_train_split train -> test"),
         ({"max_prompt_length": 100}, "max_prompt_length 512 -> 100"),
         ({"lora_rank": 2}, "lora_rank 0 -> 2"),
+        ({"lora_alpha": 8}, "lora_alpha 32 -> 8"),
     ):
         with pytest.raises(InputError, match=f"^--resume: {output} is a run with other flags: .*{message}"):
             run(tiny, output, resume=True, **flags)
