@@ -1673,6 +1673,7 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     assert sizes(dataset_name=folder, dataset_train_split="validation") == [2, 500]
     assert sizes(dataset_name=folder, dataset_train_split="validation", num_eval_prompts=7) == [2, 7]
     assert sizes(dataset_name=folder, dataset_train_split="test", dataset_test_split="validation") == [600, 2]
+    assert sizes(dataset_name=folder, dataset_train_split="test") == [540, 60]  # not its own training rows
 
     write_rows(tmp_path / "x.jsonl", rows * 10)  # without a test split: the last tenth, of at most 100 rows
     train_rows, test_rows = rloo.load_data(Args(dataset_name=file), tiny_tokenizer())

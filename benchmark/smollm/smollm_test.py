@@ -114,7 +114,12 @@ def test_kl_is_that_of_whole_sequences(prepared):
 
 def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(packages))
-    monkeypatch.setattr(smollm, "run_logged", lambda command, log: rloo.command_line([str(x) for x in command[2:]]))
+
+    def in_this_process(command, log):
+        assert command[:2] == [sys.executable, "rloo.py"]
+        rloo.command_line([str(word) for word in command[2:]])
+
+    monkeypatch.setattr(smollm, "run_logged", in_this_process)
     run, trl = smollm.Run("sentiment", "lora8", 0.02, 1, updates=2), smollm.Run("sentiment", "trl", 0.02, 1)
     records = smollm.Records(tmp_path / "records.json")
     make = lambda: smollm.make([run, trl], tmp_path / "runs", prepared, records, None, limit=8)  # noqa: E731
