@@ -2,15 +2,19 @@
 
     python benchmark/common.py     # redraws every page from its records: tables, pictures, and the table of README.md
 
-The rule of intervals is in README.md, "Conventions". This file needs numpy alone, and matplotlib for pictures, so that
-environments with TRL or vLLM can import it.
+The rules of records and of intervals are in README.md, "Conventions". This file needs numpy alone, and matplotlib for
+pictures, so that environments with TRL or vLLM can import it.
 """
 
+import datetime
 import fcntl
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +26,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TASK = HERE / "mini_tldr"  # data, sft/, reward/
+LEAST_SEEDS = 3  # on each side of a comparison, and for a standard error
 # Each module has report(), which redraws its page; headline(), if it has one, gives rows of README.md's table.
 REPORTS = ("study/reach", "study/peers", "smollm/report", "speed/throughput", "trl/parity", "gradient/exact")
 
@@ -29,12 +34,40 @@ REPORTS = ("study/reach", "study/peers", "smollm/report", "speed/throughput", "t
 # ---- Records and runs ------------------------------------------------------------------------------------------------
 
 
+def git(*words: str) -> str:
+    """What git says about this repository; empty where there is no git or no history."""
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def provenance() -> dict:
+    """What made a record: the last commit of rloo.py, versions, machine and date."""
+    commit = git("log", "-1", "--format=%h", "--", "rloo.py") or "unknown"
+    versions = {}
+    for package in ("torch", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "none"
+    return {
+        "rloo.py": f"{commit}, changed" if git("status", "--porcelain", "--", "rloo.py") else commit,
+        "python": platform.python_version(),
+        **versions,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
 class Records:
     """A JSON file of name -> record, written anew, under another name first, at each change. Several processes may
-    write to it."""
+    write to it. `made` of a record is the provenance of what was added last.
 
-    def __init__(self, path: Path):
-        self.path = path
+    With `again` nothing is written: what would be added is compared with what is there."""
+
+    def __init__(self, path: Path, again: bool = False):
+        self.path, self.again = path, again
         self.all: dict[str, dict] = {}
         self.read()
 
@@ -42,13 +75,20 @@ class Records:
         if self.path.is_file():
             self.all = json.loads(self.path.read_text(encoding="utf-8"))
 
+    def needs(self, name: str, *keys) -> bool:
+        """Whether an entry of a record is to be made: it is not there, or all is made again."""
+        return self.again or self.value(name, *keys) is None
+
     def add(self, name: str, **found):
         """Adds entries to a record."""
+        if self.again:
+            print("\n".join(comparison(name, self.all.get(name, {}), found)), flush=True)
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path.parent, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.read()
-        self.all[name] = self.all.get(name, {}) | found
+        self.all[name] = self.all.get(name, {}) | found | {"made": provenance()}
         lines = [f"{json.dumps(x)}: {json.dumps(self.all[x])}" for x in sorted(self.all)]
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -61,6 +101,54 @@ class Records:
         for key in keys:
             found = None if found is None else found.get(key)
         return found
+
+    def complete(self, names: Sequence[str], what: str) -> bool:
+        """Whether all records are there that `what` (tables, a picture) is drawn from. If not, or if nothing is to be
+        written, says that it is left as it is."""
+        missing = [name for name in names if name not in self.all]
+        if self.again:
+            print(f"{self.path.name}, {what}: left as they are")
+        elif missing:
+            print(f"{what}: left as they are, since there is no record of {', '.join(missing)}")
+        return not self.again and not missing
+
+
+def shown(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def comparison(name: str, recorded: dict, found: dict) -> list[str]:
+    """A line for each entry that was found: "name, entry: recorded 63.8, now 63.6"."""
+    lines = []
+    for key, now in found.items():
+        title, before = f"{name}, {key}", recorded.get(key)
+        if isinstance(now, dict):
+            lines += comparison(title, before if isinstance(before, dict) else {}, now)
+        elif before is None:
+            lines.append(f"{title}: no record, now {shown(now)}")
+        elif isinstance(now, list) and len(now) > 3:
+            equal = sum(a == b for a, b in zip(before, now))
+            lines.append(f"{title}: {equal} of {len(now)} values as recorded")
+        else:
+            texts = [", ".join(map(shown, x)) if isinstance(x, list) else shown(x) for x in (before, now)]
+            lines.append(f"{title}: recorded {texts[0]}, now {texts[1]}")
+    return lines
+
+
+def folder_of_runs(room: str, again: bool = False) -> Path:
+    """Where the runs of a room are kept. Those made again have another folder, which is emptied first."""
+    if not again:
+        return ROOT / "runs" / room
+    folder = ROOT / "runs" / "again" / room
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def require(**packages: str):
+    """Ends the script if a module is not installed. packages: module -> what pip calls it."""
+    missing = [name for module, name in packages.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        sys.exit(f"{Path(sys.argv[0]).name} needs more packages: {sys.executable} -m pip install {' '.join(missing)}")
 
 
 def run_logged(command: Sequence, log: Path):
@@ -107,49 +195,26 @@ class Difference(NamedTuple):
     mean: float
     low: float
     high: float
-    p: float
-    holm: float
-    """p after the correction for all rows of the table"""
 
     @property
     def verdict(self) -> str:
-        return "not told apart" if not self.holm < 0.05 else "ahead" if self.mean > 0 else "behind"
+        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "not told apart"
 
 
-def error_and_freedom(ours, theirs, pool) -> tuple[float, float]:
-    """Standard error of a difference of means, and its degrees of freedom."""
-    if min(len(ours), len(theirs)) >= 5:  # Welch's
-        parts = [np.var(x, ddof=1) / len(x) for x in (ours, theirs)]
-        spread = sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs)))
-        return math.sqrt(sum(parts)), sum(parts) ** 2 / spread if spread else 1.0
-    rows = [x for x in pool if len(x) > 1]
-    freedom = sum(len(x) - 1 for x in rows)
-    variance = sum((len(x) - 1) * np.var(x, ddof=1) for x in rows) / freedom if freedom else math.nan
-    return math.sqrt(variance * (1 / len(ours) + 1 / len(theirs))), max(freedom, 1)
-
-
-def difference(ours, theirs, pool: Sequence[Sequence[float]] = ()) -> Difference:
-    """Of two means over seeds; `pool` has the values of all rows of the table."""
-    error, freedom = error_and_freedom(ours, theirs, pool or (ours, theirs))
-    mean = float(np.mean(ours) - np.mean(theirs))
-    half = t_quantile(freedom) * error
-    p = two_sided_p(mean / error if error else math.copysign(math.inf, mean), freedom)
-    return Difference(mean, mean - half, mean + half, p, p)
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's correction of p values for each other."""
-    adjusted, largest = [math.nan] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = largest
-    return adjusted
+def difference(ours: Sequence[float], theirs: Sequence[float], outside: float = 0.05) -> Difference:
+    """Of two means over seeds, with Welch's interval, which a share `outside` of all intervals misses."""
+    parts = [np.var(x, ddof=1) / len(x) for x in (ours, theirs)]
+    spread = sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs)))
+    freedom = sum(parts) ** 2 / spread if spread else 1.0
+    mean, half = float(np.mean(ours) - np.mean(theirs)), t_quantile(freedom, outside) * math.sqrt(sum(parts))
+    return Difference(mean, mean - half, mean + half)
 
 
 def differences(rows: dict[str, Sequence[float]], base: str) -> dict[str, Difference]:
-    """Each row of a table, its values one for each seed, less the row `base`; corrected for each other."""
-    found = {name: difference(x, rows[base], list(rows.values())) for name, x in rows.items() if name != base}
-    return {name: x._replace(holm=p) for (name, x), p in zip(found.items(), holm([x.p for x in found.values()]))}
+    """Each row of a table with at least three values, one for each seed, less the row `base`. The intervals hold for
+    all these rows together (Bonferroni)."""
+    compared = {name: x for name, x in rows.items() if name != base and min(len(x), len(rows[base])) >= LEAST_SEEDS}
+    return {name: difference(x, rows[base], 0.05 / len(compared)) for name, x in compared.items()}
 
 
 # ---- Markdown and pictures -------------------------------------------------------------------------------------------
@@ -162,12 +227,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def plus_minus(values, factor: float = 1, decimals: int = 1) -> str:
-    """Mean ± standard error over seeds, without an error for fewer than three; empty without any."""
+    """Mean ± standard error over seeds, without an error for fewer than LEAST_SEEDS; empty without any."""
     if not len(values):
         return ""
     mean, error = mean_and_error(values)
     text = f"{factor * mean:.{decimals}f}"
-    return text if len(values) < 3 else f"{text} ± {factor * error:.{decimals}f}"
+    return text if len(values) < LEAST_SEEDS else f"{text} ± {factor * error:.{decimals}f}"
 
 
 def listed(values, factor: float = 1, decimals: int = 1) -> str:
@@ -225,6 +290,7 @@ def headline(rooms: Sequence) -> str:
 
 
 if __name__ == "__main__":
+    require(matplotlib="matplotlib")
     rooms = modules()
     for room in rooms:
         room.report()

@@ -62,12 +62,11 @@ def task_table(records: common.Records, task: str) -> str:
     first, *others = COLUMNS[task]
     keys, factor, decimals = COLUMNS[task][first]
     scores = {setting: values(found[setting], keys, factor) for setting in LABELS}
-    compared = {setting: x for setting, x in scores.items() if len(x) >= 3}
-    apart = common.differences(compared, BASE) if BASE in compared else {}
+    apart = common.differences(scores, BASE)
     rows = [["policy", first, f"minus {LABELS[BASE]}", *others]]
     for setting in [setting for setting in LABELS if found[setting]]:
         x = apart.get(setting)
-        difference = f"{common.with_interval(x, decimals)}, p = {x.holm:.2g}" if x else ""
+        difference = common.with_interval(x, decimals) if x else ""
         score, *cells = (cell(found[setting], *column) for column in COLUMNS[task].values())
         rows.append([LABELS[setting], score, difference, *cells])
     return common.markdown(rows)

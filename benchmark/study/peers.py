@@ -116,16 +116,16 @@ def seconds(records: common.Records, runs: list[str]) -> str:
 def table(records: common.Records) -> str:
     """All methods, and RLOO's longer runs by reach.py, which are in no comparison."""
     apart, found = compared(records), wins(records)
-    rows = [["method (seeds)", "gold win rate, %", "minus RLOO, k = 4, points", "p (Holm)", "seconds"]]
+    rows = [["method (seeds)", "gold win rate, %", "minus RLOO, k = 4, points", "seconds"]]
     for row in sorted(found, key=lambda row: -np.mean(found[row])):
         x = apart.get(row)
-        difference = [common.with_interval(x), f"{x.holm:.2g}"] if x else ["", ""]
+        difference = common.with_interval(x) if x else ""
         title, win = f"{ROWS[row].title} ({len(found[row])})", common.plus_minus(found[row])
-        rows.append([title, win, *difference, seconds(records, names(row))])
+        rows.append([title, win, difference, seconds(records, names(row))])
     longer, longer_runs = common.Records(reach.RECORDS), reach.ROWS["beta0.02"].names()
     win = measure.means(longer, longer_runs, "test", "win")
     title = f"RLOO, default with 25,600 episodes ({len(win)})"
-    rows.append([title, common.plus_minus(win, 100), "", "", seconds(longer, longer_runs)])
+    rows.append([title, common.plus_minus(win, 100), "", seconds(longer, longer_runs)])
     return common.markdown(rows)
 
 
@@ -135,7 +135,7 @@ def headline() -> list[list[str]]:
     apart, rows = compared(records), []
     for row in ("grpo", "ppo"):
         x = apart[row]
-        number = f"{common.with_interval(x)}, p = {x.holm:.2g}: {x.verdict}"
+        number = f"{common.with_interval(x)}: {x.verdict}"
         if row == "ppo":
             number += f"; {seconds(records, names(row))} seconds against {seconds(records, names('rloo'))}"
         title = f"mini TL;DR, {ROWS[row].title} minus RLOO at learning rate 3.55e-4, points"
