@@ -1996,7 +1996,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "json.py:f: ": "--reward_fns {x}/json.py:f",  # another json is loaded
     "{x}/a/same.py is loaded under the same name": "--reward_fns {x}/a/same.py:f {x}/b/same.py:g",
     "add **columns for what it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few",
-    "missing a required argument: 'a'": "--reward_fns {x}/fns.py:sum; --eval_fns {x}/fns.py:sum",
+    "the data have no column `a`": "--reward_fns {x}/fns.py:sum; --eval_fns {x}/fns.py:sum",
     "fns.py:thing: ": "--reward_fns {x}/fns.py:thing",
     "there is no nothing in {x}/fns.py": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
