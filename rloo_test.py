@@ -2526,6 +2526,120 @@ def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What users of other trainers have reported
+
+PARTS = [{"type": "text", "text": "b", "image": None}, {"type": "text", "text": " c"}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": {"arguments": {"x": None}}}]}
+CALLS = "{% for c in m.tool_calls or [] %}{{ c | tojson }} {% endfor %}"
+TALKS = {  # a template, messages, the text that is read
+    "null keys": (CHAT.replace("{% endfor %}", "{% if m.x is defined %}{{ 1 / 0 }}{% endif %}{% endfor %}", 1),)
+    + ([USER | {"x": None, "tool_calls": None}], "u b c a"),
+    "null content and arguments": (
+        TURNS.replace("{% endfor %}", CALLS + "{% endfor %}") + "a",
+        [USER, CALL, USER],
+        'u b c a  {"function": {"arguments": {"x": null}}} u b c a',
+    ),
+    "prints parts": (CHAT, [USER | {"content": PARTS}], "u b c a"),
+    "adds parts": ("{{ 'u ' + messages[0].content }}", [USER | {"content": PARTS}], "u b c"),
+    "drops parts": ("u{% if messages[0].content is string %} {{ messages[0].content }}{% endif %}",)
+    + ([USER | {"content": PARTS}], "u b c"),
+    "reads parts only": ("{% for part in messages[0].content %}{{ part.text }};{% endfor %}",)
+    + ([USER | {"content": PARTS}], "b; c;"),
+    "parts to continue": (CHAT, [USER, ASSISTANT | {"content": PARTS}], "u b c a b c"),
+}
+
+
+@pytest.mark.parametrize("kind", TALKS)
+def test_messages_of_tables_and_contents_in_parts_are_read_as_they_are_meant(kind):
+    """A table gives each message the keys of all, with null where it has none. Contents may be lists of text parts,
+    which most templates print as lists, refuse or drop."""
+    template, messages, text = TALKS[kind]
+    example = rloo.prepare_example({"prompt": messages}, chat_tokenizer(template))
+    assert example["prompt_text"].strip() == text and example["prompt"] == messages
+
+
+def test_an_image_in_a_message_is_refused(tmp_path):
+    content = [{"type": "image", "url": "x.png"}, {"type": "text", "text": "b"}]
+    data = write_rows(tmp_path / "x.jsonl", [{"prompt": [USER | {"content": content}]}])
+    with pytest.raises(InputError, match="row 1: needs `prompt`"):
+        rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), chat_tokenizer())
+
+
+class InPython(transformers.PreTrainedTokenizer):
+    """A tokenizer in Python, in which an id that it lacks is an error."""
+
+    vocab_size = 3 + len(WORDS)
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(["<eos>", "[PAD]", "[UNK]", *WORDS])}
+
+    def _tokenize(self, text):
+        return text.split()
+
+    def _convert_token_to_id(self, token):
+        return self.get_vocab()[token]
+
+    def _convert_id_to_token(self, number):
+        return [*self.get_vocab()][number]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(f" {token}" for token in tokens)
+
+
+def test_ids_that_the_tokenizer_lacks_have_no_text():
+    """A vocabulary is often padded to a multiple of 64."""
+    batch = rloo.make_batch([{"prompt_ids": [3]}] * 2, torch.tensor([[[4, 63, 5, 0], [63, 16, 3, 4]]]), stop_ids=[0])
+    for tokenizer in (InPython(eos_token="<eos>"), tiny_tokenizer()):
+        assert rloo.completion_texts(batch, tokenizer) == [" b c", " a b"]
+
+
+def test_stop_tokens_that_the_model_cannot_emit_are_refused():
+    model, tokenizer = tiny_model(), tokenizer_of(["a"])
+    for eos, stops in ((3, [3]), ([16, 3], [3]), (16, None), ([16, 17], None)):
+        model.generation_config.eos_token_id, tokenizer.eos_token = eos, None
+        if stops:
+            assert rloo.stop_token_ids(Args(), model, tokenizer) == stops
+        else:
+            with pytest.raises(
+                InputError, match=r"--stop_token: none of the ids \[16.* is one of the model's 16 tokens"
+            ):
+                rloo.stop_token_ids(Args(), model, tokenizer)
+    with pytest.raises(InputError, match="none of the ids"):
+        rloo.stop_token_ids(Args(stop_token_id=16), model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "end, said",
+    [("m\n", "'m'; to end completions there: --stop_token_id 15"), ("<eos>\n", ""), ("m l", ""), ("", "")],
+)
+def test_the_token_that_ends_a_turn_is_said_if_it_ends_no_completion(train, tmp_path, capsys, end, said):
+    template = CHAT.replace("{% endfor %}", end + "{% endfor %}")
+    policy = save(tmp_path / "sft", tiny_model(), chat_tokenizer(template))
+    data = write_rows(tmp_path / "chat.jsonl", [{"prompt": [USER]}])
+    train(sft_model_path=policy, dataset_name=data, total_episodes=0, num_eval_prompts=0)
+    line = "the chat template ends turns with " + said
+    assert (line in capsys.readouterr().out) == bool(said)
+
+
+def test_scores_of_siblings_in_bfloat16_are_told_apart():
+    """... where the head's offset is large and its deviation small: bfloat16 has 32 numbers between 8 and 10."""
+    reward = tiny_model(classifier=True).bfloat16()
+    reward.score = torch.nn.Linear(32, 1).bfloat16()
+    torch.nn.init.constant_(reward.score.bias, 11.0)
+    torch.nn.init.normal_(reward.score.weight, std=0.01)
+    with torch.no_grad():
+        scores = rloo.model_scores(reward, random_batch(k=8, B=8))
+    assert scores.dtype == torch.float32 and scores.std() < 0.3 and len(scores.unique()) > 60
+
+
+def test_how_many_held_out_prompts_are_evaluated_is_said(train, tiny, monkeypatch, capsys):
+    """... if processes would get unequal numbers of them."""
+    monkeypatch.setattr(rloo, "rank_and_world", lambda: (0, 3))
+    train(total_episodes=0, num_eval_prompts=8)
+    assert "6 of 8 held-out prompts are evaluated" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Killed, resumed, told to stop, out of space
 
 # Evaluations at 0, 3 and 6 of six updates, with two optimizer steps each; checkpoints at 2, 4 and 6.
