@@ -121,23 +121,23 @@ def tiny_model(family: str = "gpt_neox", seed: int = 0, classifier: bool = False
     return model
 
 
-def random_batch(k: int = 3, B: int = 4, R: int = 6, vocab: int = 16, seed: int = 0, max_prompt: int = 9) -> Batch:
+def random_batch(k: int = 3, B: int = 4, T: int = 6, vocab: int = 16, seed: int = 0, max_prompt: int = 9) -> Batch:
     """Prompts of unequal length; completions that meet the stop token (0) early, late or never."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(2, max_prompt))] for _ in range(B)]
     rows = [{"prompt": "", "prompt_text": "", "prompt_ids": ids, "columns": {}} for ids in prompts]
-    responses = torch.randint(3, vocab, (k, B, R), generator=torch.Generator().manual_seed(seed))
+    responses = torch.randint(3, vocab, (k, B, T), generator=torch.Generator().manual_seed(seed))
     for j, b in itertools.product(range(k), range(B)):
-        if (stop := rng.randint(0, R + 1)) < R:
+        if (stop := rng.randint(0, T + 1)) < T:
             responses[j, b, stop] = 0
     return rloo.make_batch(rows, responses, stop_ids=[0])
 
 
-def sample_batch(model, rows, k: int, temperature: float, R: int, stop_ids: list[int], **flags):
+def sample_batch(model, rows, k: int, temperature: float, T: int, stop_ids: list[int], **flags):
     """k completions of each row's prompt by a rollout: a Batch and the log-probs of its tokens."""
     if model.layout == "plain" and flags.get("rollout_engine", "group") == "group":
         flags["rollout_engine"] = "hf"  # as choose_layout does
-    args = Args(response_length=R, temperature=temperature or 1.0, device="cpu", dtype="float32", **flags)
+    args = Args(response_length=T, temperature=temperature or 1.0, device="cpu", dtype="float32", **flags)
     return rloo.rollout(args, model, rows, k, temperature, stop_ids, version=0)
 
 
@@ -271,7 +271,7 @@ def sometimes_none(prompts, completions, completion_ids, n, **columns):
 
 
 def advantages_of(scores, kl, mask, kl_coef: float, token_level: bool, normalize: bool = False, estimator="rloo"):
-    """As in `collect`: (k, B, 1), or (k, B, R) at token level."""
+    """As in `collect`: (k, B, 1), or (k, B, T) at token level."""
     advantages = rloo.advantage(rloo.rlhf_reward(scores, kl, kl_coef, token_level), estimator)
     advantages = advantages.view(*scores.shape, -1)
     usable = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
@@ -290,10 +290,10 @@ def test_baseline_is_the_one_of_trl_s_documented_example():
 def test_kl_rewards_and_advantages_equal_the_loops(token_level, normalize, estimator):
     """... where one group has an unscorable completion, and another has nothing but one that is scorable."""
     torch.manual_seed(0)
-    k, B, R, beta = 3, 4, 5, 0.3
-    kl, scores, mask = torch.randn(k, B, R), torch.randn(k, B), torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
+    k, B, T, beta = 3, 4, 5, 0.3
+    kl, scores, mask = torch.randn(k, B, T), torch.randn(k, B), torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
     scores[0, 1] = scores[1:, 2] = math.nan
-    args = Args(response_length=R, kl_coef=beta, token_level_kl=token_level)
+    args = Args(response_length=T, kl_coef=beta, token_level_kl=token_level)
     args = replace(args, advantage_estimator=estimator, normalize_advantage=normalize)
     completions = [*itertools.product(range(k), range(B))]
     given = {c: scores[c].item() for c in completions if not scores[c].isnan()}
@@ -340,14 +340,14 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
 @pytest.mark.parametrize("ratio_level, per_token", [("sequence", False), ("token", False), ("token", True)])
 def test_policy_loss_equals_the_formula_in_loops(ratio_level, per_token):
     torch.manual_seed(0)
-    k, B, R, low, high = 2, 3, 4, 0.1, 0.4
-    new, old = torch.randn(k, B, R) * 0.2, torch.randn(k, B, R) * 0.2
-    mask = torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
-    advantages = torch.randn(k, B, R if per_token else 1)
+    k, B, T, low, high = 2, 3, 4, 0.1, 0.4
+    new, old = torch.randn(k, B, T) * 0.2, torch.randn(k, B, T) * 0.2
+    mask = torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
+    advantages = torch.randn(k, B, T if per_token else 1)
     losses, log_ratio, clipped = rloo.policy_loss(new, old, advantages, mask, low, high, ratio_level)
     log_ratios, clips = [], []
     for j, b in itertools.product(range(k), range(B)):
-        x = [(new - old)[j, b, t].item() for t in range(R) if mask[j, b, t]]
+        x = [(new - old)[j, b, t].item() for t in range(T) if mask[j, b, t]]
         x = [sum(x)] if ratio_level == "sequence" else x
         a = advantages[j, b].tolist() if per_token else advantages[j, b].tolist() * len(x)
         terms = [(-a * math.exp(x), -a * min(max(math.exp(x), 1 - low), 1 + high)) for x, a in zip(x, a)]
@@ -408,8 +408,9 @@ def only_a_head(head: torch.nn.Linear):
 
 
 @pytest.mark.parametrize("bias", [None, 0.0, 1000.0, -1000.0, "-inf"])
-def test_log_probs_and_entropies_are_those_of_log_softmax_with_the_same_gradient(bias):
-    """... far from zero as well, where an offset of all logits changes nothing, and of tokens that are impossible."""
+def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
+    """... and the gradient of log-probs; far from zero as well, where an offset of all logits changes nothing, and of
+    tokens that are impossible."""
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(8, 50, bias=bias is not None), torch.randn(23, 8, requires_grad=True)
     tokens, inputs = torch.randint(15, (23,)), [hidden, *head.parameters()]
@@ -423,9 +424,10 @@ def test_log_probs_and_entropies_are_those_of_log_softmax_with_the_same_gradient
     tolerance = 1e-3 if bias in (1000.0, -1000.0) else 1e-5  # float32 has 7 digits
     for one, other in zip(found, expected):
         assert torch.allclose(one.double(), other, atol=tolerance)
-        gradients = [torch.autograd.grad(x @ torch.arange(23).to(x), inputs, retain_graph=True) for x in (one, other)]
-        for grad, exact in zip(*gradients):
-            assert grad.isfinite().all() and (grad - exact).abs().max() < 20 * tolerance * max(1, exact.abs().max())
+    assert not found[1].requires_grad  # entropies are only logged
+    gradients = [torch.autograd.grad(x[0] @ torch.arange(23).to(x[0]), inputs) for x in (found, expected)]
+    for grad, exact in zip(*gradients):
+        assert grad.isfinite().all() and (grad - exact).abs().max() < 20 * tolerance * max(1, exact.abs().max())
 
 
 def test_in_bfloat16_training_and_reference_read_the_log_probs_that_were_sampled():
@@ -464,7 +466,7 @@ def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_number_of_blocks(
 def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     """The head sees the real completion tokens only, 128 at a time where the vocabulary is large, and once more in
     backward; the numbers are those of a single block."""
-    model, batch = tiny_model(), random_batch(k=4, B=10, R=12)
+    model, batch = tiny_model(), random_batch(k=4, B=10, T=12)
     n, head = int(batch.response_mask.sum()), model.get_output_embeddings()
     weight = torch.cat([head.weight.detach(), torch.zeros(2**16 - len(head.weight), head.weight.shape[1])])
     head.weight, head.out_features = torch.nn.Parameter(weight), 2**16
@@ -486,9 +488,9 @@ def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
 # The expected update, exactly
 
 
-def enumerate_completions(vocab: int, R: int) -> list[list[int]]:
-    """Every completion there is: sequences that end at the first stop token (0), and those of R tokens without one."""
-    everything = itertools.product(range(vocab), repeat=R)
+def enumerate_completions(vocab: int, T: int) -> list[list[int]]:
+    """Every completion there is: sequences that end at the first stop token (0), and those of T tokens without one."""
+    everything = itertools.product(range(vocab), repeat=T)
     return [[*ids] for ids in sorted({ids[: ids.index(0) + 1] if 0 in ids else ids for ids in everything})]
 
 
@@ -498,13 +500,13 @@ def one_completion_each(prompt_ids: list[int], completions: list[list[int]]) -> 
 
 
 class AllPairs:
-    """Every pair of completions (k = 2) of a vocabulary of 3 and R = 3, each with its probability under a sampler."""
+    """Every pair of completions (k = 2) of a vocabulary of 3 and T = 3, each with its probability under a sampler."""
 
     def __init__(self, beta: float, from_reference: bool):
         self.policy, reference = tiny_model(vocab_size=3), tiny_model(vocab_size=3, seed=1)
         batch = one_completion_each([2, 0], enumerate_completions(3, 3))
-        n = len(batch.rows)  # 1 + 2 + 4 + 8
-        self.logprobs, _ = rloo.completion_logprobs(self.policy, batch, 0.8)  # (1, n, R)
+        n = len(batch.examples)  # 1 + 2 + 4 + 8
+        self.logprobs, _ = rloo.completion_logprobs(self.policy, batch, 0.8)  # (1, n, T)
         with torch.no_grad():
             ref, _ = rloo.completion_logprobs(reference, batch, 0.8)
         scores = torch.randn(1, n, generator=torch.Generator().manual_seed(3)) + 3  # rewards with a mean
@@ -540,12 +542,12 @@ def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_v
     assert x.error(without_kl, level) > 1e-2  # the test sees the KL term
 
     # Variance: E‖g‖² over the pairs, g = -½ Σ_j Σ_t A_jt ∇ log π(y_jt), by the Gram matrix of the tokens' gradients.
-    n, R = x.logprobs.shape[1:]
-    token_grads = torch.stack([flat_grad(x.logprobs[0, i, t], x.policy) for i in range(n) for t in range(R)])
+    n, T = x.logprobs.shape[1:]
+    token_grads = torch.stack([flat_grad(x.logprobs[0, i, t], x.policy) for i in range(n) for t in range(T)])
     gram = token_grads @ token_grads.T
 
     def second_moment(advantages):
-        coefficients = torch.zeros(n * n, n, R)
+        coefficients = torch.zeros(n * n, n, T)
         for own, per_token in zip(x.pairs, advantages * x.mask):
             coefficients[torch.arange(n * n), own] -= 0.5 * per_token
         c = coefficients.flatten(1)
@@ -704,7 +706,7 @@ def plain_update(args, policy, reference, found, prompts, completions, ended, or
 
 def plain_run(args, policy, reference, rewards: dict, stop_ids: list[int], sampled: list, orders: list) -> list[dict]:
     """Metrics of each update. rewards: {name: function of a row and a token list}; sampled: for each update its rows
-    and responses (k, B, R); orders: for each epoch of all updates the prompts' numbers."""
+    and responses (k, B, T); orders: for each epoch of all updates the prompts' numbers."""
     metrics, moments, epochs, warmup = [], {}, args.num_ppo_epochs, math.ceil(args.warmup_ratio * len(sampled))
     for done, (rows, responses) in enumerate(sampled):
         completions, ended = {}, {}
@@ -823,7 +825,7 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
         ).item()
     for name in (function.rpartition(":")[2] for function in flags["reward_fns"]):
         rewards[name] = functools.partial(reward_of_one, globals()[name])
-    sampled = [(experience.batch.rows, experience.batch.responses) for _, experience in collected]
+    sampled = [(experience.batch.examples, experience.batch.responses) for _, experience in collected]
     expected = plain_run(Args(**flags), policy, reference, rewards, stop_ids, sampled, [x.tolist() for x in orders])
 
     for one, other in zip(without_times(metrics), expected, strict=True):
@@ -838,19 +840,19 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
 # The group layout and the decoder against a row per completion
 
 
-def sees(prompt_mask: torch.Tensor, k: int, R: int) -> torch.Tensor:
-    """(B, 1, P + k·R, P + k·R), who sees whom in group rows, slot by slot."""
+def sees(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
+    """(B, 1, P + k·T, P + k·T), who sees whom in group rows, slot by slot."""
     B, P = prompt_mask.shape
-    seen = torch.zeros(B, 1, P + k * R, P + k * R, dtype=torch.bool)
-    for b, i, j in itertools.product(range(B), range(P + k * R), range(P + k * R)):
+    seen = torch.zeros(B, 1, P + k * T, P + k * T, dtype=torch.bool)
+    for b, i, j in itertools.product(range(B), range(P + k * T), range(P + k * T)):
         real = j >= P or prompt_mask[b, j]
         own = j < P or (j - P) % k == (i - P) % k
         seen[b, 0, i, j] = j <= i and real and own or i == j
     return seen
 
 
-def group_mask(prompt_mask: torch.Tensor, k: int, R: int) -> torch.Tensor:
-    mask = rloo.causal_mask(F.pad(prompt_mask, (0, R), value=True))
+def group_mask(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
+    mask = rloo.causal_mask(F.pad(prompt_mask, (0, T), value=True))
     mask.lanes = prompt_mask.shape[1], k
     return mask
 
@@ -872,19 +874,19 @@ def test_lane_attention_is_the_documented_picture():
     assert torch.allclose(out[0, :, 0], expected / expected.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("k, R", [(3, 4), (2, 1), (1, 4)])
+@pytest.mark.parametrize("k, T", [(3, 4), (2, 1), (1, 4)])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_lane_attention_equals_one_large_mask(key_heads, k, R):
-    """Multi-head, grouped-query and multi-query attention over (P + k·R)² pairs, by softmax; the gradients as well."""
+def test_lane_attention_equals_one_large_mask(key_heads, k, T):
+    """Multi-head, grouped-query and multi-query attention over (P + k·T)² pairs, by softmax; the gradients as well."""
     torch.manual_seed(0)
     B, P, H, D = 2, 5, 4, 8
-    prompt_mask, n = torch.arange(P) >= torch.tensor([[0], [3]]), P + k * R
+    prompt_mask, n = torch.arange(P) >= torch.tensor([[0], [3]]), P + k * T
     inputs = [torch.randn(B, heads, n, D, requires_grad=True) for heads in (H, key_heads, key_heads)]
     query, key, value = inputs[0], *(x.repeat_interleave(H // key_heads, dim=1) for x in inputs[1:])
-    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~sees(prompt_mask, k, R), -math.inf)
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~sees(prompt_mask, k, T), -math.inf)
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     module = types.SimpleNamespace(num_key_value_groups=H // key_heads)  # as the layers of models have it
-    out, _ = rloo.attention(module, *inputs, group_mask(prompt_mask, k, R), scaling=0.3)
+    out, _ = rloo.attention(module, *inputs, group_mask(prompt_mask, k, T), scaling=0.3)
     assert out.shape == (B, n, H, D) and torch.allclose(out, expected, atol=1e-6)
     weights = torch.randn_like(out)
     for one, other in zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))):
@@ -907,11 +909,11 @@ def test_group_layout_equals_plain_rows(family, k):
         assert (plain - group).abs().max() < 1e-5 * max(1, plain.abs().max())
 
 
-def layout_of(model, longest: int, R: int, **flags) -> str:
+def layout_of(model, longest: int, T: int, **flags) -> str:
     """The layout that is chosen for prompts of up to `longest` tokens, of a model that is sampled from."""
-    args = Args(**{"rloo_k": 3, "response_length": R, "device": "cpu", "dtype": "float32", **flags})
+    args = Args(**{"rloo_k": 3, "response_length": T, "device": "cpu", "dtype": "float32", **flags})
     model.layout = None
-    rloo.choose_layout(args, model, rloo.check_lengths(model, [[3] * longest, [4]], R), sampled_from=True)
+    rloo.choose_layout(args, model, rloo.check_lengths(model, [[3] * longest, [4]], T), sampled_from=True)
     return model.layout
 
 
@@ -950,7 +952,7 @@ def test_an_error_of_cuda_is_no_reason_for_plain_rows(monkeypatch):
         layout_of(tiny_model(), 3, 4)
 
 
-REFUSED = {  # R, config, words of the refusal
+REFUSED = {  # T, config, words of the refusal
     "rwkv": (4, {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99}, "padding|position_ids"),
     "phi3": (14, HEADS | {"original_max_position_embeddings": 16}, "has 16 positions"),
     "minimax": (4, HEADS | {"layer_types": ["linear_attention", "full_attention"], "block_size": 4}, "`generate`"),
@@ -961,9 +963,9 @@ REFUSED = {  # R, config, words of the refusal
 def test_models_that_would_give_wrong_numbers_are_refused(name):
     """RWKV ignores the mask. With long-RoPE, positions beyond the original ones change the frequencies of all rows of a
     forward pass. MiniMax's `generate` reads padding, though its forward pass does not."""
-    R, config, words = REFUSED[name]
+    T, config, words = REFUSED[name]
     with pytest.raises((InputError, TypeError), match=words):  # a TypeError before transformers 5
-        layout_of(tiny_model(name, **config), 3, R)
+        layout_of(tiny_model(name, **config), 3, T)
 
 
 # The decoder
@@ -972,7 +974,7 @@ def test_models_that_would_give_wrong_numbers_are_refused(name):
 @pytest.mark.parametrize("engine", ["group", "hf"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, engine):
-    model, rows = tiny_model(name), random_batch().rows
+    model, rows = tiny_model(name), random_batch().examples
     batch, _ = sample_batch(model, rows, 2, 0.0, 8, [0], rollout_engine=engine, local_rollout_forward_batch_size=6)
     model = tiny_model(name)  # as it comes
     for b, row in enumerate(rows):
@@ -1010,19 +1012,24 @@ def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, 
 @pytest.mark.parametrize("k", [1, 3])
 def test_completions_do_not_depend_on_which_lanes_have_left(k, monkeypatch):
     """Those that are left are what they would have been, whether ended lanes leave or not."""
-    model, sizes, leave = tiny_model("qwen3"), [], rloo.Decoder.drop_ended
+    model, sizes, drop_ended = tiny_model("qwen3"), [], rloo.Decoder.drop_ended
+    monkeypatch.setattr(rloo, "FIRST_SLOTS", 4)
 
-    def note(decoder, alive):
-        leave(decoder, alive)
-        sizes.append(tuple(decoder.running.shape))
+    def leave(decoder, alive):
+        drop_ended(decoder, alive)
+        sizes.append((decoder.lane_cache.slots, *decoder.running.shape))
 
-    rows, results = random_batch(B=8).rows, []
-    for method in (note, lambda decoder, alive: None):
+    def stay(decoder, alive):
+        drop_ended(decoder, torch.ones_like(alive))
+
+    examples, results = random_batch(B=8).examples, []
+    for method in (leave, stay):
         monkeypatch.setattr(rloo.Decoder, "drop_ended", method)
         torch.manual_seed(1)
-        results.append(sample_batch(model, rows, k, 1.0, 24, [0, 5]))
+        results.append(sample_batch(model, examples, k, 1.0, 12, [0, 5]))
     (batch, logprobs), (whole, whole_logprobs) = results
-    assert min(prompts for prompts, _ in sizes) < len(rows) and (k == 1 or min(lanes for _, lanes in sizes) < k)
+    assert [slots for slots, *_ in sizes] == [8, 12]  # doubled, up to T
+    assert min(b for _, b, _ in sizes) < len(examples) and (k == 1 or min(lanes for *_, lanes in sizes) < k)
     assert len(set(batch.response_mask.sum(-1).flatten().tolist())) > 4
     assert torch.equal(batch.responses, whole.responses) and torch.equal(batch.ended, whole.ended)
     assert torch.allclose(logprobs, whole_logprobs, atol=1e-5)
@@ -1030,29 +1037,8 @@ def test_completions_do_not_depend_on_which_lanes_have_left(k, monkeypatch):
     assert torch.allclose(logprobs, rloo.completion_logprobs(model, batch, 1.0)[0], atol=1e-5)
 
 
-def decoder_of(model, batch, R: int) -> rloo.Decoder:
-    return rloo.Decoder(model, *batch.prompt_ids.shape, 3, R, 1.0, stop_ids=[99])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_decoder_that_is_used_again_begins_anew(graph):
-    """As on a GPU, where all chunks share one and replay its graph. Nothing stops, so that no lane leaves."""
-    model, batch, other = tiny_model("llama"), random_batch(), random_batch(seed=1)
-    used, new = (decoder_of(model, batch, 6) for _ in range(2))
-    if graph:  # that runs a step over all slots, as CUDA's would
-
-        def replay(step=used.step):
-            used.lane_cache.length = 6
-            step()
-
-        used.graph, used.step = types.SimpleNamespace(replay=replay), None
-    P = batch.prompt_ids.shape[1]
-    used.run(other.prompt_ids[:, -P:], F.pad(other.prompt_mask, (P, 0))[:, -P:])
-    for decoder in (used, new):
-        torch.manual_seed(0)
-        decoder.run(batch.prompt_ids, batch.prompt_mask)
-    assert torch.equal(used.tokens, new.tokens) and torch.allclose(used.logprobs, new.logprobs, atol=1e-5)
+def decoder_of(model, batch, T: int) -> rloo.Decoder:
+    return rloo.Decoder(model, batch.prompt_ids, batch.prompt_mask, 3, T, 1.0, stop_ids=[99])
 
 
 def fake_capture(monkeypatch) -> list[str]:
@@ -1073,9 +1059,9 @@ def test_a_rollout_waits_for_nothing_on_the_device(family, monkeypatch):
     modes = fake_capture(monkeypatch)
     with torch.device("meta"):
         model, prompt_ids, prompt_mask = tiny_model(family), torch.ones(4, 5).long(), torch.ones(4, 5).bool()
-    decoder = rloo.Decoder(model, 4, 5, 2, 3, 0.7, [0, 9])  # 3 tokens: from the 5th on it asks whether all have stopped
+    decoder = rloo.Decoder(model, prompt_ids, prompt_mask, 2, 3, 0.7, [0, 9])  # from t = 3 on it asks who has stopped
+    decoder.run()
     assert decoder.capture() == "graph" and modes == ["error", "default"]
-    decoder.run(prompt_ids, prompt_mask)
     assert decoder.tokens.is_meta and decoder.logprobs.is_meta
 
 
@@ -1087,7 +1073,7 @@ def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset
     decoder, steps = decoder_of(tiny_model(), random_batch(), 4), itertools.count(1)
 
     def fail_at_the_last():
-        if next(steps) == (3 if recording else 2):
+        if next(steps) == (2 if recording else 1):
             raise error("called a synchronizing CUDA operation")
 
     modes = fake_capture(monkeypatch)
@@ -1135,13 +1121,13 @@ def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeyp
     flags = {"rollout_correction": correction, "rollout_correction_cap": 1.2}
     (metrics,), _ = train(**flags, per_device_train_batch_size=4, gradient_accumulation_steps=4)
     experience = collected[0][1]
-    old, mask = experience.logprobs, experience.batch.response_mask
-    weight = rloo.importance_weight(old, experience.sampled, mask, correction, 1.2)
+    old, mask = experience.old_logprobs, experience.batch.response_mask
+    weight = rloo.importance_weight(old, experience.sampler_logprobs, mask, correction, 1.2)
     assert torch.equal(torch.cat([inputs[7] for inputs, _ in losses], dim=1), weight)
     assert metrics["val/ratio"] == 1 and 0.1 < metrics["val/rollout_logprob_gap"] < 0.2
     assert metrics["val/rollout_weight"] == pytest.approx(weight.mean().item())
     corrected = correction != "off"
-    assert torch.allclose(experience.rlhf_rewards, experience.scores, atol=1e-5) == corrected  # the KL is 0
+    assert (experience.kl.abs().max() < 1e-5) == corrected
     assert (abs(metrics["objective/kl"]) < 1e-5) == corrected and (weight != 1).any() == corrected
     assert weight.max() <= 1.2001 and (weight == 0).any() == (correction == "mask")
 
@@ -1159,7 +1145,9 @@ def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_i
         exact, _ = rloo.completion_logprobs(policy, experience.batch, 1.0)
         with rloo.training_dtype(args, CPU):
             training, _ = rloo.completion_logprobs(policy, experience.batch, 1.0)
-    assert (experience.logprobs - training).abs().max() < 1e-6 and (experience.logprobs - exact).abs().max() > 1e-3
+    assert (experience.old_logprobs - training).abs().max() < 1e-6 and (
+        experience.old_logprobs - exact
+    ).abs().max() > 1e-3
     assert metrics["val/ratio_var"] < 1e-9  # of each mini-batch, since no step changes anything
 
 
@@ -1187,19 +1175,19 @@ def test_no_forward_pass_is_repeated(train, monkeypatch):
 def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings(engine, tmp_path):
     """The model's own generation config asks for top-k, a repetition penalty and another temperature: all are ignored,
     and the frequencies of the sampled tokens are those of the softmax that scores them."""
-    path, row, n, T = save(tmp_path, tiny_model(vocab_size=6)), {"prompt_ids": [3, 4, 5]}, 20_000, 1.7
+    path, example, n = save(tmp_path, tiny_model(vocab_size=6)), {"prompt_ids": [3, 4, 5]}, 20_000
     hidden = {"top_k": 1, "repetition_penalty": 3.0, "temperature": 0.1, "do_sample": True, "eos_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(hidden))
-    model = rloo.load_model(Args(dtype="float32", device="cpu"), path, [row])
+    model = rloo.load_model(Args(dtype="float32", device="cpu"), path, [example])
     torch.manual_seed(0)
     flags = {"rollout_engine": engine, "local_rollout_forward_batch_size": n}
-    batch, sampled = sample_batch(model, [row] * 200, n // 200, T, 2, [0], **flags)
+    batch, sampled = sample_batch(model, [example] * 200, n // 200, 1.7, 2, [0], **flags)
     model.layout = "plain"
     with torch.no_grad():
         if engine == "group":  # the other has no log-probs
-            assert torch.allclose(sampled, rloo.completion_logprobs(model, batch, T)[0], atol=1e-5)
+            assert torch.allclose(sampled, rloo.completion_logprobs(model, batch, 1.7)[0], atol=1e-5)
         completions = enumerate_completions(6, 2)
-        exact = rloo.completion_logprobs(model, one_completion_each([3, 4, 5], completions), T)[0][0].sum(-1).exp()
+        exact = rloo.completion_logprobs(model, one_completion_each([3, 4, 5], completions), 1.7)[0][0].sum(-1).exp()
     assert exact.sum().item() == pytest.approx(1, abs=1e-4)
     found = batch.completion_ids()
     counts = torch.tensor([found.count(completion) for completion in completions]).float()
@@ -1283,7 +1271,7 @@ def test_padded_equals_unpadded(name):
         scores = rloo.model_scores(tiny_model(family, 1, classifier=True), batch)
         policy = tiny_model(name)
         for j, b in itertools.product(range(3), range(4)):
-            prompt, completion = batch.rows[b]["prompt_ids"], batch.completion_ids()[j * 4 + b]
+            prompt, completion = batch.examples[b]["prompt_ids"], batch.completion_ids()[j * 4 + b]
             ids, n = torch.tensor([prompt + completion]), len(completion)
             table = F.log_softmax(policy(ids).logits[0, len(prompt) - 1 : -1] / 0.7, dim=-1)
             assert torch.allclose(logprobs[j, b, :n], table[torch.arange(n), completion], atol=1e-5)
@@ -1425,9 +1413,9 @@ def test_the_reference_stays_the_base_model_bit_by_bit(train, tiny, monkeypatch,
     (args, policy, *_), experience = collected[-1]
     base = AutoModelForCausalLM.from_pretrained(tiny / "sft", dtype=dtype).eval()
     base.layout = layout
-    assert torch.equal(rloo.chunked_logprobs(base, experience.batch, 1.0, 64), experience.ref)
+    assert torch.equal(rloo.chunked_logprobs(base, experience.batch, 1.0, 64), experience.ref_logprobs)
     with rloo.training_dtype(args, CPU):
-        assert not torch.equal(rloo.chunked_logprobs(policy, experience.batch, 1.0, 64), experience.ref)
+        assert not torch.equal(rloo.chunked_logprobs(policy, experience.batch, 1.0, 64), experience.ref_logprobs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -1639,11 +1627,11 @@ TEXTS = [  # tokenizer, row, the text that is read, and its ids
 def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it():
     """What is read of a row, in every documented form of rows."""
     for tokenizer, row, text, ids in TEXTS:
-        prepared = rloo.prepare_row(row, tokenizer)
+        prepared = rloo.prepare_example(row, tokenizer)
         assert prepared["prompt_text"] == text
         assert prepared["prompt_ids"] == ids or ids is None, row
         assert prepared["columns"] == {name: value for name, value in row.items() if name != "prompt"}
-    assert rloo.prepare_row({"prompt": "b</s>"}, llama_tokenizer(add_eos=True))["prompt_ids"][-1] == 2  # its own
+    assert rloo.prepare_example({"prompt": "b</s>"}, llama_tokenizer(add_eos=True))["prompt_ids"][-1] == 2  # its own
 
 
 NO_TEXT = [None, [{"type": "text", "text": "a"}]]  # as the content of a message
@@ -1699,7 +1687,7 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
 
 def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
     batch, tokenizer, calls = random_batch(), tiny_tokenizer(), []
-    for i, row in enumerate(batch.rows):
+    for i, row in enumerate(batch.examples):
         row.update(prompt=[f"prompt {i}"], columns={"answer": i})
 
     def reward(prompts, completions, completion_ids, answer, **columns):
@@ -1712,7 +1700,7 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
     assert scores[0, 3].isnan() and scores[2, 1] == 9 and scores.shape == (3, 4)
     ((prompts, completions, completion_ids, answer, columns),) = calls
     assert prompts == [[f"prompt {i}"] for i in range(4)] * 3 and answer == [0, 1, 2, 3] * 3 and columns == {}
-    assert [row["prompt"] for row in batch.rows] == prompts[:4]
+    assert [row["prompt"] for row in batch.examples] == prompts[:4]
     for j, b in itertools.product(range(3), range(4)):
         real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
         assert completion_ids[j * 4 + b] == real  # the stop token included
@@ -1849,7 +1837,7 @@ def test_a_reward_for_what_the_template_writes_is_said_to_teach_nothing(train, t
     metrics, output = train(sft_model_path=policy, dataset_name=data, num_eval_prompts=1, total_episodes=32, **rewards)
     said = "".join(capfd.readouterr())
     assert [update["grad_norm"] for update in metrics] == [0, 0]
-    assert said.count("an update had no learning signal") == 1
+    assert said.count("an update had nothing to learn from") == 1
     assert re.search(r"\n\.\.\. \w l m\n", said)
     assert all(sample["prompt"].endswith(" l m") for sample in read_metrics(output, "completions"))
     for text in (said, *(path.read_text() for path in output.glob("*.jsonl"))):
@@ -1998,7 +1986,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "add **columns for what it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few",
     "the data have no column `a`": "--reward_fns {x}/fns.py:sum; --eval_fns {x}/fns.py:sum",
     "fns.py:thing: ": "--reward_fns {x}/fns.py:thing",
-    "there is no nothing in {x}/fns.py": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
+    "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
     "cannot be used": "--device meta; --device gpu; --device cuda:99",
@@ -2263,8 +2251,8 @@ def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch, updat
     """Greedy completions as well before and after."""
     found, expected = [], EVALUATED[updates, between]
 
-    def evaluate(args, policy, rewards, graders, rows, stop_ids, version, tokenizer, greedy):
-        found.append((version, greedy))
+    def evaluate(args, policy, reward_functions, graders, examples, stop_ids, version, tokenizer, modes):
+        found.append((version, modes))
         return []
 
     monkeypatch.setattr(rloo, "evaluate", evaluate)
@@ -2272,7 +2260,8 @@ def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch, updat
     monkeypatch.setattr(rloo, "improve", lambda *inputs: None)
     monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"grad_norm": 1.0})
     _, output = train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
-    assert found == [(update, update in (0, updates)) for update in expected]
+    assert [version for version, _ in found] == expected
+    assert all(("greedy" in modes) == (version in (0, updates)) and "sampled" in modes for version, modes in found)
     evaluations = [(x["update"], x["episode"]) for x in read_metrics(output, "evaluations")]
     assert evaluations == [(update, 16 * update) for update in expected]
 
@@ -2512,7 +2501,7 @@ def test_a_process_that_a_reward_function_forks_can_be_terminated(monkeypatch):
 
     monkeypatch.setattr(rloo, "main", main)
     rloo.command_line([])
-    assert called == [(128 + signal.SIGTERM, [])]
+    assert called == [(-signal.SIGTERM, [])]
 
 
 def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
@@ -2823,7 +2812,7 @@ def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run
         ({"lora_rank": 2}, "lora_rank 0 -> 2"),
         ({"lora_alpha": 8}, "lora_alpha 32 -> 8"),
     ):
-        with pytest.raises(InputError, match=f"^--resume: {output} is a run with other flags: .*{message}"):
+        with pytest.raises(InputError, match=f"^--resume: {output} is another run, which had other .*{message}"):
             run(tiny, output, resume=True, **flags)
     assert snapshot(output) == before
     capsys.readouterr()
@@ -2868,7 +2857,7 @@ def test_other_training_prompts_make_another_run(tiny, tmp_path, change):
         flags["num_eval_prompts"] = 1
     else:
         write_rows(tmp_path / "data.jsonl", rows[:-1] if change == "rows" else rows[::-1])
-    with pytest.raises(InputError, match="is a run with other flags: .*prompts "):
+    with pytest.raises(InputError, match="is another run, which had other .*prompts "):
         run(tiny, **flags | {"total_episodes": 32, "resume": True}, output=None)
 
 
@@ -2908,16 +2897,18 @@ def test_seeds_are_told_apart_not_added_up():
         rloo.set_seed(*numbers)
         drawn.add((torch.rand(1).item(), random.random()))
     assert len(drawn) == len({x for x, _ in drawn}) == 4**3
-    orders = {tuple(rloo.rows_of_update([*range(50)], seed, 50 * epoch, 50)) for seed in range(5) for epoch in range(5)}
+    orders = {
+        tuple(rloo.examples_of_update([*range(50)], seed, 50 * epoch, 50)) for seed in range(5) for epoch in range(5)
+    }
     assert len(orders) == 5**2
 
 
 def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
     rows = [*range(10)]
-    drawn = [rloo.rows_of_update(rows, 1, begin, 4) for begin in range(0, 40, 4)]
+    drawn = [rloo.examples_of_update(rows, 1, begin, 4) for begin in range(0, 40, 4)]
     epochs = [sum(drawn, [])[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(epoch) == rows for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 4
-    assert len(rloo.rows_of_update([1, 2], 1, 0, 7)) == 7
+    assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7
 
 
 def test_a_policy_that_cannot_be_saved_is_found_before_the_first_update(tiny, tmp_path, monkeypatch):
@@ -3041,7 +3032,7 @@ def test_an_engine_of_ones_own_samples_for_updates_and_evaluations(train, name):
     assert len({evaluated, first, second}) == 3 and CALLS[4]["seed"] == evaluated
 
 
-BAD_COMPLETIONS = {  # what an engine returns for each prompt, R = 3, stop token 0: two completions and their log-probs
+BAD_COMPLETIONS = {  # what an engine returns for each prompt, T = 3, stop token 0: two completions and their log-probs
     "one completion": ([[5, 0]], None),
     "not ended": ([[5, 0], [5, 5]], None),
     "goes on after its end": ([[5, 0], [0, 0]], None),

@@ -59,8 +59,8 @@ def random_model(config, device, dtype=torch.float32):
     return model
 
 
-def random_rows(B, longest, vocabulary=64, shortest=None) -> list[dict]:
-    """Rows with prompts of `shortest` (default: a third) to `longest` tokens."""
+def random_examples(B, longest, vocabulary=64, shortest=None) -> list[dict]:
+    """Examples with prompts of `shortest` (default: a third) to `longest` tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(shortest or longest // 3, longest, B).long().tolist()
     prompts = [torch.randint(13, vocabulary, (n,), generator=generator).tolist() for n in lengths]
@@ -73,15 +73,15 @@ def flags(device, **changes) -> rloo.Args:
     return rloo.resolve_args(rloo.Args(**(given | {"output_dir": "none"} | changes)))
 
 
-def sample(args, model, rows, k=4, temperature=0.7):
+def sample(args, model, examples, k=4, temperature=0.7, stop_ids=STOPS):
     """A Batch of completions and their log-probs, by the engine of the flags."""
     torch.manual_seed(0)
-    return rloo.rollout(args, model, rows, k, temperature, STOPS, version=0)
+    return rloo.rollout(args, model, examples, k, temperature, stop_ids, version=0)
 
 
-def update(args, policy, reference, rewards, optimizer, rows) -> dict[str, float]:
+def update(args, policy, reference, reward_functions, optimizer, examples) -> dict[str, float]:
     """The metrics of an update of rloo.py in which no completion ends early."""
-    experience = rloo.collect(args, policy, reference, rewards, rows, stop_ids=[-1], version=0)
+    experience = rloo.collect(args, policy, reference, reward_functions, examples, stop_ids=[-1], version=0)
     return rloo.metrics_of(args, experience, rloo.improve(args, policy, optimizer, experience))
 
 
@@ -106,12 +106,12 @@ def apart(folder: str, name: str) -> float:
 
 
 def by_transformers(model, batch):
-    """Log-probs (k, B, R) by the model's own forward pass of each prompt and completion alone: no padding, no mask."""
+    """Log-probs (k, B, T) by the model's own forward pass of each prompt and completion alone: no padding, no mask."""
     out = torch.zeros(batch.responses.shape, device=model.device)
     for j, lane in enumerate(batch.responses):
-        for b, row in enumerate(batch.rows):
-            n, m = len(row["prompt_ids"]), int(batch.response_mask[j, b].sum())
-            ids = torch.cat([torch.tensor(row["prompt_ids"], device=model.device), lane[b, :m]])
+        for b, example in enumerate(batch.examples):
+            n, m = len(example["prompt_ids"]), int(batch.response_mask[j, b].sum())
+            ids = torch.cat([torch.tensor(example["prompt_ids"], device=model.device), lane[b, :m]])
             logprobs = (model(ids[None]).logits[0, n - 1 : -1].float() / 0.7).log_softmax(-1)
             out[j, b, :m] = logprobs.gather(1, ids[n:, None])[:, 0]
     return out
@@ -122,14 +122,14 @@ def log_probs_and_gradients(device) -> Iterator[Line]:
     for family, config in TINY.items():
         expected_model = random_model(config, "cpu")
         responses = torch.randint(0, 64, (4, 3, 9), generator=torch.Generator().manual_seed(1))
-        batch = rloo.make_batch(random_rows(3, 12), responses, STOPS)
+        batch = rloo.make_batch(random_examples(3, 12), responses, STOPS)
         expected = by_transformers(expected_model, batch)
         (expected * torch.linspace(-1, 1, 9)).sum().backward()
         for dtype, limit in LIMITS.items():
             for layout in ("group", "plain"):
                 model = random_model(config, "cpu").to(device)  # the same weights as the CPU's
                 model.layout = layout
-                on_device = rloo.make_batch(batch.rows, responses.to(device), STOPS)
+                on_device = rloo.make_batch(batch.examples, responses.to(device), STOPS)
                 with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):
                     found, _ = rloo.completion_logprobs(model, on_device, 0.7)
                 (found * torch.linspace(-1, 1, 9, device=device)).sum().backward()
@@ -141,9 +141,10 @@ def log_probs_and_gradients(device) -> Iterator[Line]:
 
 
 def decoding(device) -> Iterator[Line]:
-    """The decoder's tokens and log-probs, by a CUDA graph and by single steps."""
-    args = flags(device, response_length=16)
-    rows = random_rows(4, 12)
+    """The decoder's tokens and log-probs, by CUDA graphs and by single steps. Completions are long enough for the cache
+    to double twice, and few tokens stop them, so that lanes leave each time and others go on."""
+    args = flags(device, response_length=140)
+    examples = random_examples(4, 12)
     captured = []
 
     def capture(decoder, original=rloo.Decoder.capture):
@@ -153,11 +154,13 @@ def decoding(device) -> Iterator[Line]:
     for family, config in TINY.items():
         model = random_model(config, device)
         with mock.patch.object(rloo.Decoder, "capture", capture):
-            batch, logprobs = sample(args, model, rows)
+            batch, logprobs = sample(args, model, examples, k=8, stop_ids=STOPS[:1])
         yield f"decoding: log-probs of samples, {family}", relative(logprobs, by_transformers(model, batch)), 1e-4
 
-        greedy, _ = sample(args, model, rows, k=1, temperature=0.0)
-        by_generate, _ = sample(replace(args, rollout_engine="hf"), model, rows, k=1, temperature=0.0)
+        greedy, _ = sample(replace(args, response_length=16), model, examples, k=1, temperature=0.0)
+        by_generate, _ = sample(
+            replace(args, response_length=16, rollout_engine="hf"), model, examples, k=1, temperature=0.0
+        )
         different = (greedy.responses != by_generate.responses).double().mean()
         yield f"decoding: greedy tokens unlike generate's, {family}", float(different), 0.0
 
@@ -166,7 +169,7 @@ def decoding(device) -> Iterator[Line]:
             continue
         yield f"graph replay: steps that are not a CUDA graph, {family}", float(None in captured or not captured), 0.0
         with mock.patch.object(rloo.Decoder, "capture", lambda decoder: None):
-            by_steps, _ = sample(args, model, rows)
+            by_steps, _ = sample(args, model, examples, k=8, stop_ids=STOPS[:1])
         different = (batch.responses != by_steps.responses).double().mean()
         yield f"graph replay: tokens unlike single steps', {family}", float(different), 0.0
 
@@ -174,7 +177,7 @@ def decoding(device) -> Iterator[Line]:
 def stop_tokens(device) -> Iterator[Line]:
     """Completions end with their first stop token, and are random between prompts and lanes."""
     args = flags(device, response_length=24)
-    batch, _ = sample(args, random_model(TINY["multi-head"], device), random_rows(8, 12), k=8, temperature=1.0)
+    batch, _ = sample(args, random_model(TINY["multi-head"], device), random_examples(8, 12), k=8, temperature=1.0)
     wrong = 0
     for ids, ended in zip(batch.completion_ids(), batch.ended.flatten().tolist(), strict=True):
         stops = [token in STOPS for token in ids]
@@ -198,8 +201,8 @@ def updates(device) -> Iterator[Line]:
     args.response_length = 8
     policy = random_model(TINY["multi-head"], device)
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, fused=True)
-    rewards = {"low": lambda batch: (batch.responses < 32).float().mean(-1)}
-    seen = [update(args, policy, None, rewards, optimizer, random_rows(8, 12)) for _ in range(12)]
+    reward_functions = {"low": lambda batch: (batch.responses < 32).float().mean(-1)}
+    seen = [update(args, policy, None, reward_functions, optimizer, random_examples(8, 12)) for _ in range(12)]
     yield "update: ratio less 1 in its first step", max(abs(x["val/ratio"] - 1) for x in seen), 1e-6
     yield "update: rollout's log-probs less training's", max(x["val/rollout_logprob_gap"] for x in seen), 1e-3
     yield "update: share of tokens without reward after 12, about 0.5 before", 1 - seen[-1]["objective/scores"], 0.25
@@ -283,16 +286,16 @@ def peak_of_updates(run: gpu_memory.Args, config, device) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     batch = max(run.m, run.chunk)
-    sizes = {"rloo_k": run.k, "response_length": run.R, "local_rollout_forward_batch_size": run.chunk}
+    sizes = {"rloo_k": run.k, "response_length": run.T, "local_rollout_forward_batch_size": run.chunk}
     sizes |= {"per_device_train_batch_size": run.m, "gradient_accumulation_steps": batch // run.m}
     args = flags(device, dtype="bfloat16", **sizes)
     policy, reference = (random_model(config, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     reward_model = torch.empty(int(run.reward_parameters), dtype=torch.bfloat16, device=device)
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, fused=True)
-    rows = random_rows(batch // run.k, run.P, config.vocab_size, shortest=run.P)
-    rewards = {"mean": lambda batch: batch.responses.float().mean(-1)}
+    examples = random_examples(batch // run.k, run.P, config.vocab_size, shortest=run.P)
+    reward_functions = {"mean": lambda batch: batch.responses.float().mean(-1)}
     for _ in range(2):
-        update(args, policy, reference, rewards, optimizer, rows)
+        update(args, policy, reference, reward_functions, optimizer, examples)
     del reward_model
     return torch.cuda.max_memory_allocated(device) - before
 
@@ -300,17 +303,17 @@ def peak_of_updates(run: gpu_memory.Args, config, device) -> int:
 def decode_rate(device) -> Iterator[Line]:
     """Tokens per second of both engines, for a model of Qwen2.5-0.5B's size, log-probs of the tokens included."""
     on_gpu = torch.device(device).type == "cuda"
-    P, R, B, k = (256, 128, 16, 8) if on_gpu else (12, 8, 2, 4)
+    P, T, B, k = (256, 128, 16, 8) if on_gpu else (12, 8, 2, 4)
     config = config_of(gpu_memory.QWEN_05B) if on_gpu else TINY["grouped-query"]
     model = random_model(config, device, torch.bfloat16 if on_gpu else torch.float32)
-    rows = random_rows(B, P, config.vocab_size, shortest=P)
+    examples = random_examples(B, P, config.vocab_size, shortest=P)
     for engine in ("group", "hf"):
-        args = flags(device, rollout_engine=engine, response_length=R, local_rollout_forward_batch_size=B * k)
+        args = flags(device, rollout_engine=engine, response_length=T, local_rollout_forward_batch_size=B * k)
         for _ in range(2):  # the first call warms up
             begin = rloo.clock(torch.device(device))
-            rloo.rollout(args, model, rows, k, 1.0, stop_ids=[-1], version=0)
+            rloo.rollout(args, model, examples, k, 1.0, stop_ids=[-1], version=0)
         seconds = rloo.clock(torch.device(device)) - begin
-        yield f"tokens per second, --rollout_engine {engine}", B * k * R / seconds, None
+        yield f"tokens per second, --rollout_engine {engine}", B * k * T / seconds, None
 
 
 CHECKS = [log_probs_and_gradients, decoding, stop_tokens, sampling, updates, resume, several, decode_rate]

@@ -38,8 +38,8 @@ def another_scale(*args, original=rloo.step_attention):
     return original(*args[:4], 1.1 * args[4])
 
 
-def lanes_stay(self, index):
-    pass
+def other_lanes_stay(self, lanes, slots, original=rloo.LaneCache.grow):
+    original(self, lanes.flip(0), slots)
 
 
 def one_stop_token(responses, stop_ids, original=rloo.completion_mask):
@@ -64,7 +64,7 @@ BROKEN = [  # a function, what it does instead, the check, and the beginning of 
     ("final_logits", larger_logits, check.log_probs_and_gradients, "log-probs: plain"),
     ("block_logprobs", gradient_stops_before_the_head, check.log_probs_and_gradients, "gradients: "),
     ("step_attention", another_scale, check.decoding, "decoding: log-probs"),
-    ("LaneCache.reorder_cache", lanes_stay, check.decoding, "decoding"),
+    ("LaneCache.grow", other_lanes_stay, check.decoding, "decoding"),
     ("completion_mask", one_stop_token, check.stop_tokens, "stop tokens"),
     ("sample", skewed, check.sampling, "sampling"),
     ("advantage", opposite, check.updates, "update: share of tokens without reward"),
@@ -92,7 +92,7 @@ def test_an_error_and_a_failed_line_are_the_exit_status(monkeypatch, capsys):
 def test_memory_of_two_updates_is_compared_without_cudas_own(monkeypatch):
     """On a CPU, where torch.cuda's functions are replaced: updates of a small model at the sizes of a run."""
     model = gpu_memory.Model("Qwen2.5", 0, 2, 64, 64, 64, 64)
-    run = gpu_memory.Args(k=4, m=8, P=12, R=6, chunk=16)
+    run = gpu_memory.Args(k=4, m=8, P=12, T=6, chunk=16)
     calls = []
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: calls.append(name))

@@ -33,7 +33,7 @@ import rloo  # noqa: E402
 
 RECORDS, PICTURE = HERE / "exact.json", HERE / "exact.png"
 SEEDS = range(1, 6)  # tiny models, each with rewards of its own
-B, V, R = 2, 3, 2  # prompts of an update, vocabulary, tokens of a completion
+B, V, T = 2, 3, 2  # prompts of an update, vocabulary, tokens of a completion
 KS, KL_COEF = (2, 3), 0.3
 REWARDS = ("dense", "sparse", "large mean")
 POSITIONS = ("at the reference", "away from it")
@@ -50,8 +50,8 @@ COLUMNS = {  # of the picture
 
 
 def all_completions() -> tuple[torch.Tensor, torch.Tensor]:
-    """Every completion, (n, R), and its mask: sequences up to the first stop token, and those of R tokens without."""
-    cut = {ids[: ids.index(0) + 1] if 0 in ids else ids for ids in itertools.product(range(V), repeat=R)}
+    """Every completion, (n, T), and its mask: sequences up to the first stop token, and those of T tokens without."""
+    cut = {ids[: ids.index(0) + 1] if 0 in ids else ids for ids in itertools.product(range(V), repeat=T)}
     return rloo.pad([list(ids) for ids in sorted(cut)])
 
 
@@ -60,11 +60,11 @@ N = len(TOKENS)
 
 
 def token_logprobs(theta: torch.Tensor) -> torch.Tensor:
-    """Log-probs (B, n, R) of the tokens of all completions, 0 where masked. A token's logits are a row for the prompt
+    """Log-probs (B, n, T) of the tokens of all completions, 0 where masked. A token's logits are a row for the prompt
     plus a row for the token before; that of the stop token, which nothing follows, is the beginning's. theta: (d,)."""
     of_prompt, of_previous = theta[: B * V].view(B, 1, 1, V), theta[B * V :].view(V, V)
     previous = torch.cat([torch.zeros_like(TOKENS[:, :1]), TOKENS[:, :-1]], dim=1)
-    logprobs = torch.log_softmax(of_prompt + of_previous[previous], dim=-1)  # (B, n, R, V)
+    logprobs = torch.log_softmax(of_prompt + of_previous[previous], dim=-1)  # (B, n, T, V)
     chosen = logprobs.gather(-1, TOKENS.expand(B, -1, -1)[..., None]).squeeze(-1)
     return torch.where(MASK, chosen, 0.0)
 
@@ -73,10 +73,10 @@ class Case(NamedTuple):
     """A policy, its sampler and reference, and a reward, on all n completions of B prompts; float64."""
 
     theta: torch.Tensor  # (d,)
-    logprobs: torch.Tensor  # (B, n, R)
-    sampler: torch.Tensor  # (B, n, R): log-probs under what samples the completions, in general the policy
-    ref_logprobs: torch.Tensor  # (B, n, R)
-    jacobian: torch.Tensor  # (B, n, R, d): ∇ log π of each token
+    logprobs: torch.Tensor  # (B, n, T)
+    sampler: torch.Tensor  # (B, n, T): log-probs under what samples the completions, in general the policy
+    ref_logprobs: torch.Tensor  # (B, n, T)
+    jacobian: torch.Tensor  # (B, n, T, d): ∇ log π of each token
     scores: torch.Tensor  # (B, n)
     exact: torch.Tensor  # (d,): g*
 

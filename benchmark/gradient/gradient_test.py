@@ -95,7 +95,7 @@ def test_estimates_are_the_written_out_sums():
         def to_go(logprobs, i, t, b=b):
             return case.scores[b, i] - exact.KL_COEF * (logprobs[b, i] - case.ref_logprobs[b, i])[t:].sum()
 
-        slopes = case.jacobian[b, own] / 4  # (R, d)
+        slopes = case.jacobian[b, own] / 4  # (T, d)
         A = to_go(case.logprobs, own, 0) - to_go(case.logprobs, other, 0)
         w = (case.logprobs[b, own] - case.sampler[b, own]).exp()
         expected["default"] += A * slopes.sum(0)
@@ -140,7 +140,7 @@ def test_a_sampler_is_a_distribution_that_differs_from_the_policy(size):
     gap = exact.gap_of(case)
     assert size / 10 < gap < size
     index = torch.multinomial(probability, 50_000, True, generator=torch.Generator().manual_seed(1))
-    apart = (case.logprobs - case.sampler)[torch.arange(B)[:, None], index]  # (B, draws, R)
+    apart = (case.logprobs - case.sampler)[torch.arange(B)[:, None], index]  # (B, draws, T)
     assert apart[MASK[index]].abs().mean().item() == pytest.approx(gap, rel=0.02)
 
 

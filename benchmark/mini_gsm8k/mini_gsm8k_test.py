@@ -99,7 +99,7 @@ def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path):
     model, tokenizer = (kind.from_pretrained(HERE / "sft") for kind in (AutoModelForCausalLM, AutoTokenizer))
     solved, formatted = mini_gsm8k.accuracy(model.eval(), tokenizer, rows["test"][:40], 0.0)
     assert solved >= 0.5 and formatted >= 0.75
-    prompt = rloo.prepare_row({"prompt": gsm8k_reward.chat("Tom has 12 pens.")}, tokenizer)
+    prompt = rloo.prepare_example({"prompt": gsm8k_reward.chat("Tom has 12 pens.")}, tokenizer)
     assert prompt["prompt_text"] == (
         f"<|im_start|>system\n{gsm8k_reward.SYSTEM}<|im_end|>\n"
         "<|im_start|>user\nTom has 12 pens.<|im_end|>\n<|im_start|>assistant\n"

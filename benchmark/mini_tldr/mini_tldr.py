@@ -352,8 +352,8 @@ def generate(model, tokenizer, prompts, temperature, length=48):
     args = rloo.Args(rollout_engine="hf", response_length=length, local_rollout_forward_batch_size=256)
     model.layout = "plain"
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of like length need little padding
-    rows = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in order]
-    batch, _ = rloo.rollout(args, model, rows, 1, temperature, [tokenizer.eos_token_id], version=0)
+    examples = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in order]
+    batch, _ = rloo.rollout(args, model, examples, 1, temperature, [tokenizer.eos_token_id], version=0)
     texts = dict(zip(order, rloo.completion_texts(batch, tokenizer)))
     return [texts[i].replace(tokenizer.pad_token, "") for i in range(len(prompts))]
 
@@ -471,7 +471,7 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
         checking, counting, comparing = weights
         prompts, prompt_mask = rloo.pad([prompt for prompt, _ in batch], left=True)
         completions = [completion for _, group in batch for completion in group]
-        ids, mask = rloo.pad([ids for ids, _, _ in completions])  # (B * GROUP, R)
+        ids, mask = rloo.pad([ids for ids, _, _ in completions])  # (B * GROUP, T)
         target = pad_sequence([torch.tensor(scores) for _, scores, _ in completions], batch_first=True)
         kinds, _ = rloo.pad([kinds for _, _, kinds in completions])
         # A post is read once: its keys and values serve all of its completions.
@@ -527,9 +527,9 @@ def scores_of(model, tokenizer, rows, texts):
     import rloo
 
     ids, _ = rloo.pad(tokenizer([text + tokenizer.eos_token for text in texts]).input_ids)
-    rows = [{"prompt_ids": tokenizer(row["prompt"]).input_ids} for row in rows]
+    examples = [{"prompt_ids": tokenizer(row["prompt"]).input_ids} for row in rows]
     model.layout = "plain"
-    return rloo.token_reward(model, 128, rloo.make_batch(rows, ids[None], [tokenizer.eos_token_id]))[0].tolist()
+    return rloo.token_reward(model, 128, rloo.make_batch(examples, ids[None], [tokenizer.eos_token_id]))[0].tolist()
 
 
 def evaluate(policy, reward_model, tokenizer, rows):

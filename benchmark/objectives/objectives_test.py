@@ -90,11 +90,11 @@ def test_leave_one_out_median_and_maxrl_equal_the_loops():
         assert found[j, b].item() == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-def log_probs_apart(k=3, B=4, R=5):
+def log_probs_apart(k=3, B=4, T=5):
     """New log-probs with a gradient, old ones, advantages (k, B, 1) and a mask of unequal lengths."""
     torch.manual_seed(0)
-    mask = torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
-    new, old = torch.randn(2, k, B, R) * 0.4
+    mask = torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
+    new, old = torch.randn(2, k, B, T) * 0.4
     return new.requires_grad_(), old, torch.randn(k, B, 1), mask
 
 
@@ -164,11 +164,12 @@ def long_in_half_of_the_rows(prompts, completions, completion_ids, n, **columns)
 
 def test_the_entropy_bonus_raises_the_entropy(train, tmp_path, monkeypatch):  # noqa: F811
     """... if all scores are equal, so that there is no other gradient."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-    old, new = ("".join(line[1:] for line in diff.splitlines(True) if line[0] in signs) for signs in (" ", " +"))
     source = Path(rloo.__file__).read_text()
-    assert source.count(old) == 1
-    (tmp_path / "edited.py").write_text(source.replace(old, new))
+    for diff in re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL):
+        old, new = ("".join(line[1:] for line in diff.splitlines(True) if line[0] in signs) for signs in (" -", " +"))
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (tmp_path / "edited.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     attention = AttentionInterface()["sdpa"]
     edited = importlib.import_module("edited")
@@ -193,17 +194,19 @@ def test_the_library_example_learns_in_a_thread_whose_output_is_no_file(monkeypa
     exec(given, names)
     policy, experience = names["policy"], names["experience"]
     assert float(screen.split()[-1]) == pytest.approx(experience.scores.mean().item()) and screen.count("\n") == 3
-    learned = rloo.completion_logprobs(policy, experience.batch, 0.7)[0] - experience.logprobs
+    learned = rloo.completion_logprobs(policy, experience.batch, 0.7)[0] - experience.old_logprobs
     assert (learned * experience.advantages).sum() > 0.1
     printed = [float(x) for x in re.findall(r"-\d+\.\d+", sys.stdout.getvalue())]
     batch = names["batch"]
     assert rloo.completion_texts(batch, names["tokenizer"]) == [" cat trouble", " keys gone"] and batch.ended.all()
-    for row, ids, logprob in zip(batch.rows, batch.completion_ids(), printed, strict=True):
-        assert token_logprobs(policy, row["prompt_ids"], ids, 0.7)[0].sum().item() == pytest.approx(logprob, rel=1e-3)
+    for example, ids, logprob in zip(batch.examples, batch.completion_ids(), printed, strict=True):
+        assert token_logprobs(policy, example["prompt_ids"], ids, 0.7)[0].sum().item() == pytest.approx(
+            logprob, rel=1e-3
+        )
 
 
-def test_fields_of_a_batch_and_keys_of_a_row_are_on_the_page():
+def test_fields_of_a_batch_and_keys_of_an_example_are_on_the_page():
     tables = PAGE.split("| field of a Batch")[1].split("\n\n")
     fields, keys = (re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", t))) for t in tables[:2])
     assert [x for x in fields if x != "experience"] == [*rloo.Batch._fields]
-    assert {*keys} == {*rloo.prepare_row({"prompt": "a"}, tiny_tokenizer())}
+    assert {*keys} == {*rloo.prepare_example({"prompt": "a"}, tiny_tokenizer())}

@@ -1,7 +1,7 @@
 """How much memory of a GPU a run needs, computed from the sizes of its models.
 
     python benchmark/speed/gpu_memory.py                                # prints the table of README.md
-    python benchmark/speed/gpu_memory.py --config MODEL --k 8 --R 400   # a run of yours; MODEL: a folder or Hub id
+    python benchmark/speed/gpu_memory.py --config MODEL --k 8 --T 400   # a run of yours; MODEL: a folder or Hub id
 
 A test counts what the formula for activations says, for small models on the CPU.
 """
@@ -47,7 +47,7 @@ class Args:
     k: int = 4  # --rloo_k
     m: int = 32  # --per_device_train_batch_size
     P: int = 512  # --max_prompt_length
-    R: int = 53  # --response_length
+    T: int = 53  # --response_length
     chunk: int = 64  # --local_rollout_forward_batch_size
     gpus: int = 1  # more than one: with --sharding fsdp
     gradient_checkpointing: bool = False
@@ -62,13 +62,13 @@ PYTHIA_410M = Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304)
 PYTHIA_1B = Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304)
 LORA_32 = {"gradient_checkpointing": True, "lora_rank": 32}
 RUNS = {
-    "Qwen2.5-0.5B, 24 GB": (QWEN_05B, Args(k=8, m=8, P=256, R=400, chunk=256)),
+    "Qwen2.5-0.5B, 24 GB": (QWEN_05B, Args(k=8, m=8, P=256, T=400, chunk=256)),
     "pythia-410m, 24 GB": (PYTHIA_410M, Args(reward_parameters=354e6)),
     "pythia-1b, 80 GB": (PYTHIA_1B, Args(reward_parameters=909e6, m=64, chunk=256)),
-    "Qwen2.5-1.5B, 80 GB": (QWEN_15B, Args(k=8, m=16, P=256, R=512, chunk=256)),
-    "Qwen2.5-7B, 4 × 80 GB": (QWEN_7B, Args(k=8, m=16, P=256, R=512, gpus=4, gradient_checkpointing=True)),
-    "Qwen2.5-3B, 24 GB, LoRA of rank 32": (QWEN_3B, Args(k=8, m=8, P=256, R=512, chunk=32, **LORA_32)),
-    "Qwen2.5-7B, 80 GB, LoRA of rank 32": (QWEN_7B, Args(k=8, m=16, P=256, R=512, **LORA_32)),
+    "Qwen2.5-1.5B, 80 GB": (QWEN_15B, Args(k=8, m=16, P=256, T=512, chunk=256)),
+    "Qwen2.5-7B, 4 × 80 GB": (QWEN_7B, Args(k=8, m=16, P=256, T=512, gpus=4, gradient_checkpointing=True)),
+    "Qwen2.5-3B, 24 GB, LoRA of rank 32": (QWEN_3B, Args(k=8, m=8, P=256, T=512, chunk=32, **LORA_32)),
+    "Qwen2.5-7B, 80 GB, LoRA of rank 32": (QWEN_7B, Args(k=8, m=16, P=256, T=512, **LORA_32)),
 }
 
 
@@ -90,7 +90,7 @@ def adapter_parameters(model: Model, rank: int) -> int:
 
 def needed(model: Model, run: Args) -> dict[str, float]:
     """Bytes on each GPU, by the columns of the table."""
-    slots = run.m // run.k * (run.P + run.k * run.R)
+    slots = run.m // run.k * (run.P + run.k * run.T)
     layer = kept_by_layer(model.family, model.width, model.feed_forward, run.lora_rank)
     head = model.vocabulary * model.width
     if run.lora_rank:  # the policy in bfloat16, which is the reference too, and its adapters
@@ -106,13 +106,15 @@ def needed(model: Model, run: Args) -> dict[str, float]:
         cast = model.parameters
     if run.lora_rank and run.gpus == 1:  # they are in bfloat16 already; fsdp still gathers them
         cast = trained
-    logits = LOGIT_BYTES * min(run.m * run.R * model.vocabulary, BLOCK)
+    logits = LOGIT_BYTES * min(run.m * run.T * model.vocabulary, BLOCK)
     weights = (16 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * cast
     kept = activations + logits + (0 if run.lora_rank else 8 * head)
     rest = CONTEXT + (NCCL if run.gpus > 1 else 0)
     # fsdp holds two layers at once: gathered, their gradients, and these in float32 to be summed
     two_layers = 2 * 8 * model.parameters / model.layers if run.gpus > 1 else 0
-    cache = 4 * model.layers * model.key_width * (run.chunk / run.k * run.P + run.chunk * run.R)
+    # Of prompts and completions. That of a completion doubles up to T, layer by layer: old and new of one layer exist
+    # at once, which is left out here.
+    cache = 4 * model.layers * model.key_width * (run.chunk / run.k * run.P + run.chunk * run.T)
     rollout = (12 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * model.parameters
     rollout += cache + LOGIT_BYTES * run.chunk * model.vocabulary + rest
     found = {"weights": weights, "kept": kept, "training": weights + kept + rest + two_layers}
@@ -121,11 +123,11 @@ def needed(model: Model, run: Args) -> dict[str, float]:
 
 def table(runs: dict[str, tuple[Model, Args]]) -> str:
     """The table of README.md."""
-    head = ["model, GPU", "k, m", "P, R", "weights, AdamW", "activations, logits", "training", "rollout (cache)"]
+    head = ["model, GPU", "k, m", "P, T", "weights, AdamW", "activations, logits", "training", "rollout (cache)"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, (model, run) in runs.items():
         found = {part: f"{size / GIB:.1f}" for part, size in needed(model, run).items()}
-        cells = [name, f"{run.k}, {run.m}", f"{run.P}, {run.R}", found["weights"], found["kept"], found["training"]]
+        cells = [name, f"{run.k}, {run.m}", f"{run.P}, {run.T}", found["weights"], found["kept"], found["training"]]
         lines.append("| " + " | ".join([*cells, f"{found['rollout']} ({found['cache']})"]) + " |")
     return "\n".join(lines)
 

@@ -27,9 +27,9 @@ def small_model(family: str, width: int, feed_forward: int, layers: int, lora_ra
     return model
 
 
-def saved_bytes(model, P: int, k: int, R: int) -> int:
-    """Bytes that autograd saves for log-probs of k completions of R tokens, weights left out."""
-    batch = rloo.make_batch([{"prompt_ids": [5] * P}], torch.full((k, 1, R), 7), [1])
+def saved_bytes(model, P: int, k: int, T: int) -> int:
+    """Bytes that autograd saves for log-probs of k completions of T tokens, weights left out."""
+    batch = rloo.make_batch([{"prompt_ids": [5] * P}], torch.full((k, 1, T), 7), [1])
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes, alive = {}, []
 
@@ -50,7 +50,7 @@ def saved_bytes(model, P: int, k: int, R: int) -> int:
 @pytest.mark.parametrize("family, width, feed_forward", [("Qwen2.5", 448, 4864), ("GPT-NeoX", 256, 1024)])
 def test_a_layer_keeps_what_the_formula_says(family, width, feed_forward, lora_rank):
     two, three = (small_model(family, width, feed_forward, layers, lora_rank) for layers in (2, 3))
-    of_a_layer = [saved_bytes(three, P, 4, R) - saved_bytes(two, P, 4, R) for P, R in ((64, 32), (128, 64))]
+    of_a_layer = [saved_bytes(three, P, 4, T) - saved_bytes(two, P, 4, T) for P, T in ((64, 32), (128, 64))]
     counted = (of_a_layer[1] - of_a_layer[0]) / (64 + 4 * 32)
     assert counted == pytest.approx(gpu_memory.kept_by_layer(family, width, feed_forward, lora_rank), rel=0.015)
     if lora_rank:

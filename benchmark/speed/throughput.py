@@ -11,7 +11,7 @@ length   forward + backward of one group of rows in both layouts, over the numbe
 update   whole updates, each trainer in a process of its own, without loading and without the first update; what they
          print is in runs/throughput.log
 
-TRL has the same models, prompts, k, R, temperature, β, threads; one epoch, one mini-batch; sdpa; fused AdamW; gradient
+TRL has the same models, prompts, k, T, temperature, β, threads; one epoch, one mini-batch; sdpa; fused AdamW; gradient
 checkpointing off (1.x: on by default); no saving and no evaluation. 1.x generates and scores a whole update at once,
 with the dynamic cache, both its defaults.
 """
@@ -52,7 +52,7 @@ VOCABULARY = 50_304
 PROMPTS = 4  # B: prompts per update
 PROMPT_TOKENS = (224, 448)  # the range of their lengths
 K = 4
-R = 53
+T = 53
 TEMPERATURE = 0.7
 GROUPS = ((256, 8), (64, 2))  # of `length`: tokens of the prompt, completions; the second shares little
 LENGTHS = (32, 128, 384)  # of `length`: tokens per completion
@@ -61,15 +61,15 @@ LENGTHS = (32, 128, 384)  # of `length`: tokens per completion
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
 
 
-def prompt_rows(count: int, shortest: int, longest: int) -> list[dict]:
-    """Rows of rloo.py with random prompts."""
+def random_examples(count: int, shortest: int, longest: int) -> list[dict]:
+    """Examples of rloo.py with random prompts."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     words = VOCABULARY - 2  # without eos and padding
     return [{"prompt_ids": torch.randint(words, (length,), generator=generator).tolist()} for length in lengths]
 
 
-def write_inputs(rows: list[dict], folder: Path):
+def write_inputs(examples: list[dict], folder: Path):
     """Writes policy/, reward/ and data/. Word w<i> is token i, so decoded text becomes the same tokens again."""
     torch.manual_seed(1)
     eos, padding = VOCABULARY - 2, VOCABULARY - 1
@@ -84,7 +84,7 @@ def write_inputs(rows: list[dict], folder: Path):
     for name, kind in kinds.items():
         kind.from_config(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    prompts = [{"prompt": " ".join(f"w{i}" for i in row["prompt_ids"])} for row in rows]
+    prompts = [{"prompt": " ".join(f"w{i}" for i in example["prompt_ids"])} for example in examples]
     (folder / "data").mkdir()
     for split in ("train", "test"):  # without a test split rloo.py would hold out training rows
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
@@ -98,7 +98,7 @@ def flags_of(folder: Path) -> dict:
         "reward_model_path": str(folder / "reward"),
         "dataset_name": str(folder / "data"),
         "rloo_k": K,
-        "response_length": R,
+        "response_length": T,
         "temperature": TEMPERATURE,
         "kl_coef": 0.05,
         "learning_rate": 1e-6,
@@ -143,12 +143,14 @@ def timed(device: torch.device, function: Callable, *args) -> Callable[[], dict]
     return lane
 
 
-def decode(args, policy, rows):
-    rloo.rollout(args, policy, rows, args.rloo_k, TEMPERATURE, stop_ids=[-1], version=0)
+def decode(args, policy, examples):
+    rloo.rollout(args, policy, examples, args.rloo_k, TEMPERATURE, stop_ids=[-1], version=0)
 
 
-def generate(args, policy, rows, cache: str | None):
-    ids, mask = (x.to(policy.device).repeat(args.rloo_k, 1) for x in rloo.pad([x["prompt_ids"] for x in rows], True))
+def generate(args, policy, examples, cache: str | None):
+    ids, mask = (
+        x.to(policy.device).repeat(args.rloo_k, 1) for x in rloo.pad([x["prompt_ids"] for x in examples], True)
+    )
     options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": TEMPERATURE, "cache_implementation": cache}
     policy.generate(ids, attention_mask=mask.long(), max_new_tokens=args.response_length, **options)
 
@@ -188,24 +190,24 @@ def length_part(prompt: int, k: int, length: int) -> str:
 
 def measure(records, pythons: list[str]):
     records.add("about", where=where())
-    rows = prompt_rows(PROMPTS, *PROMPT_TOKENS)
+    examples = random_examples(PROMPTS, *PROMPT_TOKENS)
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         folder = Path(temporary)
-        write_inputs(rows, folder)
+        write_inputs(examples, folder)
         flags = flags_of(folder)
         args = rloo.resolve_args(rloo.Args(**flags, output_dir="none"))
         on = torch.device(args.device)
         rloo.start_processes(on)
-        policy = rloo.load_model(args, args.sft_model_path, rows, trained=True)
+        policy = rloo.load_model(args, args.sft_model_path, examples, trained=True)
 
-        lanes = {"rloo.py's decoder": timed(on, decode, args, policy, rows)}
-        lanes["generate, dynamic cache"] = timed(on, generate, args, policy, rows, None)
-        lanes["generate, static cache"] = timed(on, generate, args, policy, rows, "static")
+        lanes = {"rloo.py's decoder": timed(on, decode, args, policy, examples)}
+        lanes["generate, dynamic cache"] = timed(on, generate, args, policy, examples, None)
+        lanes["generate, static cache"] = timed(on, generate, args, policy, examples, "static")
         take_turns(records, "decode", lanes)
 
         for (prompt, k), length in itertools.product(GROUPS, LENGTHS):
             responses = torch.randint(VOCABULARY, (k, 1, length), device=on)
-            batch = rloo.make_batch(prompt_rows(1, prompt, prompt), responses, [-1])
+            batch = rloo.make_batch(random_examples(1, prompt, prompt), responses, [-1])
             lanes = {layout: timed(on, train, policy, batch, layout) for layout in LAYOUTS}
             take_turns(records, length_part(prompt, k, length), lanes)
 
@@ -259,7 +261,7 @@ def draw(records):
     panel.axhline(1, color="black", linewidth=1, linestyle="--")
     panel.set_xscale("log", base=2)
     panel.set_xticks(LENGTHS, LENGTHS)
-    panel.set(xlabel="R: tokens per completion", ylim=(0, None))
+    panel.set(xlabel="T: tokens per completion", ylim=(0, None))
     panel.set_ylabel("time in plain rows / time in group rows\n(line: median of rounds; band: their range)")
     panel.set_title("Forward + backward of one prompt: above 1, group rows are faster")
     panel.legend()

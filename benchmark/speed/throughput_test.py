@@ -12,7 +12,7 @@ from throughput import common
 
 HERE = Path(__file__).resolve().parent
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-TINY = {"SHAPE": SMALL, "VOCABULARY": 512, "PROMPTS": 2, "PROMPT_TOKENS": (4, 8), "K": 2, "R": 6, "ROUNDS": 1}
+TINY = {"SHAPE": SMALL, "VOCABULARY": 512, "PROMPTS": 2, "PROMPT_TOKENS": (4, 8), "K": 2, "T": 6, "ROUNDS": 1}
 TINY |= {"GROUPS": ((8, 2),), "LENGTHS": (3, 4)}
 PAGE = "".join(f"<!-- {name} -->\n<!-- end of {name} -->\n" for name in ("about", "speed", "memory"))
 

@@ -135,20 +135,20 @@ class Engine:
         flags = ["--device", "cpu", "--dtype", "float32", "--local_rollout_forward_batch_size", str(CHUNK)]
         self.args = rloo.resolve_args(rloo.parse_args(flags))
         self.tokenizer = rloo.load_tokenizer(self.args, str(TASK / "sft"))
-        self.trial = self.rows(common.read_lines(TASK / "test.jsonl")[:50])  # by which layouts are chosen
+        self.trial = self.examples(common.read_lines(TASK / "test.jsonl")[:50])  # by which layouts are chosen
         self.reference = self.policy(TASK / "sft")
         (self.reward,) = rloo.load_reward_model(self.args, self.tokenizer, self.trial).values()
 
     def policy(self, folder: Path):
         return rloo.load_model(self.args, str(folder), self.trial)
 
-    def rows(self, posts: list[dict]) -> list[dict]:
-        return [rloo.prepare_row(post, self.tokenizer) for post in posts]
+    def examples(self, posts: list[dict]) -> list[dict]:
+        return [rloo.prepare_example(post, self.tokenizer) for post in posts]
 
-    def complete(self, policy, rows: list[dict], k: int, temperature: float):
-        """k completions of each row: their texts, number j·B + b, and by name what is measured of them, (k, B)."""
+    def complete(self, policy, examples: list[dict], k: int, temperature: float):
+        """k completions of each prompt: their texts, number j·B + b, and by name what is measured of them, (k, B)."""
         stop_ids = [self.tokenizer.eos_token_id]
-        batch, logprobs = rloo.rollout(self.args, policy, rows, k, temperature, stop_ids, version=0)
+        batch, logprobs = rloo.rollout(self.args, policy, examples, k, temperature, stop_ids, version=0)
         found = {"score": self.reward(batch), "kl": torch.zeros(batch.ended.shape)}
         if temperature and policy is not self.reference:
             found["kl"] = (logprobs - rloo.chunked_logprobs(self.reference, batch, temperature, CHUNK)).sum(-1)
@@ -167,14 +167,14 @@ def grade(policy, posts: list[dict], samples: int, seed: int, temperature: float
     score   the reward model's
     kl      Σ_t log π(y_t) - log π_SFT(y_t) at this temperature, in nats; 0 for greedy completions
     """
-    rows = engine().rows(posts)
-    order = sorted(range(len(rows)), key=lambda i: (len(rows[i]["prompt_ids"]), i))  # little padding
-    found = {name: np.empty((len(rows), samples)) for name in ("win", "score", "kl")}
+    examples = engine().examples(posts)
+    order = sorted(range(len(examples)), key=lambda i: (len(examples[i]["prompt_ids"]), i))  # little padding
+    found = {name: np.empty((len(examples), samples)) for name in ("win", "score", "kl")}
     size = max(1, CHUNK // samples)
     for number, begin in enumerate(range(0, len(order), size)):
         index = order[begin : begin + size]
         transformers.set_seed(seed * 1_000_000 + number)
-        texts, values = engine().complete(policy, [rows[i] for i in index], samples, temperature)
+        texts, values = engine().complete(policy, [examples[i] for i in index], samples, temperature)
         columns = {name: [posts[i][name] for i in index] * samples for name in ("facts", "completion")}
         values["win"] = torch.tensor(mini_tldr.gold_win_rate(None, texts, **columns)).view(samples, -1)
         for name, tensor in values.items():

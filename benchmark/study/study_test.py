@@ -188,11 +188,13 @@ def test_an_update_follows_the_plain_gradient(variant, monkeypatch):
     flags = {"rloo_k": 2, "kl_coef": 0.0, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     flags |= {"max_grad_norm": 0.0, "dtype": "float32", "device": "cpu", "response_length": 6}
     args, engine = rloo.resolve_args(rloo.Args(**flags)), measure.engine()
-    rows = engine.rows(measure.fresh_posts()["validation"][:3])
-    policy = rloo.load_model(args, str(common.TASK / "sft"), rows, trained=True)
+    examples = engine.examples(measure.fresh_posts()["validation"][:3])
+    policy = rloo.load_model(args, str(common.TASK / "sft"), examples, trained=True)
     scores = torch.tensor([[0.5, 2.0, -1.0], [1.5, 0.3, -0.2]])  # (k, B)
     monkeypatch.setattr(rloo, "advantage", variants.ADVANTAGES[variant])
-    collected = rloo.collect(args, policy, None, {"given": lambda _: scores}, rows, [engine.tokenizer.eos_token_id], 0)
+    collected = rloo.collect(
+        args, policy, None, {"given": lambda _: scores}, examples, [engine.tokenizer.eos_token_id], 0
+    )
     logprobs, _ = rloo.completion_logprobs(policy, collected.batch, args.temperature)
     best = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
     plain = ({"no_baseline": scores, "raft": best}[variant] * logprobs.sum(-1)).mean()

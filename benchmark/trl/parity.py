@@ -158,7 +158,7 @@ def comparable(trl: int, line: dict, ours: bool) -> dict[str, float]:
 
 
 def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tuple[list[dict], list[dict]]:
-    """rloo.py's updates on given completions (k, B, R) of given prompts: its weights after each, and its metrics."""
+    """rloo.py's updates on given completions (k, B, T) of given prompts: its weights after each, and its metrics."""
     import rloo  # environments with TRL cannot
 
     flags = {"sft_model_path": SFT, "dataset_name": common.TASK} | BASE | flags
@@ -166,11 +166,12 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
         flags["reward_model_path"] = REWARD
     args = rloo.resolve_args(rloo.parse_args(command_line(flags)))
     tokenizer = rloo.load_tokenizer(args, args.sft_model_path)
-    updates = [[rloo.prepare_row({"prompt": text}, tokenizer) for text in texts] for texts in prompts]
-    rows = sum(updates, [])
-    policy = rloo.load_model(args, args.sft_model_path, rows, trained=True)
-    reference = rloo.load_model(args, args.sft_model_path, rows) if args.kl_coef else None
-    rewards = rloo.load_reward_model(args, tokenizer, rows) | rloo.load_functions(args.reward_fns, rows[0], tokenizer)
+    updates = [[rloo.prepare_example({"prompt": text}, tokenizer) for text in texts] for texts in prompts]
+    examples = sum(updates, [])
+    policy = rloo.load_model(args, args.sft_model_path, examples, trained=True)
+    reference = rloo.load_model(args, args.sft_model_path, examples) if args.kl_coef else None
+    reward_functions = rloo.load_reward_model(args, tokenizer, examples)
+    reward_functions |= rloo.load_functions(args.reward_fns, examples[0], tokenizer)
     stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
     optimizer = rloo.make_optimizer(args, policy, resumed=None)
     weights, metrics = [], []
@@ -179,7 +180,7 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
         with torch.no_grad():
             logprobs, _ = rloo.completion_logprobs(policy, batch, args.temperature)
         with mock.patch.object(rloo, "rollout", lambda *_, given=(batch, logprobs), **__: given):
-            experience = rloo.collect(args, policy, reference, rewards, updates[done], stop_ids, done)
+            experience = rloo.collect(args, policy, reference, reward_functions, updates[done], stop_ids, done)
         optimizer.param_groups[0]["lr"] = rloo.learning_rate(args, done, UPDATES)
         with mock.patch.object(torch, "randperm", torch.arange):  # mini-batches take prompts in their order
             improved = rloo.improve(args, policy, optimizer, experience)
