@@ -136,7 +136,7 @@ def random_batch(k: int = 3, B: int = 4, T: int = 6, vocab: int = 16, seed: int 
 def sample_batch(model, rows, k: int, temperature: float, T: int, stop_ids: list[int], **flags):
     """k completions of each row's prompt by a rollout: a Batch and the log-probs of its tokens."""
     if model.layout == "plain" and flags.get("rollout_engine", "group") == "group":
-        flags["rollout_engine"] = "hf"  # as choose_layout does
+        flags["rollout_engine"] = "hf"  # as choose_engine does
     args = Args(response_length=T, temperature=temperature or 1.0, device="cpu", dtype="float32", **flags)
     return rloo.rollout(args, model, rows, k, temperature, stop_ids, version=0)
 
@@ -853,7 +853,7 @@ def sees(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
 
 def group_mask(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
     mask = rloo.causal_mask(F.pad(prompt_mask, (0, T), value=True))
-    mask.lanes = prompt_mask.shape[1], k
+    mask.group_sizes = prompt_mask.shape[1], k
     return mask
 
 
@@ -910,17 +910,23 @@ def test_group_layout_equals_plain_rows(family, k):
 
 
 def layout_of(model, longest: int, T: int, **flags) -> str:
-    """The layout that is chosen for prompts of up to `longest` tokens, of a model that is sampled from."""
+    """The layout that is chosen for prompts of up to `longest` tokens."""
     args = Args(**{"rloo_k": 3, "response_length": T, "device": "cpu", "dtype": "float32", **flags})
-    model.layout = None
-    rloo.choose_layout(args, model, rloo.check_lengths(model, [[3] * longest, [4]], T), sampled_from=True)
-    return model.layout
+    return rloo.choose_layout(args, model, rloo.check_lengths(model, [[3] * longest, [4]], T))
+
+
+def engine_of(model, layout: str, **flags) -> str:
+    """The rollout engine that is chosen for a model with a layout."""
+    model.layout = layout
+    return rloo.choose_engine(Args(rloo_k=3, device="cpu", dtype="float32", **flags), model)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
     model = tiny_model(name)
-    assert layout_of(model, 12, 8) == ("plain" if name in PLAIN_ROWS else "group")
+    layout = layout_of(model, 12, 8)
+    assert layout == ("plain" if name in PLAIN_ROWS else "group")
+    assert engine_of(model, layout) == ("hf" if name in PLAIN_ROWS else "group")
     assert layout_of(model, 12, 8, layout="plain") == "plain"
     if name == "mistral":  # a prompt and a completion, not the whole row, must fit into its window of 12 tokens
         assert layout_of(model, 6, 6) == "group"
@@ -931,25 +937,37 @@ EDITS = {  # mistakes in an edit of rloo.py: a function, what it returns
     "a hundredth": ("completion_hidden", lambda inputs, x: x * (1.01 if inputs[0].layout == "group" else 1.0)),
     "order": ("lanes_as_heads", lambda inputs, x: x.flip(1)),
     "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:]),  # a RuntimeError
+}
+EDITS_OF_THE_DECODER = {
     "step": ("step_attention", lambda inputs, x: 0.5 * x),
     "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1)),
+    "shape": ("step_attention", lambda inputs, x: x[:, :, 1:]),
 }
 
 
 @pytest.mark.parametrize("mistake", EDITS)
 def test_mistakes_in_an_edit_of_group_rows_are_seen_by_the_trial(monkeypatch, capsys, mistake):
     spy(monkeypatch, *EDITS[mistake])
-    assert layout_of(tiny_model(), 6, 4) == "plain" and "because" in capsys.readouterr().out
+    assert layout_of(tiny_model(), 6, 4) == "plain"
+    assert "GPTNeoXForCausalLM: one row per completion, because" in capsys.readouterr().out
     with pytest.raises(InputError, match="^--layout group: GPTNeoXForCausalLM cannot, because"):
         layout_of(tiny_model(), 6, 4, layout="group")
 
 
-def test_an_error_of_cuda_is_no_reason_for_plain_rows(monkeypatch):
+@pytest.mark.parametrize("mistake", EDITS_OF_THE_DECODER)
+def test_mistakes_in_an_edit_of_the_decoder_are_seen_by_the_trial(monkeypatch, capsys, mistake):
+    """Group rows are right, and stay."""
+    spy(monkeypatch, *EDITS_OF_THE_DECODER[mistake])
+    assert layout_of(tiny_model(), 6, 4) == "group" and engine_of(tiny_model(), "group") == "hf"
+    assert "GPTNeoXForCausalLM: --rollout_engine hf, because" in capsys.readouterr().out
+
+
+def test_an_error_of_cuda_is_no_reason_for_another_engine(monkeypatch):
     """... such as a capture that fails: nothing that runs on the device afterwards can be trusted."""
     error = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
     spy(monkeypatch, "group_engine", lambda inputs, output: (_ for _ in ()).throw(error))
     with pytest.raises(torch.AcceleratorError, match="not permitted"):
-        layout_of(tiny_model(), 3, 4)
+        engine_of(tiny_model(), "group")
 
 
 REFUSED = {  # T, config, words of the refusal
@@ -965,7 +983,8 @@ def test_models_that_would_give_wrong_numbers_are_refused(name):
     forward pass. MiniMax's `generate` reads padding, though its forward pass does not."""
     T, config, words = REFUSED[name]
     with pytest.raises((InputError, TypeError), match=words):  # a TypeError before transformers 5
-        layout_of(tiny_model(name, **config), 3, T)
+        model = tiny_model(name, **config)
+        engine_of(model, layout_of(model, 3, T))
 
 
 # The decoder
@@ -997,7 +1016,8 @@ def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, 
     prompt_mask = torch.arange(P) >= torch.tensor([[0], [3], [6]])  # left-padded
     visible = torch.arange(n) <= 3  # the last slot is one of those still to come
     mask = torch.cat([prompt_mask.repeat_interleave(k, dim=0), visible.expand(b * k, n)], dim=1)[:, None, None]
-    out = rloo.step_attention(query, (prompt_key, key), (prompt_value, value), mask, scaling=0.3)
+    pairs = rloo.PromptsAndLanes(prompt_key, key), rloo.PromptsAndLanes(prompt_value, value)
+    out = rloo.step_attention(query, *pairs, mask, scaling=0.3)
 
     keys, values = (
         torch.cat([prompt.repeat_interleave(k, dim=0), own], dim=2).repeat_interleave(H // key_heads, dim=1).double()
@@ -1115,7 +1135,8 @@ def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeyp
     """The log-probs at sampling are changed by up to 0.3: the KL is that of training's log-probs, the loss is weighted,
     and the ratio of the first step stays 1. Each micro-batch has its part of the weights."""
     noise = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)) * 0.6 - 0.3
-    monkeypatch.setattr(rloo, "choose_layout", lambda args, model, *_: setattr(model, "layout", "group"))
+    monkeypatch.setattr(rloo, "choose_layout", lambda *inputs: "group")
+    monkeypatch.setattr(rloo, "choose_engine", lambda args, policy: args.rollout_engine)
     spy(monkeypatch, "rollout", lambda inputs, output: (output[0], (output[1] + noise) * output[0].response_mask))
     losses, collected = spy(monkeypatch, "policy_loss"), spy(monkeypatch, "collect")
     flags = {"rollout_correction": correction, "rollout_correction_cap": 1.2}
@@ -1156,7 +1177,8 @@ def test_no_forward_pass_is_repeated(train, monkeypatch):
     is loaded."""
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
     correction = {"rollout_correction": "truncate"}
-    monkeypatch.setattr(rloo, "choose_layout", lambda args, model, *_: setattr(model, "layout", "group"))
+    monkeypatch.setattr(rloo, "choose_layout", lambda *inputs: "group")
+    monkeypatch.setattr(rloo, "choose_engine", lambda args, policy: args.rollout_engine)
     loads, seen = spy(monkeypatch, "load_model"), spy(monkeypatch, "completion_logprobs")
     for flags, passes, loaded in (
         ({}, [False, True], 3),  # whether they have a gradient: the reference, training
@@ -1308,7 +1330,7 @@ def test_the_saved_model_keeps_its_generation_config(train, tmp_path, engine):
     (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
     _, output = train(sft_model_path=path, rollout_engine=engine)
     assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
-    assert "lanes" not in (output / "config.json").read_text()
+    assert "group_sizes" not in (output / "config.json").read_text()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1980,6 +2002,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "something else is called boom": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
     "something else is called score": "--reward_fns {x}/fns.py:score; --eval_fns {x}/fns.py:score",
     "there is no file {x}/no.py": "--reward_fns {x}/no.py:f; --rollout_engine {x}/no.py:f",
+    "must be group, hf, file.py:function": "--rollout_engine grup",
     "must be file.py:function or module:function": "--reward_fns fns; --reward_fns {x}/fns.py; --eval_fns no_module:f",
     "json.py:f: ": "--reward_fns {x}/json.py:f",  # another json is loaded
     "{x}/a/same.py is loaded under the same name": "--reward_fns {x}/a/same.py:f {x}/b/same.py:g",
@@ -1989,7 +2012,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
-    "cannot be used": "--device meta; --device gpu; --device cuda:99",
+    "cannot be used": "--device meta; --device mps; --device gpu; --device cuda:99",
     "no .jsonl file, folder of them or (pip install datasets) Hub id": "--dataset_name {x}/nowhere.jsonl; "
     "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
     "has no rows in its split dev": "--dataset_train_split dev",
