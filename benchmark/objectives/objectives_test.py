@@ -1,8 +1,8 @@
 """Tests of the page of objectives: every file mine.py runs with its command, and is the published formula in loops."""
 
-import importlib
 import io
 import itertools
+import json
 import math
 import re
 import runpy
@@ -14,7 +14,6 @@ from statistics import mean, median
 
 import pytest
 import torch
-from transformers import AttentionInterface
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -23,9 +22,8 @@ import rloo  # noqa: E402
 from rloo_test import constant_reward, read_metrics, spy, tiny, tiny_tokenizer, token_logprobs, train  # noqa: E402, F401
 
 README, PAGE = (path.read_text() for path in (ROOT / "README.md", Path(__file__).with_name("README.md")))
-RUNS_IT = "rloo.command_line()\n"  # the last line of a file mine.py
 FILE = re.compile(
-    rf"```python\n((?:(?!```).)*{re.escape(RUNS_IT)})```(?:\n\n```sh\npython mine.py(.*?)```)?", re.DOTALL
+    r"```python\n((?:(?!```).)*rloo.command_line\([^\n]*\)\n)```(?:\n\n```sh\npython mine.py(.*?)```)?", re.DOTALL
 )
 FILES = {re.search(r"def (\w+)\(", code)[1]: (code, flags) for code, flags in FILE.findall(README + PAGE)}
 FLAGS = dict(re.findall(r"(?m)^\| (.*?) \(\d.* \| `(--.*)` \|$", PAGE))  # of objectives that need no file
@@ -36,17 +34,21 @@ def rloo_as_it_was():
     before = dict(vars(rloo))
     yield
     vars(rloo).update(before)
+    rloo.REPLACED.clear()
 
 
 def mine(function: str):
     """A function of a file mine.py, which has replaced what it replaces."""
-    names = {}
-    exec(FILES[function][0].removesuffix(RUNS_IT), names)
+    names, run = {}, rloo.command_line
+    rloo.command_line = lambda **replacements: vars(rloo).update(replacements)
+    exec(FILES[function][0], names)
+    rloo.command_line = run
     return names[function]
 
 
 def test_the_page_has_its_files():
-    assert {*FILES} == {"median", "maxrl", "cispo", "gspo", "unbiased_k3", "without_equal_groups", "with_decay"}
+    names = ["median", "maxrl", "cispo", "gspo", "unbiased_k3", "without_equal_groups", "with_bonus", "with_decay"]
+    assert [*FILES] == names
     assert [*FLAGS] == ["GRPO", "Dr. GRPO", "DAPO's loss", "REINFORCE++-baseline"]
 
 
@@ -63,7 +65,12 @@ def test_each_file_of_the_page_of_objectives_runs_with_its_command(name, tmp_pat
     assert any(vars(rloo)[function] is not before[function] for function in before)
     (metrics,) = read_metrics(tmp_path / "out")
     assert all(math.isfinite(value) for value in metrics.values()) and metrics["grad_norm"] > 0
-    assert (metrics.get("kl_coef") == 0.1) == (name == "with_decay")
+    args = json.loads((tmp_path / "out/args.json").read_text())
+    assert f"{tmp_path}/mine.py:{name}" in args["replaced"].values()
+    assert args.get("entropy_coef") == (0.02 if name == "with_bonus" else None)
+    if name == "with_decay":
+        assert metrics["kl_coef"] == 0.1
+        assert metrics["completions/mean_length"] < metrics["completions/longest"] <= args["response_length"]
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
@@ -90,11 +97,11 @@ def test_leave_one_out_median_and_maxrl_equal_the_loops():
         assert found[j, b].item() == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-def log_probs_apart(k=3, B=4, T=5):
+def log_probs_apart(k=3, B=4, R=5):
     """New log-probs with a gradient, old ones, advantages (k, B, 1) and a mask of unequal lengths."""
     torch.manual_seed(0)
-    mask = torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
-    new, old = torch.randn(2, k, B, T) * 0.4
+    mask = torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
+    new, old = torch.randn(2, k, B, R) * 0.4
     return new.requires_grad_(), old, torch.randn(k, B, 1), mask
 
 
@@ -162,27 +169,135 @@ def long_in_half_of_the_rows(prompts, completions, completion_ids, n, **columns)
     return [len(ids) * (row % 2) for row, ids in zip(n, completion_ids)]
 
 
-def test_the_entropy_bonus_raises_the_entropy(train, tmp_path, monkeypatch):  # noqa: F811
-    """... if all scores are equal, so that there is no other gradient."""
-    source = Path(rloo.__file__).read_text()
-    for diff in re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL):
-        old, new = ("".join(line[1:] for line in diff.splitlines(True) if line[0] in signs) for signs in (" -", " +"))
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (tmp_path / "edited.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    attention = AttentionInterface()["sdpa"]
-    edited = importlib.import_module("edited")
-    AttentionInterface.register("sdpa", attention)  # rloo's again
-    monkeypatch.setattr(rloo, "main", lambda args, signals: edited.main(args, signals))
+def test_the_entropy_bonus_raises_the_entropy(train, monkeypatch):  # noqa: F811
+    """... if all scores are equal, so that there is no other gradient. Its gradient is that of the formula."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(rloo.Args, "entropy_coef", 0.01, raising=False)  # for `train`, which makes this class
+    mine("with_bonus")
+    logits = torch.randn(7, 9).requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    found = torch.autograd.grad(rloo.entropy_of(logprobs).sum(), logits, retain_graph=True)
+    loops = -sum(logprobs[n, v].exp() * logprobs[n, v] for n, v in itertools.product(range(7), range(9)))
+    assert torch.allclose(*found, *torch.autograd.grad(loops, logits), atol=1e-6)
+
     flags = {"reward_fns": (f"{__file__}:constant_reward",), "reward_model_path": None, "kl_coef": 0.0}
-    (first, *_, last), _ = train(**flags, total_episodes=96, learning_rate=1e-3)
-    assert first["policy/entropy_avg"] + 0.01 < last["policy/entropy_avg"]
+    flags |= {"total_episodes": 96, "learning_rate": 1e-3}
+    (first, *_, last), _ = train(**flags)
+    assert first["policy/entropy_avg"] + 0.01 < last["policy/entropy_avg"] and first["grad_norm"] > 0
+
+
+# ---- command_line(name=mine): what is refused and said --------------------------------------------------------------
+
+
+@pytest.fixture
+def run_mine(tiny, tmp_path, monkeypatch):  # noqa: F811
+    """run_mine(code, flags) runs a file mine.py: one update of the tiny folder."""
+
+    def run(code: str, flags: str = ""):
+        (tmp_path / "mine.py").write_text(code)
+        small = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_model_path {tiny}/reward --device cpu"
+        small += f" --response_length 6 --total_episodes 1 --num_eval_prompts 0 --output_dir {tmp_path}/out"
+        monkeypatch.setattr(sys, "argv", ["mine.py", *small.split(), *flags.split()])
+        runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("rloo.command_line(advantge=mine)", "rloo.py has no advantge to replace"),
+        ("rloo.command_line(advantage=lambda r, estimator: mine(r, estimator).T)", "advantage: must return the shape"),
+    ],
+)
+def test_a_misspelt_name_and_a_transposed_advantage_are_refused(line, said, run_mine):
+    """Both would train, by plain RLOO or by the advantages of other completions."""
+    code = f"import rloo\n\nmine = rloo.advantage\n{line}\n"
+    with pytest.raises(SystemExit, match=said):
+        run_mine(code)
+
+
+FLAG_OF_ONES_OWN = """
+import rloo
+
+
+class Args(rloo.Args):
+    quantile: float = 0.5  # which of the siblings' rewards
+    # is the baseline
+    slope: float = 1.0
+
+
+def quantile(rewards, estimator):
+    print("quantile", rloo.ARGS.quantile)
+    return rewards - rewards.quantile(rloo.ARGS.quantile, dim=0)
+
+
+rloo.command_line(Args=Args, advantage=quantile)
+"""
+
+
+def test_a_flag_of_ones_own_is_like_those_of_rloo(run_mine, tmp_path, capfd):
+    run_mine(FLAG_OF_ONES_OWN, "--quantile 0.25")
+    args = json.loads((tmp_path / "out/args.json").read_text())
+    assert args["quantile"] == 0.25 and args["slope"] == 1.0
+    where = {"Args": f"{tmp_path}/mine.py:Args", "advantage": f"{tmp_path}/mine.py:quantile"}
+    said = capfd.readouterr().out
+    assert args["replaced"] == where and "quantile 0.25" in said
+    assert all(f"{name}: replaced by {file}" in said for name, file in where.items())
+
+    with pytest.raises(SystemExit):
+        run_mine(FLAG_OF_ONES_OWN, "--quantil 0.25")
+    assert "--quantile" in capfd.readouterr().err  # the hint
+    with pytest.raises(SystemExit):
+        run_mine(FLAG_OF_ONES_OWN, "--help")
+    lines = " ".join(re.findall(r"│ +(.*?) +│", capfd.readouterr().out))
+    assert "which of the siblings' rewards (default: 0.5)" in lines and "is the baseline (default: 1.0)" in lines
+
+
+# ---- Rows and columns ------------------------------------------------------------------------------------------------
+
+
+def test_columns_that_rows_lack_and_plain_text_for_a_chat_model_are_said(tmp_path, capsys):
+    rows = [{"prompt": "red cat", "answer": "a"}] * 7 + [{"prompt": "red cat"}] * 3
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = tiny_tokenizer()
+    for template in (None, "{{ messages }}"):
+        tokenizer.chat_template = template
+        examples, _ = rloo.load_data(rloo.Args(dataset_name=str(tmp_path / "rows.jsonl")), tokenizer)
+        assert [example["columns"]["answer"] for example in examples] == ["a"] * 7 + [None] * 2
+        said = capsys.readouterr().out
+        assert "3 of 10 rows have no column `answer`" in said
+        assert ("10 prompts are plain text" in said) == bool(template)
+
+
+def needs_answer(prompts, completions, completion_ids, answer, hint=None, **columns):
+    return [0.0] * len(prompts)
+
+
+def needs_nothing_else(prompts, completions, completion_ids):
+    return [0.0] * len(prompts)
+
+
+def test_a_column_that_no_row_has_is_named():
+    spec, example = f"{__file__}:needs_answer", {"columns": {"question": 1}}
+    with pytest.raises(rloo.InputError, match="the data have no column `answer`"):
+        rloo.load_functions([spec], example, tiny_tokenizer())
+    rloo.load_functions([spec], {"columns": {"answer": 1}}, tiny_tokenizer())
+    with pytest.raises(rloo.InputError, match=r"add \*\*columns for what it ignores"):
+        rloo.load_functions([f"{__file__}:needs_nothing_else"], example, tiny_tokenizer())
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_equal_scores_in_every_group_are_said(train, capfd, kl_coef):  # noqa: F811
+    train(reward_fns=(f"{__file__}:constant_reward",), reward_model_path=None, kl_coef=kl_coef)
+    assert "each group has equal scores" in "".join(capfd.readouterr())
 
 
 def test_the_library_example_learns_in_a_thread_whose_output_is_no_file(monkeypatch):
     """As in a notebook. Log-probs of given completions are those of a loop."""
-    example, given = (code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if RUNS_IT not in code)
+    example, given = (
+        code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "command_line" not in code
+    )
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     torch.manual_seed(0)
@@ -203,10 +318,3 @@ def test_the_library_example_learns_in_a_thread_whose_output_is_no_file(monkeypa
         assert token_logprobs(policy, example["prompt_ids"], ids, 0.7)[0].sum().item() == pytest.approx(
             logprob, rel=1e-3
         )
-
-
-def test_fields_of_a_batch_and_keys_of_an_example_are_on_the_page():
-    tables = PAGE.split("| field of a Batch")[1].split("\n\n")
-    fields, keys = (re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", t))) for t in tables[:2])
-    assert [x for x in fields if x != "experience"] == [*rloo.Batch._fields]
-    assert {*keys} == {*rloo.prepare_example({"prompt": "a"}, tiny_tokenizer())}
