@@ -97,11 +97,11 @@ def test_leave_one_out_median_and_maxrl_equal_the_loops():
         assert found[j, b].item() == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
-def log_probs_apart(k=3, B=4, R=5):
+def log_probs_apart(k=3, B=4, T=5):
     """New log-probs with a gradient, old ones, advantages (k, B, 1) and a mask of unequal lengths."""
     torch.manual_seed(0)
-    mask = torch.arange(R) < torch.randint(1, R + 1, (k, B, 1))
-    new, old = torch.randn(2, k, B, R) * 0.4
+    mask = torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
+    new, old = torch.randn(2, k, B, T) * 0.4
     return new.requires_grad_(), old, torch.randn(k, B, 1), mask
 
 
