@@ -11,6 +11,7 @@ import sys
 
 import common
 import numpy as np
+import plot
 import pytest
 
 
@@ -124,3 +125,18 @@ def test_the_index_has_the_numbers_of_all_pages_and_commands_that_are_there():
     scripts = re.findall(r"`python benchmark/(\w+/\w+\.py)", index) + re.findall(r"\]\(([\w/.]+)\)", index)
     assert len(scripts) > 20
     assert [path for path in scripts if not (common.HERE / path).is_file()] == []
+
+
+def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for name, training, grade in (("a", {"objective/kl": 1.0}, "sampled/win"), ("b", {}, "sampled/other")):
+        (tmp_path / name).mkdir()
+        for file, found in (("metrics", {"objective/scores": 0.5} | training), ("evaluations", {grade: 1.0})):
+            line = {"episode": 32, **found, f"{grade}_stderr": 0.1}
+            (tmp_path / name / f"{file}.jsonl").write_text(json.dumps(line) + "\n")
+    lines = {}
+    count = lambda figure, path: lines.update({x.get_title().split(",")[0]: len(x.lines) for x in figure.axes})  # noqa: E731
+    monkeypatch.setattr(common, "save", count)
+    plot.draw([tmp_path / "a", tmp_path / "b"], tmp_path / "plot.png")
+    assert list(lines) == ["score", "KL from the reference", "win", "other"]
+    assert (lines["score"], lines["KL from the reference"]) == (2, 1)
