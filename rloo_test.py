@@ -2992,8 +2992,8 @@ def logged_command_line(line: list[str], log: Path):
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
-    """SIGKILL, also during a save; benchmark/mini_tldr/kill_runs.py does the same more often."""
-    monkeypatch.syspath_prepend(BENCHMARK / "mini_tldr")
+    """SIGKILL, also during a save; benchmark/metrics/kill_runs.py does the same more often."""
+    monkeypatch.syspath_prepend(BENCHMARK / "metrics")
     import kill_runs
 
     counts = kill_runs.run(tmp_path / "kill", kills=5, seed=1, models=tiny, data=tiny / "data")

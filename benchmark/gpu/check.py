@@ -23,7 +23,7 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmark" / "speed")]
+sys.path.insert(0, str(ROOT))
 import gpu_memory  # noqa: E402
 
 import rloo  # noqa: E402

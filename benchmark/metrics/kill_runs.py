@@ -1,6 +1,7 @@
 """Kills training runs at random moments, resumes them, and compares their end with that of a run that nobody killed.
 
-    python benchmark/mini_tldr/kill_runs.py    # 100 kills, about 7 minutes on 2 cores
+    python benchmark/metrics/kill_runs.py            # 100 kills, about 7 minutes on 2 cores; writes kill_runs.json
+    python benchmark/metrics/kill_runs.py --again    # compares with that record instead
 
 A run has 10 updates on a small part of mini TL;DR, with a checkpoint after each. It gets SIGKILL at a random time, half
 of the time while a checkpoint is being written or removed, and is started again with --resume until it ends. Then
@@ -8,7 +9,7 @@ weights, optimizer, metrics, evaluations and completions must equal those of the
 except times and memory. New runs are started until the number of kills is reached.
 """
 
-import json
+import argparse
 import multiprocessing
 import os
 import random
@@ -18,9 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for rloo.py
-MINI_TLDR = ROOT / "benchmark" / "mini_tldr"
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]  # for rloo.py, which the processes import, and common.py
+import common  # noqa: E402
+
+RECORDS = HERE / "kill_runs.json"
 FLAGS = "--response_length 12 --per_device_train_batch_size 8 --rloo_k 2 --total_episodes 80 --learning_rate 5e-4 "
 FLAGS += "--save_steps 1 --num_sample_generations 2 --device cpu --resume"
 
@@ -41,8 +44,8 @@ def train(data: Path, models: Path, output: Path):
 
 def result(output: Path) -> dict[str, object]:
     """What a finished run left, without times and memory."""
-    updates = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     changing = ("time/", "eps", "memory/")
+    updates = common.read_lines(output / "metrics.jsonl")
     metrics = [{name: x for name, x in update.items() if not name.startswith(changing)} for update in updates]
     checkpoint = f"checkpoint-{metrics[-1]['update']}"
     names = ["model.safetensors", "evaluations.jsonl", "completions.jsonl"]
@@ -70,8 +73,8 @@ def killed(process, output: Path, started: int, rng, duration: float) -> bool:
     return process.exitcode == -9
 
 
-def run(folder: Path, kills: int, seed: int, models: Path = MINI_TLDR, data: Path = MINI_TLDR) -> dict[str, int]:
-    """The numbers of kills, of runs, of kills during a save, and of differences from the run that nobody killed."""
+def run(folder: Path, kills: int, seed: int, models: Path = common.TASK, data: Path = common.TASK) -> dict[str, int]:
+    """The numbers of kills, of those during a save, of runs, and of differences from the run that nobody killed."""
     (folder / "data").mkdir(parents=True)
     for split, rows in (("train", 24), ("test", 4)):
         lines = (data / f"{split}.jsonl").read_text().splitlines(keepends=True)
@@ -108,10 +111,32 @@ def run(folder: Path, kills: int, seed: int, models: Path = MINI_TLDR, data: Pat
     return counts
 
 
-if __name__ == "__main__":
+def sentence(records) -> str:
+    """What README.md says of the record."""
+    found = records.all["kills"]
+    numbers = f"{found['kills']} kills, {found['kills during a save']} of them during a save"
+    return f"{numbers}, left {found['differences']} differences (rloo.py of commit {found['made']['rloo.py']})."
+
+
+def report():
+    """Writes the sentence of README.md."""
+    common.insert(HERE / "README.md", {"kills": sentence(common.Records(RECORDS))})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="compare with the record instead of replacing it")
+    records = common.Records(RECORDS, parser.parse_args().again)
     folder = Path(tempfile.mkdtemp(prefix="kill-runs-"))
     counts = run(folder, kills=100, seed=1)
     print(", ".join(f"{name}: {count}" for name, count in counts.items()))
     if counts["differences"]:
         sys.exit(1)
     shutil.rmtree(folder)
+    records.add("kills", **counts)
+    if not records.again:
+        report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: `python rloo.py --rollout_engine benchmark/speed/vllm_engine.py:generate`.
+"""Rollouts by vLLM: `python rloo.py --rollout_engine benchmark/gpu/vllm_engine.py:generate`.
 
 `generate` runs in the trainer. vLLM changes torch and transformers in the process that imports it, so it has a process
 of its own, which runs this file as well: `serve`.
@@ -70,7 +70,7 @@ def write_weights(model, folder):
 def start() -> Connection:
     """The pipe to a new process that runs `serve`."""
     if importlib.util.find_spec("vllm") is None:
-        raise SystemExit("vllm_engine.py: vLLM is not installed; benchmark/speed/README.md says how to install it")
+        raise SystemExit("vllm_engine.py: vLLM is not installed; benchmark/gpu/README.md says how to install it")
     import torch  # here, so that vLLM's process imports it its own way
 
     ours, theirs = Pipe()

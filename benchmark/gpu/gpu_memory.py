@@ -1,17 +1,22 @@
 """How much memory of a GPU a run needs, computed from the sizes of its models.
 
-    python benchmark/speed/gpu_memory.py                                # prints the table of README.md
-    python benchmark/speed/gpu_memory.py --config MODEL --k 8 --T 400   # a run of yours; MODEL: a folder or Hub id
+    python benchmark/gpu/gpu_memory.py                                # prints the table of README.md
+    python benchmark/gpu/gpu_memory.py --config MODEL --k 8 --T 400   # a run of yours; MODEL: a folder or Hub id
 
 A test counts what the formula for activations says, for small models on the CPU.
 """
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
 import tyro
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+import common  # noqa: E402
 
 GIB = 2**30
 LOGIT_BYTES = 22  # for each logit of a block: float32 logits, log-probs, probabilities and their gradients
@@ -58,17 +63,15 @@ QWEN_05B = Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936)
 QWEN_15B = Model("Qwen2.5", 1544e6, 28, 1536, 8960, 256, 151_936)
 QWEN_3B = Model("Qwen2.5", 3086e6, 36, 2048, 11_008, 256, 151_936)
 QWEN_7B = Model("Qwen2.5", 7616e6, 28, 3584, 18_944, 512, 152_064)
-PYTHIA_410M = Model("GPT-NeoX", 405e6, 24, 1024, 4096, 1024, 50_304)
 PYTHIA_1B = Model("GPT-NeoX", 1012e6, 16, 2048, 8192, 2048, 50_304)
 LORA_32 = {"gradient_checkpointing": True, "lora_rank": 32}
 RUNS = {
     "Qwen2.5-0.5B, 24 GB": (QWEN_05B, Args(k=8, m=8, P=256, T=400, chunk=256)),
-    "pythia-410m, 24 GB": (PYTHIA_410M, Args(reward_parameters=354e6)),
     "pythia-1b, 80 GB": (PYTHIA_1B, Args(reward_parameters=909e6, m=64, chunk=256)),
     "Qwen2.5-1.5B, 80 GB": (QWEN_15B, Args(k=8, m=16, P=256, T=512, chunk=256)),
+    "Qwen2.5-3B, LoRA, 24 GB": (QWEN_3B, Args(k=8, m=8, P=256, T=512, chunk=32, **LORA_32)),
+    "Qwen2.5-7B, LoRA, 80 GB": (QWEN_7B, Args(k=8, m=16, P=256, T=512, **LORA_32)),
     "Qwen2.5-7B, 4 × 80 GB": (QWEN_7B, Args(k=8, m=16, P=256, T=512, gpus=4, gradient_checkpointing=True)),
-    "Qwen2.5-3B, 24 GB, LoRA of rank 32": (QWEN_3B, Args(k=8, m=8, P=256, T=512, chunk=32, **LORA_32)),
-    "Qwen2.5-7B, 80 GB, LoRA of rank 32": (QWEN_7B, Args(k=8, m=16, P=256, T=512, **LORA_32)),
 }
 
 
@@ -117,19 +120,22 @@ def needed(model: Model, run: Args) -> dict[str, float]:
     cache = 4 * model.layers * model.key_width * (run.chunk / run.k * run.P + run.chunk * run.T)
     rollout = (12 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * model.parameters
     rollout += cache + LOGIT_BYTES * run.chunk * model.vocabulary + rest
-    found = {"weights": weights, "kept": kept, "training": weights + kept + rest + two_layers}
-    return found | {"rollout": rollout, "cache": cache}
+    return {"training": weights + kept + rest + two_layers, "kept": kept, "rollout": rollout, "cache": cache}
 
 
 def table(runs: dict[str, tuple[Model, Args]]) -> str:
-    """The table of README.md."""
-    head = ["model, GPU", "k, m", "P, T", "weights, AdamW", "activations, logits", "training", "rollout (cache)"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    """A row for each run, in GiB."""
+    rows = [["model, GPU", "k, m, P, T", "training (activations, logits)", "rollout (cache)"]]
     for name, (model, run) in runs.items():
         found = {part: f"{size / GIB:.1f}" for part, size in needed(model, run).items()}
-        cells = [name, f"{run.k}, {run.m}", f"{run.P}, {run.T}", found["weights"], found["kept"], found["training"]]
-        lines.append("| " + " | ".join([*cells, f"{found['rollout']} ({found['cache']})"]) + " |")
-    return "\n".join(lines)
+        sizes = f"{run.k}, {run.m}, {run.P}, {run.T}"
+        rows.append([name, sizes, f"{found['training']} ({found['kept']})", f"{found['rollout']} ({found['cache']})"])
+    return common.markdown(rows)
+
+
+def report():
+    """Writes the table of README.md."""
+    common.insert(HERE / "README.md", {"memory": table(RUNS)})
 
 
 def model_of(path: str) -> Model:
