@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import torch
 import transformers
@@ -99,15 +99,15 @@ def flags_of(folder: Path) -> dict:
 
 
 def run(command: list, folder: Path) -> dict:
-    """Seconds of an update and its rollout, and peak GiB, of a trainer in a process of its own."""
+    """Seconds of an update and its rollout (medians), and peak GiB, of a trainer in a process of its own."""
     threads = f"OMP_NUM_THREADS={torch.get_num_threads()}"
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     common.run_logged(["env", threads, *command, "--output_dir", out], common.ROOT / "runs" / "throughput.log")
     updates = common.read_lines(out / "metrics.jsonl")[1:]
     seconds = [sum(value for name, value in update.items() if name.startswith("time/")) for update in updates]
-    found = {"seconds": mean(seconds), "peak_gb": updates[-1]["memory/peak_gb"]}
+    found = {"seconds": median(seconds), "peak_gb": updates[-1]["memory/peak_gb"]}
     if "time/rollout" in updates[0]:  # TRL's does not tell
-        found["rollout"] = mean(update["time/rollout"] for update in updates)
+        found["rollout"] = median(update["time/rollout"] for update in updates)
     return found
 
 
