@@ -67,3 +67,8 @@ def test_a_configuration_gives_the_sizes_of_the_table(tmp_path):
     assert found.parameters == pytest.approx(expected.parameters, rel=1e-3)
     found.parameters = expected.parameters
     assert found == expected
+
+
+def test_the_page_has_the_table():
+    page = (gpu_memory.HERE / "README.md").read_text(encoding="utf-8")
+    assert gpu_memory.common.filled(page, {"memory": gpu_memory.table(gpu_memory.RUNS)}) == page

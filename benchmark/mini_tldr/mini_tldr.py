@@ -29,48 +29,32 @@ sys.path.append(str(HERE.parents[1]))  # for rloo.py, which loads this module: o
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
-# A post has one value per slot. A value is a list of surface forms: any of them states the fact. No form may contain
-# another value's form.
+# A post has one value per slot. A value has two surface forms, written "form/form": either of them states the fact. No
+# form may contain another value's form.
 
-SLOTS = {
-    "who": [
-        ["roommate", "flatmate"], ["boss", "manager"], ["sister", "sis"], ["brother", "bro"],
-        ["girlfriend", "gf"], ["boyfriend", "bf"], ["landlord", "landlady"], ["neighbor", "neighbour"],
-        ["coworker", "colleague"], ["cousin", "cuz"], ["mother", "mom"], ["father", "dad"],
-    ],
-    "problem": [
-        ["eating my food", "taking my food"], ["reading my messages", "checking my phone"],
-        ["borrowing money", "asking for cash"], ["telling lies", "making up stories"],
-        ["playing loud music", "blasting music"], ["forgetting my name", "mixing up my name"],
-        ["canceling our plans", "dropping our plans"], ["stealing my ideas", "copying my ideas"],
-        ["mocking my cooking", "insulting my cooking"], ["using my car", "driving my car"],
-        ["bringing home pets", "collecting pets"], ["wearing my clothes", "losing my clothes"],
-    ],
-    "when": [
-        ["last week", "a week ago"], ["yesterday", "one day ago"], ["in march", "this spring"],
-        ["over christmas", "in december"], ["two months ago", "a couple months back"],
-        ["on friday", "friday night"], ["this morning", "early today"], ["last summer", "in july"],
-        ["last year", "a year ago"], ["on monday", "monday night"], ["last autumn", "in october"],
-        ["during exams", "in exam week"],
-    ],
-    "where": [
-        ["at work", "at the office"], ["at the gym", "in the gym"], ["in the kitchen", "near the stove"],
-        ["at a wedding", "at the wedding"], ["on a road trip", "on the highway"], ["at a party", "at the party"],
-        ["at school", "on campus"], ["at the beach", "by the sea"], ["at a cafe", "in a coffee shop"],
-        ["on the train", "on a train"], ["in the garden", "in the backyard"], ["at church", "in church"],
-    ],
-    "feeling": [
-        ["angry", "furious"], ["sad", "heartbroken"], ["anxious", "nervous"], ["guilty", "ashamed"],
-        ["confused", "puzzled"], ["jealous", "envious"], ["tired", "exhausted"], ["embarrassed", "humiliated"],
-        ["lonely", "isolated"], ["relieved", "calm"], ["hopeful", "optimistic"], ["scared", "afraid"],
-    ],
-    "question": [
-        ["move out", "move away"], ["apologize", "say sorry"], ["call a lawyer", "get a lawyer"],
-        ["break up", "end things"], ["tell the family", "involve the family"], ["demand a refund", "ask for a refund"],
-        ["stay silent", "keep quiet"], ["set a boundary", "set some rules"], ["find a job", "get a job"],
-        ["try therapy", "see a therapist"], ["write a letter", "send a letter"], ["forgive it", "let it go"],
-    ],
+FORMS = {
+    "who": "roommate/flatmate, boss/manager, sister/sis, brother/bro, girlfriend/gf, boyfriend/bf, landlord/landlady, "
+    "neighbor/neighbour, coworker/colleague, cousin/cuz, mother/mom, father/dad",
+    "problem": "eating my food/taking my food, reading my messages/checking my phone, "
+    "borrowing money/asking for cash, telling lies/making up stories, playing loud music/blasting music, "
+    "forgetting my name/mixing up my name, canceling our plans/dropping our plans, "
+    "stealing my ideas/copying my ideas, mocking my cooking/insulting my cooking, using my car/driving my car, "
+    "bringing home pets/collecting pets, wearing my clothes/losing my clothes",
+    "when": "last week/a week ago, yesterday/one day ago, in march/this spring, over christmas/in december, "
+    "two months ago/a couple months back, on friday/friday night, this morning/early today, last summer/in july, "
+    "last year/a year ago, on monday/monday night, last autumn/in october, during exams/in exam week",
+    "where": "at work/at the office, at the gym/in the gym, in the kitchen/near the stove, "
+    "at a wedding/at the wedding, on a road trip/on the highway, at a party/at the party, at school/on campus, "
+    "at the beach/by the sea, at a cafe/in a coffee shop, on the train/on a train, in the garden/in the backyard, "
+    "at church/in church",
+    "feeling": "angry/furious, sad/heartbroken, anxious/nervous, guilty/ashamed, confused/puzzled, jealous/envious, "
+    "tired/exhausted, embarrassed/humiliated, lonely/isolated, relieved/calm, hopeful/optimistic, scared/afraid",
+    "question": "move out/move away, apologize/say sorry, call a lawyer/get a lawyer, break up/end things, "
+    "tell the family/involve the family, demand a refund/ask for a refund, stay silent/keep quiet, "
+    "set a boundary/set some rules, find a job/get a job, try therapy/see a therapist, write a letter/send a letter, "
+    "forgive it/let it go",
 }  # fmt: skip
+SLOTS = {slot: [value.split("/") for value in forms.split(", ")] for slot, forms in FORMS.items()}
 
 # Sentences in which the writer of the post states a fact about their own story ...
 STATE = {

@@ -196,10 +196,14 @@ def table(records, part: str) -> str:
     return f"{common.markdown(rows)}\n\n{of}{made['transformers']}, rloo.py of commit {made['rloo.py']}."
 
 
+def tables(records) -> dict[str, str]:
+    """Those of README.md."""
+    return {part: table(records, part) for part in LANES if lanes_of(records, part)}
+
+
 def report():
     """Writes the tables of README.md."""
-    records = common.Records(RECORDS)
-    common.insert(HERE / "README.md", {part: table(records, part) for part in LANES})
+    common.insert(HERE / "README.md", tables(common.Records(RECORDS)))
 
 
 def headline() -> list[list[str]]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
-import pytest
 import throughput
 from throughput import common
 
@@ -56,8 +55,6 @@ def test_an_incomplete_call_and_again_write_nothing(tmp_path, monkeypatch, capsy
     assert file.read_text() == before
 
 
-@pytest.mark.parametrize("part", throughput.LANES)
-def test_the_page_has_the_tables_of_the_records(part):
+def test_the_page_has_the_tables_of_the_records():
     page = (HERE / "README.md").read_text(encoding="utf-8")
-    table = throughput.table(common.Records(throughput.RECORDS), part)
-    assert common.filled(page, {part: table}) == page
+    assert common.filled(page, throughput.tables(common.Records(throughput.RECORDS))) == page
