@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import rloo  # noqa: E402
+import rloo_test  # noqa: E402
 from rloo_test import constant_reward, read_metrics, spy, tiny, tiny_tokenizer, token_logprobs, train  # noqa: E402, F401
 
 README, PAGE = (path.read_text() for path in (ROOT / "README.md", Path(__file__).with_name("README.md")))
@@ -252,6 +253,23 @@ def test_a_flag_of_ones_own_is_like_those_of_rloo(run_mine, tmp_path, capfd):
         run_mine(FLAG_OF_ONES_OWN, "--help")
     lines = " ".join(re.findall(r"│ +(.*?) +│", capfd.readouterr().out))
     assert "which of the siblings' rewards (default: 0.5)" in lines and "is the baseline (default: 1.0)" in lines
+
+
+# ---- README's first reward -------------------------------------------------------------------------------------------
+
+
+def test_the_first_reward_of_the_readme_runs_as_printed(tmp_path, monkeypatch, capfd):
+    """... with fewer episodes; the table beside it has names of the closing table."""
+    (block,) = [block for block in rloo_test.blocks_of(ROOT / "README.md", "sh") if "cat > feelings.py" in block]
+    command, other = rloo_test.commands_of([block], tmp_path)  # writes the file, too
+    assert command[0] == "rloo.py" and other == [*command, "--kl_coef", "0.2"]
+    monkeypatch.chdir(tmp_path)
+    rloo.command_line([*command[1:], "--total_episodes", "32", "--num_eval_prompts", "16"])
+    screen = capfd.readouterr().out
+    for name in ("sampled/score", "sampled/gold_win_rate"):
+        assert f"\n{name} " in screen and f"| `{name}` |" in README
+    (output,) = (tmp_path / "runs").iterdir()
+    assert {line["grades"]["score"] for line in read_metrics(output, "completions")} == {0.0, 1.0}
 
 
 # ---- Rows and columns ------------------------------------------------------------------------------------------------
