@@ -1,6 +1,7 @@
 """Checks rloo.py on the device that you have: are its results right, what does it need, how fast does it decode?
 
-    python benchmark/gpu/check.py    # on a GPU: ten minutes; without one: tiny models on the CPU, under two minutes
+    python benchmark/gpu/check.py                 # on a GPU: ten minutes; without one as the next
+    python benchmark/gpu/check.py --device cpu    # tiny models, under two minutes
 
 Prints PASS, FAIL, SKIP or a number (INFO) for each line, and ends with status 1 if a line has failed. Models have
 random weights or are those of the bundled task, so nothing is downloaded.
@@ -21,6 +22,7 @@ from unittest import mock
 
 import torch
 import transformers
+import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -157,10 +159,9 @@ def decoding(device) -> Iterator[Line]:
             batch, logprobs = sample(args, model, examples, k=8, stop_ids=STOPS[:1])
         yield f"decoding: log-probs of samples, {family}", relative(logprobs, by_transformers(model, batch)), 1e-4
 
-        greedy, _ = sample(replace(args, response_length=16), model, examples, k=1, temperature=0.0)
-        by_generate, _ = sample(
-            replace(args, response_length=16, rollout_engine="hf"), model, examples, k=1, temperature=0.0
-        )
+        short = replace(args, response_length=16)
+        greedy, _ = sample(short, model, examples, k=1, temperature=0.0)
+        by_generate, _ = sample(replace(short, rollout_engine="hf"), model, examples, k=1, temperature=0.0)
         different = (greedy.responses != by_generate.responses).double().mean()
         yield f"decoding: greedy tokens unlike generate's, {family}", float(different), 0.0
 
@@ -246,7 +247,7 @@ def several(device) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         for name, count in {"whole": 1, "ddp": 2, "fsdp": 2}.items():
             start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={count}", "--rdzv-backend=c10d"]
-            start += ["--rdzv-endpoint=localhost:0", __file__, *words, f"--output_dir={folder}/{name}"]
+            start += ["--rdzv-endpoint=localhost:0", ROOT / "rloo.py", *words, f"--output_dir={folder}/{name}"]
             start += [f"--per_device_train_batch_size={16 // count}", f"--sharding={name.replace('whole', 'ddp')}"]
             done = subprocess.run(start, capture_output=True, text=True, timeout=300)
             if done.returncode:
@@ -301,7 +302,7 @@ def peak_of_updates(run: gpu_memory.Args, config, device) -> int:
 
 
 def decode_rate(device) -> Iterator[Line]:
-    """Tokens per second of both engines, for a model of Qwen2.5-0.5B's size, log-probs of the tokens included."""
+    """Tokens per second of both engines, for a model of Qwen2.5-0.5B's size; hf has no log-probs."""
     on_gpu = torch.device(device).type == "cuda"
     P, T, B, k = (256, 128, 16, 8) if on_gpu else (12, 8, 2, 4)
     config = config_of(gpu_memory.QWEN_05B) if on_gpu else TINY["grouped-query"]
@@ -338,7 +339,7 @@ def lines_of(check: Callable, device) -> Iterator[tuple[str, str]]:
         yield "FAIL", f"{check.__name__}: {traceback.format_exc()}"
 
 
-def main(device: str) -> int:
+def main(device: str = "cuda:0" if torch.cuda.is_available() else "cpu") -> int:
     """Runs the checks; returns how many lines failed."""
     on_gpu = torch.device(device).type == "cuda"
     rloo.start_processes(torch.device(device))
@@ -356,8 +357,5 @@ def main(device: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # a process of `several`
-        rloo.command_line(sys.argv[1:])
-    else:
-        transformers.logging.set_verbosity_error()
-        sys.exit(main("cuda:0" if torch.cuda.is_available() else "cpu") > 0)
+    transformers.logging.set_verbosity_error()
+    sys.exit(tyro.cli(main) > 0)

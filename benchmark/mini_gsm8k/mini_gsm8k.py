@@ -193,6 +193,8 @@ def accuracy(model, tokenizer, rows: list[dict], temperature: float) -> tuple[fl
 
 def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
     """Makes mini GSM8K, see above. `quick`: a small build which shows that everything runs; its model is poor."""
+    if quick and output_dir == HERE:
+        sys.exit("--quick needs --output_dir: what is in this folder is left as it is")
     sizes = QUICK if quick else SIZES
     rng = random.Random(seed)
     torch.manual_seed(seed)

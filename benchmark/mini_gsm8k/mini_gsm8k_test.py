@@ -74,6 +74,8 @@ def test_format(text, asked):
 
 
 def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path):
+    with pytest.raises(SystemExit, match="needs --output_dir"):
+        mini_gsm8k.main(quick=True)
     mini_gsm8k.main(quick=True, output_dir=tmp_path)
     built, shipped = (
         {

@@ -546,6 +546,8 @@ def save_jsonl(path, rows):
 
 def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
     """Makes mini TL;DR, see above. `quick`: a small build which shows that everything runs; its models are poor."""
+    if quick and output_dir == HERE:
+        sys.exit("--quick needs --output_dir: what is in this folder is left as it is")
     sizes = QUICK if quick else SIZES
     rng, taken = random.Random(seed), set()
     torch.manual_seed(seed)

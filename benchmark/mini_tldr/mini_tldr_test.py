@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import mini_tldr
+import pytest
 from mini_tldr import SLOTS, gold_judge, gold_win_rate, stated
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -41,6 +42,8 @@ def test_the_judge_and_its_win_rate():
 
 def test_the_bundled_task_can_be_rebuilt(tmp_path):
     """A small one has the files of the shipped one, models that load, and no facts in two splits."""
+    with pytest.raises(SystemExit, match="needs --output_dir"):
+        mini_tldr.main(quick=True)
     mini_tldr.main(quick=True, output_dir=tmp_path)
     built, shipped = (
         {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)

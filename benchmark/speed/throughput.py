@@ -76,25 +76,6 @@ def write_inputs(folder: Path):
         (folder / "data" / f"{split}.jsonl").write_text("".join(lines))
 
 
-def flags_of(folder: Path) -> dict:
-    """Flags that rloo.py and trl/run.py share, for two updates."""
-    batch = PROMPTS * K
-    return {
-        "sft_model_path": folder / "policy",
-        "reward_model_path": folder / "reward",
-        "dataset_name": folder / "data",
-        "rloo_k": K,
-        "response_length": T,
-        "temperature": 0.7,
-        "kl_coef": 0.05,
-        "learning_rate": 1e-6,
-        "per_device_train_batch_size": batch,
-        "local_rollout_forward_batch_size": batch,
-        "total_episodes": 2 * batch,
-        "dtype": "float32",
-    }
-
-
 # ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -112,20 +93,23 @@ def run(command: list, folder: Path) -> dict:
 
 
 def lanes_of_update(folder: Path, pythons: list[str]) -> dict[str, list]:
-    """Name -> command."""
+    """Name -> command, of two updates each."""
     write_inputs(folder)
-    words = [word for name, value in flags_of(folder).items() for word in (f"--{name}", value)]
+    words = ["--sft_model_path", folder / "policy", "--reward_model_path", folder / "reward"]
+    words += ["--dataset_name", folder / "data", "--rloo_k", K, "--response_length", T, "--temperature", 0.7]
+    words += ["--kl_coef", 0.05, "--learning_rate", 1e-6, "--dtype", "float32", "--total_episodes", 2 * PROMPTS * K]
+    words += ["--per_device_train_batch_size", PROMPTS * K, "--local_rollout_forward_batch_size", PROMPTS * K]
     ours = [sys.executable, "rloo.py", *words, "--num_eval_prompts", 0, "--save_steps", 0]
-    commands = {f"rloo.py, {layout} rows": [*ours, "--layout", layout] for layout in ("group", "plain")}
+    lanes = {f"rloo.py, {layout} rows": [*ours, "--layout", layout] for layout in ("group", "plain")}
     code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
     for python in pythons:
         name = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-        commands[name] = [Path(python).absolute(), "benchmark/trl/run.py", "rloo", "--reward_by", "text", *words]
-    return commands
+        lanes[name] = [Path(python).absolute(), "benchmark/trl/run.py", "rloo", "--reward_by", "text", *words]
+    return lanes
 
 
 def lanes_of_dtype(folder: Path, pythons: list[str]) -> dict[str, list]:
-    """Name -> command."""
+    """Name -> command, of UPDATES updates each."""
     ours = [sys.executable, "rloo.py", "--total_episodes", 32 * UPDATES, "--num_sample_generations", 0]
     ours += ["--num_eval_prompts", 8, "--save_steps", 0]
     return {f"rloo.py, {dtype}": [*ours, "--dtype", dtype] for dtype in ("float32", "bfloat16")}
