@@ -38,6 +38,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -909,6 +911,7 @@ def test_group_layout_equals_plain_rows(family, k):
         assert (plain - group).abs().max() < 1e-5 * max(1, plain.abs().max())
 
 
+@torch.no_grad()
 def layout_of(model, longest: int, T: int, **flags) -> str:
     """The layout that is chosen for prompts of up to `longest` tokens."""
     args = Args(**{"rloo_k": 3, "response_length": T, "device": "cpu", "dtype": "float32", **flags})
@@ -1016,7 +1019,7 @@ def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, 
     prompt_mask = torch.arange(P) >= torch.tensor([[0], [3], [6]])  # left-padded
     visible = torch.arange(n) <= 3  # the last slot is one of those still to come
     mask = torch.cat([prompt_mask.repeat_interleave(k, dim=0), visible.expand(b * k, n)], dim=1)[:, None, None]
-    pairs = rloo.PromptsAndLanes(prompt_key, key), rloo.PromptsAndLanes(prompt_value, value)
+    pairs = rloo.PromptsAndOwn(prompt_key, key), rloo.PromptsAndOwn(prompt_value, value)
     out = rloo.step_attention(query, *pairs, mask, scaling=0.3)
 
     keys, values = (
@@ -1057,32 +1060,119 @@ def test_completions_do_not_depend_on_which_lanes_have_left(k, monkeypatch):
     assert torch.allclose(logprobs, rloo.completion_logprobs(model, batch, 1.0)[0], atol=1e-5)
 
 
-def decoder_of(model, batch, T: int) -> rloo.Decoder:
-    return rloo.Decoder(model, batch.prompt_ids, batch.prompt_mask, 3, T, 1.0, stop_ids=[99])
+class Graph:
+    """A CUDA graph on a CPU: the operations of a step, which a replay runs again on the same memory, without the Python
+    around them. What they return goes where it went when they were recorded."""
+
+    def __init__(self):
+        self.operations = []
+
+    def replay(self):
+        for operation, inputs, options, outputs in self.operations:
+            for old, new in zip(outputs, tree_leaves(operation(*inputs, **options)), strict=True):
+                if isinstance(old, torch.Tensor) and new.data_ptr() != old.data_ptr():  # no view, and not in place
+                    old.copy_(new)
 
 
-def fake_capture(monkeypatch) -> list[str]:
-    """What is CUDA's in a capture is replaced; returns the debug modes that will be set."""
-    modes = []
+class Recording(TorchDispatchMode):
+    def __init__(self, graph: Graph):
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, operation, types, inputs=(), options=None):
+        found = operation(*inputs, **(options or {}))
+        self.graph.operations.append((operation, inputs, options or {}, tree_leaves(found)))
+        return found
+
+
+def fake_cuda(monkeypatch) -> list[str]:
+    """Lets Decoder.capture work on the CPU; returns the debug modes that will be set."""
+    modes, fork_rng = [], torch.random.fork_rng
+
+    @contextlib.contextmanager
+    def recording(graph, capture_error_mode):
+        with fork_rng(devices=[]), Recording(graph):  # CUDA would only record
+            yield
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda *args, **options: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
-    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda *inputs, **options: fork_rng(devices=[]))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
     return modes
+
+
+@torch.no_grad()
+def decoded(model, T: int) -> tuple:
+    """Tokens and log-probs of three completions of each of six prompts."""
+    batch = random_batch(B=6)
+    torch.manual_seed(1)
+    return rloo.Decoder(model, batch.prompt_ids, batch.prompt_mask, 3, T, 1.0, stop_ids=[0, 1, 2, 3]).run()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_graphs_sample_what_steps_sample(family, monkeypatch):
+    """... bit for bit. A step is recorded when it has run once with the same shapes."""
+    model = tiny_model(family, seed=3, vocab_size=128)
+    left, drop_ended, capture = [], rloo.Decoder.drop_ended, rloo.Decoder.capture
+
+    def noted_drop(decoder, alive):
+        drop_ended(decoder, alive)
+        left.append(decoder.running.numel())
+
+    def noted_capture(decoder):
+        graph = capture(decoder)
+        captured.append((decoder.t.item(), bool(graph)))
+        return graph
+
+    monkeypatch.setattr(rloo.Decoder, "drop_ended", noted_drop)
+    for slots, T, at in (
+        (8, 2, []),
+        (8, 3, [1]),
+        (8, 20, [1, 8, 16]),
+        (8, 90, [1, 8, 16, 32, 64]),
+        (64, 20, [1]),
+        (64, 90, [1, 64]),
+    ):
+        monkeypatch.setattr(rloo, "FIRST_SLOTS", slots)
+        plain, captured = decoded(model, T), []
+        with monkeypatch.context() as patch:
+            fake_cuda(patch)
+            patch.setattr(rloo.Decoder, "capture", noted_capture)
+            replayed = decoded(model, T)
+        assert captured == [(t, True) for t in at]
+        assert all(torch.equal(*pair) for pair in zip(plain, replayed, strict=True)), (slots, T)
+        assert len(left) == 2 * sum(t > 1 for t in at) and (T < 90 or min(left) < 18)  # lanes have left
+        left.clear()
+
+
+def with_a_number(decoder, t, hidden, original=rloo.Decoder.sample_at):
+    original(decoder, int(t), hidden)
+
+
+def with_another_tensor(decoder, t, hidden, original=rloo.Decoder.sample_at):
+    decoder.tokens = decoder.tokens.clone()
+    original(decoder, t, hidden)
+
+
+@pytest.mark.parametrize("sample_at", [with_a_number, with_another_tensor])
+def test_what_a_graph_cannot_repeat_is_seen(sample_at, monkeypatch):
+    """A step that reads a number in Python, and one that replaces a tensor instead of filling it."""
+    monkeypatch.setattr(rloo.Decoder, "sample_at", sample_at)
+    plain = decoded(tiny_model(), 20)
+    fake_cuda(monkeypatch)
+    assert not torch.equal(plain[0], decoded(tiny_model(), 20)[0])
 
 
 @torch.no_grad()
 @pytest.mark.skipif(OLD, reason="before transformers 5 reading the prompts, though no step, waits for the device")
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "llama", "qwen3"])
-def test_a_rollout_waits_for_nothing_on_the_device(family, monkeypatch):
+def test_a_rollout_waits_for_nothing_on_the_device(family):
     """Tensors on the meta device have no values: to ask for one raises, as does a tensor on another device."""
-    modes = fake_capture(monkeypatch)
     with torch.device("meta"):
         model, prompt_ids, prompt_mask = tiny_model(family), torch.ones(4, 5).long(), torch.ones(4, 5).bool()
-    decoder = rloo.Decoder(model, prompt_ids, prompt_mask, 2, 3, 0.7, [0, 9])  # from t = 3 on it asks who has stopped
-    decoder.run()
-    assert decoder.capture() == "graph" and modes == ["error", "default"]
-    assert decoder.tokens.is_meta and decoder.logprobs.is_meta
+    decoder = rloo.Decoder(model, prompt_ids, prompt_mask, 2, 3, 0.7, [0, 9])  # with 5 tokens it would ask who ended
+    assert all(x.is_meta for x in decoder.run())
 
 
 @torch.no_grad()
@@ -1090,16 +1180,17 @@ def test_a_rollout_waits_for_nothing_on_the_device(family, monkeypatch):
 @pytest.mark.parametrize("recording", [False, True])
 def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset(monkeypatch, error, recording):
     """Any error while the graph is recorded ends the run: it would leave the process on the stream of the capture."""
-    decoder, steps = decoder_of(tiny_model(), random_batch(), 4), itertools.count(1)
+    batch, steps = random_batch(), itertools.count(1)
+    decoder = rloo.Decoder(tiny_model(), batch.prompt_ids, batch.prompt_mask, 3, 4, 1.0, stop_ids=[99])
 
     def fail_at_the_last():
         if next(steps) == (2 if recording else 1):
             raise error("called a synchronizing CUDA operation")
 
-    modes = fake_capture(monkeypatch)
+    modes = fake_cuda(monkeypatch)
     decoder.step = fail_at_the_last
     goes_on = error is RuntimeError and not recording
-    with contextlib.nullcontext() if goes_on else pytest.raises(error):
+    with contextlib.nullcontext() if goes_on else pytest.raises((error, InputError)):
         assert decoder.capture() is None
     assert modes == ["error", "default"]
 
@@ -1997,6 +2088,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "must be below 1": "--warmup_ratio 2; --warmup_ratio 1",
     "--temperature": "--temperature 0",
     "must be one token, is 3": "--stop_token a:b",
+    "none of the ids [99] is one of the model's 16 tokens": "--stop_token_id 99",
     "must be 1 numbers, not all 0": "--reward_weights 1 2; --reward_weights nan; --reward_weights 0",
     "needs a ratio per token": "--token_level_kl --ratio_level sequence",
     "something else is called boom": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
