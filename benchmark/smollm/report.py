@@ -6,11 +6,10 @@ A cell is the mean over the seeds that have a record, with ± the standard error
 import sys
 from pathlib import Path
 
-import numpy as np
-
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402
+import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
 BASE = "full-beta0.02"  # what the others are compared with
@@ -22,18 +21,15 @@ LABELS = {
     "lora8-beta0.02": "LoRA of rank 8, β = 0.02",
     "trl-beta0.02": "TRL 1.16, all weights, β = 0.02",
 }
-COLOURS = {"full-beta0.02": "tab:blue", "lora8-beta0.02": "tab:orange", "trl-beta0.02": "tab:purple"}  # in the picture
-TITLES = {
+TITLES = {  # in the picture
     "sentiment": "Positive answers: sentiment, from −1 to 1",
     "reversal": "Reversing lists of words: verifier's score, from 0 to 1",
 }
 COLUMNS = {  # of a task's table: title -> keys of an entry, its factor and decimals; the first is compared
     "sentiment": {
         "score": ("test sampled score", 1, 2),
-        "KL, nats": ("test sampled kl", 1, 1),
         "name their topic, %": ("test sampled names_topic", 100, 0),
         "say glad, happy or love, %": ("test sampled gladness", 100, 0),
-        "seconds of an update": ("seconds_per_update", 1, 1),
     },
     "reversal": {
         "exact, sampled, %": ("test sampled exact", 100, 1),
@@ -43,9 +39,15 @@ COLUMNS = {  # of a task's table: title -> keys of an entry, its factor and deci
 }
 
 
+# What tables and picture are drawn from
+NAMES = [f"{task}-base" for task in TITLES]
+NAMES += [f"sentiment-{setting}-seed{seed}" for setting in list(LABELS)[1:] for seed in (1, 2, 3)]
+NAMES += [f"reversal-{BASE}-seed{seed}" for seed in (1, 2, 3)]
+
+
 def of_setting(records: common.Records, task: str, setting: str) -> list[dict]:
     """The records of its seeds."""
-    names = [f"{task}-base"] if setting == "base" else [f"{task}-{setting}-seed{seed}" for seed in (1, 2, 3)]
+    names = [name for name in NAMES if (name.rpartition("-seed")[0] or name) == f"{task}-{setting}"]
     return [records.all[name] for name in names if name in records.all]
 
 
@@ -57,18 +59,17 @@ def values(found: list[dict], keys: str, factor: float = 1) -> list[float]:
 
 
 def task_table(records: common.Records, task: str) -> str:
-    """A line for each setting; differences as on all pages, with a correction for each task."""
+    """A line for each setting; differences as on all pages."""
     found = {setting: of_setting(records, task, setting) for setting in LABELS}
     first, *others = COLUMNS[task]
     keys, factor, decimals = COLUMNS[task][first]
     scores = {setting: values(found[setting], keys, factor) for setting in LABELS}
     apart = common.differences(scores, BASE)
-    rows = [["policy", first, f"minus {LABELS[BASE]}", *others]]
+    minus = {f"minus {LABELS[BASE]}": {x: common.with_interval(apart[x], decimals) for x in apart}} if apart else {}
+    rows = [["policy", first, *minus, *others]]
     for setting in [setting for setting in LABELS if found[setting]]:
-        x = apart.get(setting)
-        difference = common.with_interval(x, decimals) if x else ""
         score, *cells = (cell(found[setting], *column) for column in COLUMNS[task].values())
-        rows.append([LABELS[setting], score, difference, *cells])
+        rows.append([LABELS[setting], score, *(column.get(setting, "") for column in minus.values()), *cells])
     return common.markdown(rows)
 
 
@@ -93,28 +94,26 @@ def tables(records: common.Records) -> dict[str, str]:
 
 
 def draw(records: common.Records):
-    """The score in training: mean and range of the seeds of each setting of COLOURS."""
+    """The score of training prompts: mean and range over the seeds of each setting."""
     figure, (axes,) = common.canvas(2, 10, 4.2)
     for axis, (task, title) in zip(axes, TITLES.items(), strict=True):
-        for setting, colour in COLOURS.items():
-            rewards = [record["reward"] for record in of_setting(records, task, setting)]
-            if rewards:  # TRL has one task
-                lines = np.array([np.convolve(x, np.ones(5) / 5, "valid") for x in rewards])
-                updates = range(5, 5 + lines.shape[1])
-                label = f"{LABELS[setting]}: mean and range of {len(rewards)} seeds"
-                axis.plot(updates, lines.mean(0), color=colour, label=label)
-                axis.fill_between(updates, lines.min(0), lines.max(0), color=colour, alpha=0.18, lw=0)
-        (before,) = values(of_setting(records, task, "base"), "test sampled score")
-        axis.axhline(before, color="tab:grey", ls=":", label="before training, on held-out prompts")
-        axis.set(title=title, xlabel="update (32 completions each)", ylabel="mean score of 5 updates", xlim=(5, 40))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        for number, (setting, label) in enumerate(LABELS.items()):
+            scores = [
+                plot.smoothed(record["reward"], 5) for record in of_setting(records, task, setting) if setting != "base"
+            ]
+            if scores:
+                plot.course(axis, range(5, 41), scores, color=f"C{number - 1}", label=label)
+        axis.set(title=title, xlabel="update (32 completions each)", ylabel="mean score of 5 updates")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle("SmolLM2-135M: prompts that it is trained on. Mean and range of three seeds", fontsize=10)
     common.save(figure, HERE / "training.png")
 
 
 def report():
     records = common.Records(RECORDS)
-    common.insert(HERE / "README.md", tables(records))
-    draw(records)
+    if records.complete(NAMES, "smollm/README.md's tables, training.png"):
+        common.insert(HERE / "README.md", tables(records))
+        draw(records)
 
 
 def headline() -> list[list[str]]:

@@ -2,10 +2,11 @@
 
     python benchmark/smollm/smollm.py                      # every run that has no record yet, and the page
     python benchmark/smollm/smollm.py --quick              # 10 updates of each task; prints their tables
+    python benchmark/smollm/smollm.py --names sentiment-full-beta0.02-seed1 --again
 
 prepare.py comes first. A run is trained, measured on prompts that it was not trained on, and gets its record in
-records.json; what has its record is not run again, and a run that was stopped goes on. Policies are in runs/smollm,
-0.5 GB each, and may be deleted.
+records.json; what has its record is not run again, and a run that was stopped goes on. With --again runs are made
+although they have a record, and compared with it. Policies are in runs/smollm, 0.5 GB each, and may be deleted.
 """
 
 import argparse
@@ -16,18 +17,16 @@ from pathlib import Path
 from statistics import median
 
 import report
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from common import ROOT, Records, read_lines, run_logged  # noqa: E402
+from common import Records, folder_of_runs, read_lines, require, run_logged  # noqa: E402
 
 K, SIZE, TEMPERATURE = 4, 32, 0.7  # completions per prompt and per update
 GLADNESS = ("glad", "happy", "love")
-COMPARED = 100  # sampled completions that the policy and the reference read
+PREPARED = HERE / "prepared"
 # Test prompts whose answers are kept.
-EXAMPLES = ("Tell me about rust.", "What do you think of parking fines?", "What should I know about earthquakes?")
+EXAMPLES = ("Tell me about rust.", "What do you think of parking fines?")
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,15 @@ TASKS = {
 @dataclass(frozen=True)
 class Run:
     task: str
-    method: str  # full: all weights; lora8; trl: all weights by TRL
-    beta: float
-    seed: int
+    method: str  # base: none; full: all weights; lora8; trl: all weights by TRL
+    beta: float = 0.0
+    seed: int = 0
     updates: int = 40
 
     @property
     def name(self) -> str:
+        if self.method == "base":
+            return f"{self.task}-base"
         return f"{self.task}-{self.method}-beta{self.beta:g}-seed{self.seed}"
 
     def flags(self, prepared: Path) -> list[str]:
@@ -79,9 +80,11 @@ def task_flags(task: str, prepared: Path) -> list[str]:
 
 def planned() -> list[Run]:
     """All runs, those of the first seed first."""
-    settings = [(task, method, 0.02) for task in TASKS for method in ("full", "lora8")]
-    settings += [("sentiment", "full", 0), ("sentiment", "full", 0.1), ("sentiment", "trl", 0.02)]
-    return [Run(*setting, seed) for seed in (1, 2, 3) for setting in settings]
+    settings = [(task, "full", 0.02) for task in TASKS]
+    settings += [("sentiment", "full", 0), ("sentiment", "full", 0.1), ("sentiment", "lora8", 0.02)]
+    settings += [("sentiment", "trl", 0.02)]
+    bases = [Run(task, "base") for task in TASKS]
+    return [*bases, *(Run(*setting, seed) for seed in (1, 2, 3) for setting in settings)]
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -89,6 +92,8 @@ def planned() -> list[Run]:
 
 def train(run: Run, folder: Path, prepared: Path, trl: str | None) -> Path:
     """The folder with the trained policy."""
+    if run.method == "base":
+        return prepared / "smollm2"
     out = folder / run.name
     if (out / "model.safetensors").is_file():
         return out
@@ -153,26 +158,6 @@ def last_question(prompt: str) -> str:
     return prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
 
 
-@torch.no_grad()
-def logprobs_of(path: Path, samples: list[dict]) -> list[float]:
-    """Each completion's log-prob at the sampling temperature, without its stop token."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    sums = []
-    for sample in samples:
-        prompt, ids = (tokenizer(sample[x], add_special_tokens=False)["input_ids"] for x in ("prompt", "completion"))
-        logits = model(torch.tensor([prompt + ids]), logits_to_keep=len(ids) + 1).logits[0, :-1]
-        logprobs = (logits / TEMPERATURE).log_softmax(-1)
-        sums.append(float(logprobs.gather(1, torch.tensor(ids, dtype=torch.long)[:, None]).sum()))
-    return sums
-
-
-def kl(samples: list[dict], policy: Path, reference: Path) -> float:
-    """KL divergence of sampled completions, in nats."""
-    pairs = zip(logprobs_of(policy, samples), logprobs_of(reference, samples), strict=True)
-    return mean_of(ours - theirs for ours, theirs in pairs)
-
-
 def measure(name: str, task: str, policy: Path, folder: Path, prepared: Path, limit: int) -> dict:
     """limit: the largest number of prompts of a split"""
     found = {}
@@ -182,7 +167,6 @@ def measure(name: str, task: str, policy: Path, folder: Path, prepared: Path, li
         found[split] = {mode: summary(of_mode) for mode, of_mode in modes.items()}
     if task == "sentiment":
         found["test"]["sampled"] |= habits(modes["sampled"])
-        found["test"]["sampled"] |= {"kl": kl(modes["sampled"][:COMPARED], policy, prepared / "smollm2")}
         kept = [sample for sample in modes["greedy"] if last_question(sample["prompt"]) in EXAMPLES]
         found["examples"] = [
             {"prompt": last_question(x["prompt"]), "completion": x["completion"], "score": round(x["score"], 2)}
@@ -191,40 +175,48 @@ def measure(name: str, task: str, policy: Path, folder: Path, prepared: Path, li
     return found
 
 
-def make(runs: list[Run], folder: Path, prepared: Path, records: Records, trl: str | None, limit: int):
-    """Trains and measures what has no record."""
-    torch.set_num_threads(1)
-    for task in dict.fromkeys(run.task for run in runs):
-        if f"{task}-base" not in records.all:
-            print(f"measuring {task}-base", flush=True)
-            found = measure(f"{task}-base", task, prepared / "smollm2", folder, prepared, limit)
-            records.add(f"{task}-base", **found)
-    for run in runs:
-        if run.name in records.all:
-            continue
+def make(runs: list[Run], folder: Path, prepared: Path, records: Records, trl: str | None = None, limit: int = 500):
+    """Trains and measures what has no record, or is made again."""
+    for run in [run for run in runs if records.needs(run.name)]:
         if run.method == "trl" and not trl:
             print(f"{run.name}: left out, needs --trl (see benchmark/requirements.txt)")
             continue
         print(f"training and measuring {run.name}", flush=True)
-        policy = train(run, folder, prepared, trl)
-        command = " ".join(["run.py rloo" if run.method == "trl" else "rloo.py", *run.flags(Path("prepared"))])
-        found = {"command": command.replace(f"{HERE}/", ""), **course(policy)}
+        policy, found = train(run, folder, prepared, trl), {}
+        if run.method != "base":
+            command = " ".join(["run.py rloo" if run.method == "trl" else "rloo.py", *run.flags(Path("prepared"))])
+            found = {"command": command.replace(f"{HERE}/", ""), **course(policy)}
         records.add(run.name, **found, **measure(run.name, run.task, policy, folder, prepared, limit))
 
 
 def main():
+    runs = {run.name: run for run in planned()}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="10 updates of each task, in records of their own")
     parser.add_argument("--trl", help="python of an environment with TRL 1.16")
+    parser.add_argument(
+        "--names", nargs="+", choices=runs, default=list(runs), metavar="NAME", help="runs, by their records"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="make runs that have a record, and compare; writes nothing"
+    )
     args = parser.parse_args()
+    require(vaderSentiment="vaderSentiment==3.3.2", reasoning_gym="reasoning-gym==0.1.25")
+    if not (PREPARED / "smollm2" / "model.safetensors").is_file():
+        sys.exit("smollm.py: no model yet; run this first: python benchmark/smollm/prepare.py")
     if args.quick:
-        folder = ROOT / "runs" / "smollm-quick"
+        folder = folder_of_runs("smollm-quick")
         records = Records(folder / "records.json")
-        make([Run(task, "full", 0.02, 1, updates=10) for task in TASKS], folder, HERE / "prepared", records, None, 32)
+        runs = [Run(task, "base") for task in TASKS] + [Run(task, "full", 0.02, 1, updates=10) for task in TASKS]
+        make(runs, folder, PREPARED, records, limit=32)
         print("\n\n".join(report.tables(records).values()))
         return
-    make(planned(), ROOT / "runs" / "smollm", HERE / "prepared", Records(report.RECORDS), args.trl, 500)
-    report.report()
+    if not args.again:
+        require(matplotlib="matplotlib")
+    records = Records(report.RECORDS, args.again)
+    make([runs[name] for name in args.names], folder_of_runs("smollm", args.again), PREPARED, records, args.trl)
+    if not args.again:
+        report.report()
 
 
 if __name__ == "__main__":

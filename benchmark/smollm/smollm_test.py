@@ -63,11 +63,10 @@ def prepared(tmp_path_factory):
     torch.manual_seed(1)
     sizes = {"vocab_size": len(vocabulary), "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    for name in ("smollm2", "other"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=2, pad_token_id=2))
-        model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=2)
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=2, pad_token_id=2))
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=2)
+    model.save_pretrained(folder / "smollm2")
+    tokenizer.save_pretrained(folder / "smollm2")
     for split, rows in prepare.sentiment_rows().items():
         prepare.write(folder / "sentiment" / f"{split}.jsonl", rows[:40])
     return folder
@@ -99,19 +98,6 @@ def test_what_is_counted_in_completions():
     assert found == {"names_topic": 0.5, "gladness": 0.5}
 
 
-def test_kl_is_that_of_whole_sequences(prepared):
-    samples = [{"prompt": "<|im_start|>user\nHi<|im_end|>\n", "completion": "abc"}, {"prompt": "x", "completion": ""}]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(prepared / "smollm2")
-    first, ids = (tokenizer(samples[0]["prompt"] + text)["input_ids"] for text in ("", "abc"))
-    sums = []
-    for name in ("other", "smollm2"):
-        model = LlamaForCausalLM.from_pretrained(prepared / name).requires_grad_(False)
-        logprobs = (model(torch.tensor([ids])).logits[0] / 0.7).log_softmax(-1)
-        sums.append(sum(float(logprobs[t - 1, ids[t]]) for t in range(len(first), len(ids))))
-    found = smollm.kl(samples, prepared / "other", prepared / "smollm2")
-    assert found == pytest.approx((sums[0] - sums[1]) / 2, abs=1e-3) and abs(found) > 0.01
-
-
 def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(packages))
 
@@ -120,20 +106,24 @@ def test_a_run_is_made_once_and_one_that_was_stopped_goes_on(prepared, packages,
         rloo.command_line([str(word) for word in command[2:]])
 
     monkeypatch.setattr(smollm, "run_logged", in_this_process)
-    run, trl = smollm.Run("sentiment", "lora8", 0.02, 1, updates=2), smollm.Run("sentiment", "trl", 0.02, 1)
+    base, trl = smollm.Run("sentiment", "base"), smollm.Run("sentiment", "trl", 0.02, 1)
+    run = smollm.Run("sentiment", "lora8", 0.02, 1, updates=2)
     records = smollm.Records(tmp_path / "records.json")
-    make = lambda: smollm.make([run, trl], tmp_path / "runs", prepared, records, None, limit=8)  # noqa: E731
+    make = lambda: smollm.make([base, run, trl], tmp_path / "runs", prepared, records, limit=8)  # noqa: E731
     make()
     record = records.all.pop(run.name)
     assert len(record["reward"]) == 2 and record["seconds_per_update"] > 0
     assert record["command"].startswith("rloo.py --dataset_name=prepared/sentiment --reward_fns=rewards.py:sentiment")
     completions = smollm.read_lines(tmp_path / "runs" / "measured" / f"{run.name}-test" / "completions.jsonl")
     assert sorted(line["mode"] for line in completions) == ["greedy"] * 8 + ["sampled"] * 8
-    assert records.all["sentiment-base"]["test"]["sampled"]["kl"] == 0 and list(records.all) == ["sentiment-base"]
+    assert list(records.all) == ["sentiment-base"]
     assert "left out" in capsys.readouterr().out
     monkeypatch.setattr(smollm, "run_logged", None)  # without its record, nothing is trained or completed again
     make()
     assert records.all[run.name] == record
+    again = smollm.Records(records.path, again=True)
+    smollm.make([run], tmp_path / "runs", prepared, again)
+    assert "reward: recorded" in capsys.readouterr().out and smollm.Records(records.path).all == records.all
 
 
 def test_runs_of_adapters_have_ten_times_the_learning_rate():
