@@ -6,6 +6,7 @@ rows and the decoder against a row per completion, what other trainers got wrong
 
 import contextlib
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -965,6 +966,12 @@ def test_mistakes_in_an_edit_of_the_decoder_are_seen_by_the_trial(monkeypatch, c
     assert "GPTNeoXForCausalLM: --rollout_engine hf, because" in capsys.readouterr().out
 
 
+def test_what_one_rank_cannot_run_no_rank_runs(monkeypatch, capsys):
+    monkeypatch.setattr(rloo, "gather", lambda items: [*items, "it cannot there"])
+    assert layout_of(tiny_model(), 6, 4) == "plain" and engine_of(tiny_model(), "group") == "hf"
+    assert capsys.readouterr().out.count("because it cannot there\n") == 2
+
+
 def test_an_error_of_cuda_is_no_reason_for_another_engine(monkeypatch):
     """... such as a capture that fails: nothing that runs on the device afterwards can be trusted."""
     error = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
@@ -988,6 +995,23 @@ def test_models_that_would_give_wrong_numbers_are_refused(name):
     with pytest.raises((InputError, TypeError), match=words):  # a TypeError before transformers 5
         model = tiny_model(name, **config)
         engine_of(model, layout_of(model, 3, T))
+
+
+def test_the_file_may_be_loaded_again():
+    """By importlib.reload, or the autoreload of a notebook."""
+    loader = importlib.util.spec_from_file_location("again", rloo.__file__).loader
+    again = types.ModuleType("again")
+    again.__file__ = rloo.__file__
+    try:
+        for _ in range(2):
+            loader.exec_module(again)
+        for layout in ("group", "plain"):
+            model = tiny_model()
+            model.layout = layout
+            logprobs, expected = (x.completion_logprobs(model, random_batch(), 1.0)[0] for x in (again, rloo))
+            assert torch.equal(logprobs, expected)
+    finally:
+        transformers.AttentionInterface.register("sdpa", rloo.attention)
 
 
 # The decoder
@@ -1261,6 +1285,17 @@ def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_i
         experience.old_logprobs - exact
     ).abs().max() > 1e-3
     assert metrics["val/ratio_var"] < 1e-9  # of each mini-batch, since no step changes anything
+
+
+@pytest.mark.parametrize("engine", ["group", "hf", "ranked"])
+def test_a_forward_pass_has_a_whole_group_at_least(train, engine):
+    """... where --local_rollout_forward_batch_size is less than k; and nothing depends on that flag."""
+    flags = {"rollout_engine": spec("ranked_engine") if engine == "ranked" else engine, "rloo_k": 4}
+    metrics, _ = train(**flags, local_rollout_forward_batch_size=1, num_eval_prompts=2, rollout_correction="truncate")
+    assert all(update["val/ratio"] == 1 and update["val/rollout_logprob_gap"] < 1e-5 for update in metrics)
+    if engine == "ranked":
+        (expected,), _ = train(**flags, rollout_correction="truncate")
+        assert without_times(metrics)[0] == pytest.approx(without_times([expected])[0], rel=1e-4, abs=1e-5)
 
 
 def test_no_forward_pass_is_repeated(train, monkeypatch):
@@ -1845,7 +1880,7 @@ def wants_n_and_m(prompts, completions, completion_ids, n, m):
     return n
 
 
-def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
+def test_every_row_has_all_columns_of_the_dataset(train, tmp_path, capsys):
     """... so that a function is always called with the same names, None where a row has nothing. The two rows with m
     are those to evaluate on."""
     rows = [{"prompt": "a b"}] * 18 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
@@ -1853,6 +1888,8 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
     loaded = rloo.load_data(Args(dataset_name=data), tiny_tokenizer())
     columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
     assert [row["columns"] for part in loaded for row in part] == columns
+    said = capsys.readouterr().out
+    assert "20 of 21 rows have no column `n`; it is None" in said and "19 of 21 rows have no column `m`" in said
     functions = {"reward_fns": (spec("wants_n_and_m"),), "reward_model_path": None, "num_eval_prompts": 9}
     metrics, output = train(dataset_name=data, per_device_train_batch_size=2, total_episodes=38, **functions)
     assert sum("rewards/wants_n_and_m/mean" in update for update in metrics) == 1 < len(metrics)
@@ -1865,8 +1902,11 @@ BAD_RETURNS += [[number] * 12 for number in (math.nan, math.inf, 1e300, 10**400)
 
 @pytest.mark.parametrize("returned", BAD_RETURNS, ids=lambda returned: f"{returned!r:.20}")
 def test_what_a_reward_function_may_not_return(returned):
-    with pytest.raises(InputError, match="^--reward_fns r must return a list of 12 finite numbers or Nones, not "):
+    line = "^--reward_fns r must return a list of 12 finite numbers or Nones, not "
+    with pytest.raises(InputError, match=line) as refused:
         rloo.function_reward("--reward_fns r", lambda **kw: returned, tiny_tokenizer(), random_batch())
+    if isinstance(returned, list) and len(returned) != 12:
+        assert str(refused.value).endswith(f"{len(returned)} values)")
 
 
 USERS_FILES = {  # content of a file, the error that its use shows, the line where it is
@@ -1955,6 +1995,20 @@ def test_a_reward_for_what_the_template_writes_is_said_to_teach_nothing(train, t
     assert all(sample["prompt"].endswith(" l m") for sample in read_metrics(output, "completions"))
     for text in (said, *(path.read_text() for path in output.glob("*.jsonl"))):
         assert not re.search(r"\bnan\b|infinity", text, re.IGNORECASE)
+
+
+def test_equal_scores_in_each_group_are_said_once_though_the_kl_has_a_gradient(train, capsys):
+    line = "an update had nothing to learn from: each group has equal scores"
+    metrics, _ = train(reward_model_path=None, reward_fns=(spec("constant_reward"),), kl_coef=1.0, total_episodes=48)
+    assert metrics[-1]["grad_norm"] > 1e-3 and capsys.readouterr().out.count(line) == 1
+    train()
+    assert line not in capsys.readouterr().out
+
+
+def test_one_advantage_for_rewards_per_token_is_refused(train, monkeypatch):
+    spy(monkeypatch, "advantage", lambda inputs, advantages: advantages[..., 0])
+    with pytest.raises(InputError, match=r"^advantage: must return the shape \(2, 8, 6\) of its rewards"):
+        train(token_level_kl=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2072,6 +2126,7 @@ BROKEN_FILES = {  # what the next test finds in the folder {x}
     "latin.jsonl": b'{"prompt": "\xe4\xff"}\n',
     "rows.json": '[{"prompt": "a"}]',
     "text.jsonl": '{"text": "a"}\n',
+    **{f"{name}.jsonl": f'{{"prompt": "a", "{name}": "b"}}' for name in ("prompts", "completions", "completion_ids")},
     "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\ndef score(**kw): 0\n",
     "json.py": "",
     "a/same.py": "def f(**kw): 0\n",
@@ -2100,6 +2155,10 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "{x}/a/same.py is loaded under the same name": "--reward_fns {x}/a/same.py:f {x}/b/same.py:g",
     "add **columns for what it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few",
     "the data have no column `a`": "--reward_fns {x}/fns.py:sum; --eval_fns {x}/fns.py:sum",
+    "the data must have no column": "; ".join(
+        f"--reward_fns {{x}}/fns.py:boom --dataset_name {{x}}/{x}.jsonl"
+        for x in ("prompts", "completions", "completion_ids")
+    ),
     "fns.py:thing: ": "--reward_fns {x}/fns.py:thing",
     "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
@@ -2621,6 +2680,17 @@ def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch)
     assert rloo.load_function(f"{script}:reward") is constant_reward
 
 
+@pytest.mark.parametrize("name", ["<stdin>", None])
+def test_a_script_that_is_no_file_may_use_a_reward_function_of_one(tmp_path, monkeypatch, name):
+    """`python - <<END`, and a notebook."""
+    running = types.ModuleType("__main__")
+    if name:
+        running.__file__ = name
+    monkeypatch.setitem(sys.modules, "__main__", running)
+    (tmp_path / "mine.py").write_text("def reward(completions, **columns): return [1.0]")
+    assert rloo.load_function(f"{tmp_path}/mine.py:reward")([]) == [1.0]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What users of other trainers have reported
 
@@ -2841,6 +2911,14 @@ def test_an_interrupted_run_that_is_resumed_ends_like_a_whole_one(whole, tiny, t
     assert not (output / "unfinished-checkpoint").exists()
 
 
+def test_a_signal_stops_a_run_before_an_evaluation_that_is_due(tiny, tmp_path, monkeypatch):
+    signals, evaluated, updates = [], spy(monkeypatch, "evaluate"), itertools.count(1)
+    spy(monkeypatch, "metrics_of", lambda inputs, found: found | {"x": next(updates) == 3 and signals.append(15)})
+    with pytest.raises(SystemExit):
+        run(tiny, tmp_path / "out", signals)
+    assert saved_updates(tmp_path / "out")[0] == 3 and len(evaluated) == 1
+
+
 def test_a_run_that_is_killed_again_and_again_leaves_each_update_once(whole, tiny, tmp_path, monkeypatch):
     """... where no checkpoint is made in between, so that each start cuts off what the one before has written."""
     output = tmp_path / "out"
@@ -2964,7 +3042,7 @@ def test_other_training_prompts_make_another_run(tiny, tmp_path, change):
         flags["num_eval_prompts"] = 1
     else:
         write_rows(tmp_path / "data.jsonl", rows[:-1] if change == "rows" else rows[::-1])
-    with pytest.raises(InputError, match="is another run, which had other .*prompts "):
+    with pytest.raises(InputError, match=r"had other training prompts \(other data, chat template or held-out rows\)"):
         run(tiny, **flags | {"total_episodes": 32, "resume": True}, output=None)
 
 
@@ -3066,11 +3144,12 @@ def test_a_signal_ends_a_process_with_a_line_and_a_checkpoint(tiny, tmp_path, nu
     said, saved = (tmp_path / "log").read_text(), len(read_metrics(output))
     assert process.exitcode == 128 + number and saved_updates(output) == [saved]
     assert f"stopped by a signal; to go on, repeat the command with --resume --output_dir {output}" in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said and "\nstopping at the next moment at which nothing is lost" in said
 
 
 def logged_command_line(line: list[str], log: Path):
     sys.stdout = sys.stderr = log.open("w", buffering=1)
+    os.dup2(sys.stdout.fileno(), 2)
     torch.set_num_threads(1)
     rloo.command_line(line)
 
@@ -3347,9 +3426,11 @@ def test_a_weight_without_a_gradient_on_some_ranks_is_trained_and_on_all_left_al
 
 
 def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):
-    folder, _ = two_processes
+    folder, logs = two_processes
     if "fsdp, plain" in TWO_PROCESSES:
         assert_equal_runs(folder / "ddp, plain", folder / "fsdp, plain")
+    runs = sum(name.endswith("plain") for name in TWO_PROCESSES)
+    assert logs[0].read_text().count("\n0 of 1 held-out prompts are evaluated: the same number by each of 2 ") == runs
     assert read_metrics(folder / "ddp, plain", "evaluations") == [] and len(read_metrics(folder / "ddp, plain")) == 3
 
 
