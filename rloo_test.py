@@ -1761,6 +1761,7 @@ TEXTS = [  # tokenizer, row, the text that is read, and its ids
     # A table gives each row the keys of all: what is null is not there.
     (TOOLS, {"prompt": [USER], "chat_template_kwargs": {"d": None}}, "u b c a", [2, 4, 5, 3]),
     (TOOLS, {"prompt": [USER], "tools": [{"x": {"y": None}, "z": None}]}, '{"x": {}} u b c a', None),
+    (chat_tokenizer("{% if tools is not none %}e{% endif %}" + CHAT), {"prompt": [USER], "tools": []}, "u b c a", None),
     (llama_tokenizer(), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "<s> b"}, "<s> b", [1, 8]),
     (llama_tokenizer(), {"prompt": [{"role": "user", "content": "b"}]}, "b", [1, 8]),
