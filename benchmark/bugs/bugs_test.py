@@ -13,7 +13,7 @@ import sys
 import pytest
 from put_back import CHANGES, HERE, SECTIONS, changed, common, tables
 
-SLOW = {"torchrun_trains", "on_all_left_alone", "plain_implementation"}  # tests of over 5 seconds
+SLOW = {"torchrun_trains", "plain_implementation"}  # tests of over 5 seconds
 
 
 @pytest.mark.parametrize("name", CHANGES)

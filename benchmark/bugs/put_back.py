@@ -76,8 +76,10 @@ def put_back(names, jobs: int):
 def tables(record: dict) -> str:
     """The page's tables, by section."""
     made, caught = record["made"], [name for name, failed in record["caught"].items() if failed]
-    text = f"**{len(caught)} of {len(CHANGES)} are caught**, in {record['minutes']} minutes on two cores (rloo.py "
-    text += f"{made['rloo.py']}, torch {made['torch']}, transformers {made['transformers']}, {made['date']})."
+    text = (
+        f"**{len(caught)} of {len(CHANGES)} are caught**, in {record['minutes']} minutes: rloo.py {made['rloo.py']}, "
+    )
+    text += f"torch {made['torch']}, transformers {made['transformers']}, {made['machine']}, {made['date']}."
     for section, rows in SECTIONS.items():
         cells = [row.get("note") or (f"`{row['test']}`" if row["name"] in caught else "**nothing**") for row in rows]
         table = [[row["bug"], row["seen"], cell] for row, cell in zip(rows, cells)]
