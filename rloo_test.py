@@ -1822,6 +1822,12 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     assert sizes(dataset_name=file) == [1100, 100]
 
 
+def test_prompts_that_skip_the_chat_template_are_said(tmp_path, capsys):
+    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}])
+    rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), chat_tokenizer())
+    assert "2 prompts are plain text" in capsys.readouterr().out
+
+
 def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
     fake = types.SimpleNamespace(load_dataset=lambda name, config: {"train": [{"prompt": f"{name} {config}"}]})
     monkeypatch.setitem(sys.modules, "datasets", fake)

@@ -83,7 +83,7 @@ def tables(record: dict) -> str:
     for section, rows in SECTIONS.items():
         cells = [row.get("note") or (f"`{row['test']}`" if row["name"] in caught else "**nothing**") for row in rows]
         table = [[row["bug"], row["seen"], cell] for row, cell in zip(rows, cells)]
-        text += f"\n\n## {section}\n\n" + common.markdown([["bug", "seen; in TRL", "caught by"], *table])
+        text += f"\n\n## {section}\n\n" + common.markdown([["bug", "seen", "caught by"], *table]).replace(" | ", "|")
     return text
 
 
