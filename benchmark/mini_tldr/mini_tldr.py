@@ -8,6 +8,7 @@ reward model trained on noisy comparisons (reward/). The facts behind each post 
 summary exactly. As in the real benchmark the policy never sees the judge, only the reward model.
 """
 
+import itertools
 import json
 import math
 import random
@@ -488,9 +489,28 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
     }
     for total, (name, (batch_size, lr, shares, weights)) in zip(stages, settings.items()):
         chunk, loss = partial(make_chunk, **shares), partial(loss_fn, weights=weights)
-        optimise(f"reward model, {name}", model, total, chunk, length, loss, lr, rng, batch_size)
+        if total:
+            optimise(f"reward model, {name}", model, total, chunk, length, loss, lr, rng, batch_size)
     del model.read, model.check
     return model
+
+
+def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
+    """The reward model, trained by the logistic loss on `total` comparisons: pairs of token ids (prompt_ids, better,
+    worse), all of them and then all again."""
+    import rloo
+
+    endless = itertools.chain.from_iterable(rng.sample(pairs, len(pairs)) for _ in itertools.count())
+
+    def make_chunk(n):
+        return list(itertools.islice(endless, n))
+
+    def loss_fn(batch):
+        ids, _ = rloo.pad([pair[which] for which in ("better", "worse") for pair in batch])
+        better, worse = rloo.model_scores(model, rloo.make_batch(batch, ids.view(2, len(batch), -1), [eos]))
+        return F.softplus(worse - better).mean()
+
+    return optimise(name, model, total, make_chunk, lambda pair: len(pair["prompt_ids"]), loss_fn, lr, rng)
 
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What reach.py and peers.py share: they train policies on mini TL;DR and measure them on fresh posts.
+"""What reach.py, peers.py and overoptimise.py share: they train policies on mini TL;DR and measure them on fresh posts.
 
-Each run has its record in a .json file and is made only once; a run that was stopped goes on. What runs write is in
-runs/study, which may be deleted.
+Each run has its record in a .json file and is made only once, unless --again asks for it; a run that was stopped goes
+on. What runs write is in runs/study, which may be deleted.
 """
 
 import itertools
@@ -29,8 +29,7 @@ TEMPERATURE = 0.7
 SAMPLES = 2  # completions sampled for each post
 CHUNK = 128  # completions of a forward pass
 # Fresh posts of each kind; later ones avoid earlier ones. Settings were chosen on those of validation.
-FRESH = {"validation": 2_000, "test": 5_000, "second_test": 5_000}
-POINTS, CURVE_POSTS = 8, 1_000  # a curve: so many points along a run, each on the first so many test posts
+FRESH = {"validation": 2_000, "test": 5_000, "second_test": 5_000, "comparisons": 6_000}
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -64,18 +63,16 @@ class Setting:
         }
         return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
 
-    def own_flags(self, curve: bool = False) -> list[str]:
-        """Flags by which a run of rloo.py goes on if it was stopped, and keeps the checkpoints of a curve. It evaluates
-        itself on one post: measuring is done here."""
-        updates = -(-self.episodes // self.size)
-        kept = ["--save_steps", str(-(-updates // POINTS)), "--save_total_limit", str(POINTS if curve else 1)]
+    def own_flags(self, save_steps: int = 100, kept: int = 1) -> list[str]:
+        """Flags by which a run of rloo.py goes on if it was stopped, and keeps checkpoints. It evaluates itself on one
+        post: measuring is done here."""
         evaluation = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
-        return [*evaluation, *kept, "--resume"]
+        return [*evaluation, "--save_steps", str(save_steps), "--save_total_limit", str(kept), "--resume"]
 
 
-def train(name: str, command: list[str]) -> Path:
-    """The folder of a complete run. command: without output folder."""
-    folder = RUNS / name
+def train(name: str, command: list[str], runs: Path) -> Path:
+    """The folder of a complete run, in the folder `runs`. command: without output folder."""
+    folder = runs / name
     if not (folder / "model.safetensors").is_file():
         print(f"{time.strftime('%T')} training {name}", flush=True)
         common.run_logged([*command, "--output_dir", folder], Path(f"{folder}.log"))
@@ -86,16 +83,6 @@ def seconds(folder: Path) -> float:
     """Of training on one thread: all updates, without loading and evaluating."""
     lines = common.read_lines(folder / "metrics.jsonl")
     return round(sum(value for line in lines for key, value in line.items() if key.startswith("time/")), 1)
-
-
-def curve(folder: Path, size: int, seed: int) -> list[dict]:
-    """A run of rloo.py at each of its checkpoints, whose updates have `size` completions."""
-    points = []
-    for checkpoint in reversed(rloo.checkpoints(folder)):
-        found = measured(checkpoint, "test", CURVE_POSTS, seed)["sampled"]
-        episode = int(checkpoint.name.removeprefix("checkpoint-")) * size
-        points.append({"episode": episode, **{name: mean for name, (mean, _) in found.items()}})
-    return points
 
 
 # ---- Posts -----------------------------------------------------------------------------------------------------------
@@ -145,11 +132,11 @@ class Engine:
     def examples(self, posts: list[dict]) -> list[dict]:
         return [rloo.prepare_example(post, self.tokenizer) for post in posts]
 
-    def complete(self, policy, examples: list[dict], k: int, temperature: float):
+    def complete(self, policy, examples: list[dict], k: int, temperature: float, reward):
         """k completions of each prompt: their texts, number j·B + b, and by name what is measured of them, (k, B)."""
         stop_ids = [self.tokenizer.eos_token_id]
         batch, logprobs = rloo.rollout(self.args, policy, examples, k, temperature, stop_ids, version=0)
-        found = {"score": self.reward(batch), "kl": torch.zeros(batch.ended.shape)}
+        found = {"score": reward(batch), "kl": torch.zeros(batch.ended.shape)}
         if temperature and policy is not self.reference:
             found["kl"] = (logprobs - rloo.chunked_logprobs(self.reference, batch, temperature, CHUNK)).sum(-1)
         return rloo.completion_texts(batch, self.tokenizer), found
@@ -160,21 +147,22 @@ def engine() -> Engine:
     return Engine()
 
 
-def grade(policy, posts: list[dict], samples: int, seed: int, temperature: float = TEMPERATURE) -> dict:
+def grade(policy, posts: list[dict], samples: int, seed: int, temperature: float = TEMPERATURE, reward=None) -> dict:
     """Measure -> its values (posts, samples), with the same random numbers for all policies:
 
     win     1 where the gold judge prefers the completion to the post's reference, 0.5 for a tie, else 0
-    score   the reward model's
+    score   the reward model's, by default that of the task
     kl      Σ_t log π(y_t) - log π_SFT(y_t) at this temperature, in nats; 0 for greedy completions
     """
+    reward = reward or engine().reward
     examples = engine().examples(posts)
     order = sorted(range(len(examples)), key=lambda i: (len(examples[i]["prompt_ids"]), i))  # little padding
     found = {name: np.empty((len(examples), samples)) for name in ("win", "score", "kl")}
     size = max(1, CHUNK // samples)
     for number, begin in enumerate(range(0, len(order), size)):
         index = order[begin : begin + size]
-        transformers.set_seed(seed * 1_000_000 + number)
-        texts, values = engine().complete(policy, [examples[i] for i in index], samples, temperature)
+        torch.manual_seed(seed * 1_000_000 + number)
+        texts, values = engine().complete(policy, [examples[i] for i in index], samples, temperature, reward)
         columns = {name: [posts[i][name] for i in index] * samples for name in ("facts", "completion")}
         values["win"] = torch.tensor(mini_tldr.gold_win_rate(None, texts, **columns)).view(samples, -1)
         for name, tensor in values.items():

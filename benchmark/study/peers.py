@@ -1,29 +1,28 @@
 """How does RLOO compare with PPO, GRPO, RAFT and REINFORCE without a baseline on mini TL;DR?
 
     python benchmark/study/peers.py --trl0 trl0/bin/python --trl1 trl1/bin/python
-    python benchmark/study/peers.py --names rloo raft                                # some of it
+    python benchmark/study/peers.py --names raft --seeds 1 --again    # one run again, compared with its record
 
 benchmark/requirements.txt says how to make the environments with TRL 0.19 (PPO) and 1.x (GRPO); without them these rows
-are skipped. Records: peers.json. A run that has its record is not made again. Two processes with other --names may run
-side by side.
+are skipped. Records: peers.json. Two processes with other --names may run side by side.
 
-Each method with five seeds has the best of six settings (learning rate, β, completions per update), tried with seed 1
-on fresh validation posts; the seeds here are others, and so are the posts. The other rows change one thing of these.
+Each method has the best of six settings (learning rate, β, completions per update), tried with seed 1 on fresh
+validation posts; the seeds here are others, and so are the posts.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import measure
 import numpy as np
-import reach
 import tyro
 from measure import Setting, common
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "peers.json"
 POSTS = 5_000  # fresh test posts
+SEEDS = range(2, 7)  # 1 was used to choose
 
 
 @dataclass(frozen=True)
@@ -34,64 +33,37 @@ class Row:
     setting: Setting
     script: str = "rloo.py"
     """and its first argument, if it has one"""
-    flags: tuple[str, ...] = ()
-    """more than those of the setting"""
     environment: str = ""
     """whose python runs it: trl0 or trl1; empty: this one"""
-    seeds: int = 3
 
     def command(self, seed: int) -> list[str]:
         """Without python and output folder."""
-        return [*self.script.split(), *self.setting.flags(seed), *self.flags]
+        return [*self.script.split(), *self.setting.flags(seed)]
 
 
-RLOO = Row("RLOO, k = 4", Setting(3.55e-4), seeds=5)
-RAFT = Row("RAFT, k = 4", Setting(size=128), "benchmark/study/variants.py raft", seeds=5)
-PPO = Row(
-    "PPO, 4 epochs (TRL)",
-    Setting(2e-4, beta=0.05, epochs=4),
-    "benchmark/trl/run.py ppo",
-    environment="trl0",
-    seeds=5,
-)
-OF_POLICY = ("--value_model_path", "benchmark/mini_tldr/sft")
 ROWS = {
-    "rloo": RLOO,
-    "ppo": PPO,
-    "grpo": Row("GRPO (TRL)", Setting(2.5e-4, 128, 0.0), "benchmark/trl/run.py grpo", environment="trl1", seeds=5),
-    "raft": RAFT,
-    "no_baseline": replace(
-        RAFT,
-        title="REINFORCE without baseline",
-        setting=Setting(3.5e-4, 128),
-        script="benchmark/study/variants.py no_baseline",
-    ),
-    # what PPO owes to its value model, which begins as the reward model, and to its epochs
-    "ppo_policy": replace(PPO, title="PPO, value model from the policy", flags=OF_POLICY, seeds=3),
-    "ppo_1_epoch": replace(PPO, title="PPO, 1 epoch", setting=replace(PPO.setting, epochs=1), seeds=2),
+    "rloo": Row("RLOO, k = 4", Setting(3.55e-4)),
+    "ppo": Row("PPO, 4 epochs (TRL)", Setting(2e-4, beta=0.05, epochs=4), "benchmark/trl/run.py ppo", "trl0"),
+    "grpo": Row("GRPO (TRL)", Setting(2.5e-4, 128, 0.0), "benchmark/trl/run.py grpo", "trl1"),
+    "raft": Row("RAFT, k = 4", Setting(size=128), "benchmark/study/variants.py raft"),
+    "no_baseline": Row("REINFORCE without baseline", Setting(3.5e-4, 128), "benchmark/study/variants.py no_baseline"),
 }
-for k in (2, 8, 16):
-    ROWS[f"rloo_k{k}"] = replace(RLOO, title=f"RLOO, k = {k}", setting=replace(RLOO.setting, k=k), seeds=3)
-for k in (2, 8):
-    ROWS[f"raft_k{k}"] = replace(RAFT, title=f"RAFT, k = {k}", setting=replace(RAFT.setting, k=k), seeds=3)
 
 
 def names(row: str) -> list[str]:
-    """Of the records of a row. Seed 1 was used to choose."""
-    return [f"{row}__{seed}" for seed in range(2, 2 + ROWS[row].seeds)]
+    """Of the records of a row."""
+    return [f"{row}__{seed}" for seed in SEEDS]
 
 
-def make(records: common.Records, row: str, python: str):
-    """Trains and measures the runs of a row that have no record."""
-    for name in names(row):
-        if records.value(name, "test") is not None:
-            continue
-        seed, setting = int(name.rpartition("__")[2]), ROWS[row].setting
-        command = ROWS[row].command(seed)
-        own = [] if ROWS[row].environment else setting.own_flags()
-        folder = measure.train(name, [python, *command, *own])
-        found = measure.measured(folder, "test", POSTS, seed)
-        records.add(name, command=" ".join(command), seconds=measure.seconds(folder), test=found)
+def make(records: common.Records, row: str, python: str, runs: Path, seeds: int | None = None):
+    """Trains and measures the first runs of a row, those that have no record."""
+    for seed, name in list(zip(SEEDS, names(row)))[:seeds]:
+        if records.needs(name, "test"):
+            command = ROWS[row].command(seed)
+            own = [] if ROWS[row].environment else ROWS[row].setting.own_flags()
+            folder = measure.train(name, [python, *command, *own], runs)
+            found = measure.measured(folder, "test", POSTS, seed)
+            records.add(name, command=" ".join(command), seconds=measure.seconds(folder), test=found)
 
 
 # ---- What is found ---------------------------------------------------------------------------------------------------
@@ -114,18 +86,11 @@ def seconds(records: common.Records, runs: list[str]) -> str:
 
 
 def table(records: common.Records) -> str:
-    """All methods, and RLOO's longer runs by reach.py, which are in no comparison."""
     apart, found = compared(records), wins(records)
-    rows = [["method (seeds)", "gold win rate, %", "minus RLOO, k = 4, points", "seconds"]]
+    rows = [["method", "gold win rate, %", "minus RLOO, points", "seconds"]]
     for row in sorted(found, key=lambda row: -np.mean(found[row])):
-        x = apart.get(row)
-        difference = common.with_interval(x) if x else ""
-        title, win = f"{ROWS[row].title} ({len(found[row])})", common.plus_minus(found[row])
-        rows.append([title, win, difference, seconds(records, names(row))])
-    longer, longer_runs = common.Records(reach.RECORDS), reach.ROWS["beta0.02"].names()
-    win = measure.means(longer, longer_runs, "test", "win")
-    title = f"RLOO, default with 25,600 episodes ({len(win)})"
-    rows.append([title, common.plus_minus(win, 100), "", seconds(longer, longer_runs)])
+        difference = common.with_interval(apart[row]) if row in apart else ""
+        rows.append([ROWS[row].title, common.plus_minus(found[row]), difference, seconds(records, names(row))])
     return common.markdown(rows)
 
 
@@ -139,30 +104,41 @@ def headline() -> list[list[str]]:
         if row == "ppo":
             number += f"; {seconds(records, names(row))} seconds against {seconds(records, names('rloo'))}"
         title = f"mini TL;DR, {ROWS[row].title} minus RLOO at learning rate 3.55e-4, points"
-        rows.append([title, number, str(ROWS[row].seeds), "`python benchmark/study/peers.py`"])
+        rows.append([title, number, str(len(SEEDS)), "`python benchmark/study/peers.py`"])
     return rows
 
 
-def report():
-    common.insert(HERE / "README.md", {"peers": table(common.Records(RECORDS))})
+def report(records: common.Records | None = None):
+    records = records or common.Records(RECORDS)
+    if records.complete([name for row in ROWS for name in names(row)], "README.md's table"):
+        common.insert(HERE / "README.md", {"peers": table(records)})
 
 
-def main(names: tuple[str, ...] = tuple(ROWS), trl0: str = "", trl1: str = ""):
+def main(
+    names: tuple[str, ...] = tuple(ROWS),
+    seeds: int | None = None,
+    again: bool = False,
+    trl0: str = "",
+    trl1: str = "",
+):
     """Runs, measurements and table.
 
     Args:
         names: which rows, by their names in this file
+        seeds: at most so many of each row
+        again: what has a record too; it is compared with the record, and nothing is written
         trl0: python of an environment with TRL 0.19
         trl1: python of an environment with TRL 1.x
     """
     pythons = {"": sys.executable, "trl0": trl0, "trl1": trl1}
+    records, runs = common.Records(RECORDS, again), common.folder_of_runs("study", again)
     for row in names:
         python = pythons[ROWS[row].environment]
         if python:
-            make(common.Records(RECORDS), row, python)
+            make(records, row, python, runs, seeds)
         else:
-            print(f"skipped, since --{ROWS[row].environment} is not given: {row}")
-    report()
+            print(f"{row}: skipped, since --{ROWS[row].environment} is not given")
+    report(records)
 
 
 if __name__ == "__main__":

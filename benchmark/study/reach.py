@@ -1,9 +1,9 @@
-"""What can RLOO reach on mini TL;DR, by episodes and β, beside best-of-n, and when does reward stop meaning quality?
+"""What does RLOO reach on mini TL;DR, by the default and with four times the episodes, beside best-of-n?
 
-    python benchmark/study/reach.py                          # all that has no record yet
-    python benchmark/study/reach.py --names sft default      # some of it
+    python benchmark/study/reach.py                                        # all that has no record yet
+    python benchmark/study/reach.py --names default --seeds 1 --again      # one run again, compared with its record
 
-Records: reach.json. A run that has its record is not made again.
+Records: reach.json.
 """
 
 import math
@@ -18,7 +18,7 @@ import tyro
 from measure import Setting, common
 
 HERE = Path(__file__).resolve().parent
-RECORDS, PICTURE = HERE / "reach.json", HERE / "episodes.png"
+RECORDS = HERE / "reach.json"
 POSTS = 5_000
 MOST, BEST_OF_N_POSTS = 64, 2_000  # best-of-n: samples of each post, and test posts
 
@@ -31,48 +31,35 @@ class Row:
     setting: Setting
     seeds: Sequence[int]
     kind: str = "test"
-    curve_seeds: Sequence[int] = ()
-    """those that are measured along the way"""
 
     def names(self) -> list[str]:
         """Of its records."""
         return [f"beta{self.setting.beta:g}_episodes{self.setting.episodes}__{seed}" for seed in self.seeds]
 
 
-def long(beta: float, seeds: Sequence[int], **more) -> Row:
-    return Row(f"β = {beta:g}, 25,600 episodes", Setting(beta=beta, episodes=25_600), seeds, **more)
-
-
 ROWS = {
     # It was chosen with seeds 1 to 6 on validation posts, and has test posts of its own.
-    "default": Row("**default**: β = 0.02, 6,400 episodes", Setting(), range(7, 17), "second_test", range(12, 17)),
-    "beta0": long(0.0, (1, 2, 3), curve_seeds=(1, 2, 3)),
-    "beta0.01": long(0.01, (1, 2)),
-    "beta0.02": long(0.02, (1, 2, 3)),
-    "beta0.05": long(0.05, (1, 2, 3), curve_seeds=(1, 2, 3)),
-    "beta0.1": long(0.1, (1, 2)),
+    "default": Row("**default**: β = 0.02, 6,400 episodes", Setting(), range(7, 17), "second_test"),
+    "beta0.05": Row("β = 0.05, 25,600 episodes", Setting(beta=0.05, episodes=25_600), (1, 2, 3)),
 }
 
 
-def make(records: common.Records, row: Row):
-    """Trains and measures the runs of a row that have no record."""
-    for seed, name in zip(row.seeds, row.names()):
-        if records.value(name, row.kind) is None:
-            curve = seed in row.curve_seeds
+def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None):
+    """Trains and measures the first runs of a row, those that have no record."""
+    for seed, name in list(zip(row.seeds, row.names()))[:seeds]:
+        if records.needs(name, row.kind):
             command = ["rloo.py", *row.setting.flags(seed)]
-            folder = measure.train(name, [sys.executable, *command, *row.setting.own_flags(curve)])
-            found = {"command": " ".join(command), "seconds": measure.seconds(folder)}
-            if curve:
-                found["curve"] = measure.curve(folder, row.setting.size, seed)
-            records.add(name, **found, **{row.kind: measure.measured(folder, row.kind, POSTS, seed, greedy=True)})
+            folder = measure.train(name, [sys.executable, *command, *row.setting.own_flags()], runs)
+            found = {row.kind: measure.measured(folder, row.kind, POSTS, seed, greedy=True)}
+            records.add(name, command=" ".join(command), seconds=measure.seconds(folder), **found)
 
 
 def make_sft(records: common.Records):
     """The SFT policy on the posts of both kinds, and the best of n = 1, 2, 4, ... samples by the reward model."""
     for kind in ("test", "second_test"):
-        if records.value("sft", kind) is None:
+        if records.needs("sft", kind):
             records.add("sft", **{kind: measure.measured(common.TASK / "sft", kind, POSTS, 1, greedy=True)})
-    if records.value("sft", "best_of_n") is None:
+    if records.needs("sft", "best_of_n"):
         posts = measure.fresh_posts()["test"][:BEST_OF_N_POSTS]
         grades = measure.grade(measure.engine().reference, posts, MOST, 1)
         records.add("sft", best_of_n={str(2**i): best_of(grades, 2**i) for i in range(MOST.bit_length())})
@@ -118,12 +105,6 @@ def over_posts(found: list[float], factor: float = 1, decimals: int = 1) -> str:
     return f"{mean:.{decimals}f} ± {error:.{decimals}f}" if error else f"{mean:.{decimals}f}"
 
 
-def over_seeds(values: list[float], setting: Setting, factor: float = 1, decimals: int = 1) -> str:
-    """Without a KL penalty seeds go such different ways that each is listed."""
-    write = common.plus_minus if setting.beta else common.listed
-    return write(values, factor, decimals)
-
-
 def table(records: common.Records) -> str:
     """What policies reach on test posts. ± is over seeds, or, where the brackets count posts, over posts."""
     rows = [["policy (seeds or posts)", *(title for _, title, *_ in MEASURES)]]
@@ -133,58 +114,15 @@ def table(records: common.Records) -> str:
 
     def trained(row: Row):
         values = {name: measure.means(records, row.names(), row.kind, name) for name, *_ in MEASURES}
-        cells = [over_seeds(values[name], row.setting, *form) for name, _, *form in MEASURES]
+        cells = [common.plus_minus(values[name], *form) for name, _, *form in MEASURES]
         rows.append([f"{row.title} ({len(row.seeds)})", *cells])
 
-    default, *others = ROWS.values()
-    untrained("SFT, posts of the default", records.all["sft"]["second_test"]["sampled"], POSTS)
-    trained(default)
-    untrained("SFT, posts of all below", records.all["sft"]["test"]["sampled"], POSTS)
-    for n in ("4", "8"):
+    untrained("SFT", records.all["sft"]["second_test"]["sampled"], POSTS)
+    trained(ROWS["default"])
+    for n in ("4", "8", "64"):
         untrained(f"best of {n} of SFT", records.all["sft"]["best_of_n"][n], BEST_OF_N_POSTS)
-    for row in others:
-        trained(row)
+    trained(ROWS["beta0.05"])
     return common.markdown(rows)
-
-
-DRAWN = {"default": "tab:blue", "beta0.05": "tab:green", "beta0": "tab:orange"}
-
-
-def draw_row(axis, records: common.Records, row: Row, measured: str, factor: float, colour: str):
-    """A line for each seed along the way, and dots at the end."""
-    curves = [x for x in (records.value(name, "curve") for name in row.names()) if x]
-    for curve in curves:
-        episodes, values = zip(*((point["episode"], factor * point[measured]) for point in curve))
-        axis.plot(episodes, values, "-", lw=0.8, color=colour, alpha=0.7)
-    ends = factor * np.array(measure.means(records, row.names(), row.kind, measured))
-    shown = [ends.mean()] if row.setting.beta else ends
-    count = f"seeds: {len(ends)}" + (f", {len(curves)} with lines" if len(curves) < len(ends) else "")
-    label = f"{row.title.replace('**', '')} ({count})"
-    axis.plot([row.setting.episodes] * len(shown), shown, "o", ms=6, color=colour, label=label)
-
-
-def draw(records: common.Records):
-    """Win rate, score and KL over episodes."""
-    figure, (axes,) = common.canvas(3, 13, 4.8)
-    for axis, (measured, title, factor, _) in zip(axes, MEASURES):
-        for name, colour in DRAWN.items():
-            draw_row(axis, records, ROWS[name], measured, factor, colour)
-        if measured != "kl":  # which is 0
-            before = factor * records.all["sft"]["test"]["sampled"][measured][0]
-            axis.axhline(before, color="tab:grey", ls=":", label="SFT, before training")
-        axis.set(title=title, xlabel="episodes, logarithmic", xscale="log")
-        axis.set_xticks([800, 3_200, 12_800], ["800", "3,200", "12,800"])
-    axes[2].set_yscale("log")
-    axes[2].set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
-    for axis in axes:
-        axis.minorticks_off()
-    figure.suptitle(
-        "RLOO on mini TL;DR: fresh test posts, sampled at T = 0.7. Lines: a seed each, along the way, on "
-        f"{measure.CURVE_POSTS:,} posts.\nDots: ends, on {POSTS:,} posts, the mean over seeds, for β = 0 each seed",
-        fontsize=10,
-    )
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    common.save(figure, PICTURE)
 
 
 def headline() -> list[list[str]]:
@@ -198,34 +136,35 @@ def headline() -> list[list[str]]:
         rows.append(
             [f"mini TL;DR, default: gold win rate, {mode}, %", number, str(len(ends)), command.format("sft default")]
         )
-    for name in ("beta0", "beta0.02", "beta0.05"):
-        ends = measure.means(records, ROWS[name].names(), "test", "win")
-        number = over_seeds(ends, ROWS[name].setting, 100)
-        rows.append([f"{ROWS[name].title}: gold win rate, %", number, str(len(ends)), command.format(name)])
+    row = ROWS["beta0.05"]
+    number = common.plus_minus(measure.means(records, row.names(), row.kind, "win"), 100)
+    rows.append([f"{row.title}: gold win rate, %", number, str(len(row.seeds)), command.format("beta0.05")])
     bests = [over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")]
     rows.append(["best of 4, 16, 64 before training, ± over posts, %", ", ".join(bests), "", command.format("sft")])
     return rows
 
 
-def report():
-    records = common.Records(RECORDS)
-    common.insert(HERE / "README.md", {"reached": table(records)})
-    draw(records)
+def report(records: common.Records | None = None):
+    records = records or common.Records(RECORDS)
+    if records.complete(["sft", *(name for row in ROWS.values() for name in row.names())], "README.md's table"):
+        common.insert(HERE / "README.md", {"reached": table(records)})
 
 
-def main(names: tuple[str, ...] = ("sft", *ROWS)):
-    """Runs, measurements, table and picture.
+def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, again: bool = False):
+    """Runs, measurements and table.
 
     Args:
         names: which parts: sft, or rows by their names in this file
+        seeds: at most so many of each row
+        again: what has a record too; it is compared with the record, and nothing is written
     """
-    records = common.Records(RECORDS)
+    records, runs = common.Records(RECORDS, again), common.folder_of_runs("study", again)
     for name in names:
         if name == "sft":
             make_sft(records)
         else:
-            make(records, ROWS[name])
-    report()
+            make(records, ROWS[name], runs, seeds)
+    report(records)
 
 
 if __name__ == "__main__":

@@ -33,5 +33,4 @@ def best_of_group(rewards, *_):
 ADVANTAGES = {"no_baseline": no_baseline, "raft": best_of_group}
 
 if __name__ == "__main__":
-    rloo.advantage = ADVANTAGES[sys.argv[1]]
-    rloo.command_line(sys.argv[2:])
+    rloo.command_line(sys.argv[2:], advantage=ADVANTAGES[sys.argv[1]])
