@@ -147,7 +147,8 @@ def folder_of_runs(room: str, again: bool = False) -> Path:
 
 def require(**packages: str):
     """Ends the script if a module is not installed. packages: module -> what pip calls it."""
-    missing = [name for module, name in packages.items() if importlib.util.find_spec(module) is None]
+    specs = {name: importlib.util.find_spec(module) for module, name in packages.items()}
+    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]  # no folder of that name
     if missing:
         sys.exit(f"{Path(sys.argv[0]).name} needs more packages: {sys.executable} -m pip install {' '.join(missing)}")
 

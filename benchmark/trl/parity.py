@@ -1,12 +1,14 @@
 """TRL's RLOO trainers beside rloo.py on the same completions of mini TL;DR: do they end in the same weights?
 
-    python benchmark/trl/parity.py --trl trl0/bin/python --trl trl1/bin/python     # a few minutes
+    python benchmark/trl/parity.py                               # rloo.py against TRL's numbers in golden.json: seconds
+    python benchmark/trl/parity.py --trl trl0/bin/python --trl trl1/bin/python     # trains by TRL anew: a few minutes
 
-benchmark/requirements.txt says how to make the environments for --trl, TRL 0.19 and 1.x. Everything runs on a CPU.
+benchmark/requirements.txt says how to make the environments for --trl, TRL 0.19 and 1.x. Everything runs on a CPU. Only
+both together, without --again, write golden.json.
 
 Both sides train on given completions in float32, some of which have no stop token. Three updates later the weights must
 agree to 1e-6; where TRL does something else, the table says what, and how much it matters. golden.json has the
-completions, once sampled by the SFT policy, and gets TRL's numbers, which parity_test.py checks without TRL.
+completions, once sampled by the SFT policy, and TRL's numbers, with which parity_test.py compares without TRL.
 
 TRL's trainers run unchanged, with these exceptions: their generation returns the given completions (0.19:
 `batch_generation`, 1.x: `_generate_single_turn`), data and completions are not shuffled, and a mini-batch holds whole
@@ -284,7 +286,9 @@ def compare(found: dict, folder: Path, given: dict) -> tuple[list[dict], list[di
         relative = distance(ours, weights[-1]) / distance(start, weights[-1])
         line = {"difference": difference, "relative": relative, "agree": difference <= AGREE, "why": row.why}
         table.append(said | line)
-        print(f"{found['title']}, {row.name}: {difference:.1e} {row.why}", flush=True)
+        before = [x["difference"] for x in given["table"] if x["trl"] == found["title"] and x["setting"] == row.name]
+        recorded = f"recorded {before[0]:.1e}, now " if before else ""
+        print(f"{found['title']}, {row.name}: {recorded}{difference:.1e} {row.why}", flush=True)
         if (version, row.name) in KEPT:
             metrics = [comparable(version, theirs, ours=False) for theirs in found["metrics"][number]]
             moved = [movement(start, after) for after in weights]
@@ -292,19 +296,60 @@ def compare(found: dict, folder: Path, given: dict) -> tuple[list[dict], list[di
     return table, golden
 
 
-def same(pythons: list[str]):
-    """Trains by each python's TRL and by rloo.py, on the completions in golden.json, and writes what is found there."""
-    result = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    result |= {"torch": torch.__version__, "table": [], "golden": []}
+def errors(line: dict, golden: dict) -> dict[str, float]:
+    """How far rloo.py is from the golden numbers of a row, in units of what is allowed: over 1 is too far. Rounding
+    costs, on any CPU, 5e-6 of a tensor's norm and 3e-5 of a projection."""
+    version = int(line["trl"].split()[1][0])
+    (flags,) = (row.flags for row in rows_of(version) if row.name == line["setting"])
+    weights, metrics = train_rloo(flags, golden["prompts"], golden["completions"])
+    start = load_file(SFT / "model.safetensors")
+    found = {"movement": 0.0, "metrics": 0.0}
+    for after, theirs in zip(weights, map(torch.tensor, line["movement"]), strict=True):
+        ours = torch.tensor(movement(start, after))
+        norms, projections = theirs[: len(start)], theirs[len(start) :]
+        allowed = torch.cat([5e-5 * norms, (1e-4 * norms.norm()).expand(len(projections))])
+        apart = ((ours - theirs).abs() / allowed).max()
+        whole = (ours[: len(start)].norm() / norms.norm() - 1).abs() / 1e-5
+        found["movement"] = max(found["movement"], apart.item(), whole.item())
+    for ours, theirs in zip(metrics, line["metrics"], strict=True):
+        ours = comparable(version, ours, ours=True)
+        apart = [abs(ours[name] - x) / (1e-5 * max(1, abs(x))) for name, x in theirs.items()]
+        found["metrics"] = max(found["metrics"], *apart)
+    return found
+
+
+def against_golden():
+    """Compares rloo.py with TRL's numbers in golden.json."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    wrong = []
+    for line in golden["golden"]:
+        found = errors(line, golden)
+        name = f"{line['trl'].split(',')[0]}, {line['setting']}"
+        print(f"{name}: {max(found.values()):.2f} of the difference that rounding may make", flush=True)
+        wrong += [name] if max(found.values()) > 1 else []
+    print(f"{GOLDEN.name} is left as it is; --trl compares all {len(ROWS)} settings with TRL itself")
+    if wrong:
+        sys.exit(f"rloo.py differs from TRL's numbers: {'; '.join(wrong)}")
+
+
+def same(pythons: list[str], again: bool):
+    """Trains by each python's TRL and by rloo.py, on the completions in golden.json, and writes what is found there if
+    that is all."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    result = golden | {"made": common.provenance(), "table": [], "golden": []}
     for number, python in enumerate(pythons):
         folder = common.ROOT / "runs" / "parity" / str(number)
         common.run_logged([python, HERE / "parity.py", "--inside", folder], folder / "log")
         found = json.loads((folder / "found.json").read_text())
-        table, golden = compare(found, folder, result)
+        table, movements = compare(found, folder, golden)
         result["table"] += table
-        result["golden"] += golden
-    short = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.9g}"))
-    GOLDEN.write_text(json.dumps(short, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+        result["golden"] += movements
+    if not again and len(result["table"]) == len(ROWS):
+        short = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.9g}"))
+        GOLDEN.write_text(json.dumps(short, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+        report()
+    else:
+        print(f"{GOLDEN.name} and the page are left as they are: it takes both versions of TRL, and no --again")
     wrong = [f"{line['trl']}, {line['setting']}" for line in result["table"] if not line["agree"] and not line["why"]]
     if wrong:
         sys.exit(f"the weights differ by more than {AGREE:g} and no reason is known: {'; '.join(wrong)}")
@@ -347,6 +392,7 @@ def headline() -> list[list[str]]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", action="append", default=[], help="python of an environment with TRL 0.19 or 1.x")
+    parser.add_argument("--again", action="store_true", help="with --trl: compare with golden.json, write nothing")
     parser.add_argument("--inside", type=Path, metavar="FOLDER", help="how this script runs itself in an environment")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -354,8 +400,10 @@ def main():
     transformers.logging.disable_progress_bar()
     if args.inside:
         train_trl(args.inside)
+    elif args.trl:
+        same(args.trl, args.again)
     else:
-        same(args.trl)
+        against_golden()
 
 
 if __name__ == "__main__":

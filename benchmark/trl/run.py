@@ -253,6 +253,7 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, **theirs):
 
 
 def main(args: argparse.Namespace):
+    common.require(trl="trl==0.19.1" if args.trainer == "ppo" else "trl==1.16.0", datasets="datasets")
     transformers.set_seed(args.seed)
     out = args.output_dir.with_name(args.output_dir.name + ".unfinished")
     shutil.rmtree(out, ignore_errors=True)  # of a run that was ended
