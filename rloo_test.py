@@ -1761,6 +1761,7 @@ TEXTS = [  # tokenizer, row, the text that is read, and its ids
     # A table gives each row the keys of all: what is null is not there.
     (TOOLS, {"prompt": [USER], "chat_template_kwargs": {"d": None}}, "u b c a", [2, 4, 5, 3]),
     (TOOLS, {"prompt": [USER], "tools": [{"x": {"y": None}, "z": None}]}, '{"x": {}} u b c a', None),
+    (chat_tokenizer("{% if tools is not none %}e{% endif %}" + CHAT), {"prompt": [USER], "tools": []}, "u b c a", None),
     (llama_tokenizer(), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "<s> b"}, "<s> b", [1, 8]),
     (llama_tokenizer(), {"prompt": [{"role": "user", "content": "b"}]}, "b", [1, 8]),
@@ -1819,6 +1820,12 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
     assert "9 of 18 prompts" in capsys.readouterr().out
     write_rows(tmp_path / "x.jsonl", rows * 600)
     assert sizes(dataset_name=file) == [1100, 100]
+
+
+def test_prompts_that_skip_the_chat_template_are_said(tmp_path, capsys):
+    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "a"}, {"prompt": [USER]}, {"prompt": "b"}])
+    rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), chat_tokenizer())
+    assert "2 prompts are plain text" in capsys.readouterr().out
 
 
 def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
@@ -3423,6 +3430,18 @@ def test_a_weight_without_a_gradient_on_some_ranks_is_trained_and_on_all_left_al
     trained = ends["ddp, idle"]
     assert (trained - ends.get("fsdp, idle", trained)).abs().max() < 1e-5 < (trained - begin).abs().max()
     assert torch.equal(ends["ddp, unused"], begin)
+
+
+def test_a_weight_without_a_gradient_on_every_rank_gets_none(monkeypatch):
+    """... not 0, by which AdamW would let it decay."""
+    fakes = {"is_initialized": lambda: True, "all_reduce": lambda x: None, "get_world_size": lambda: 1}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(rloo.dist, name, fake)
+    model = tiny_model()
+    head = model.get_output_embeddings().weight
+    head.grad = torch.ones_like(head)
+    rloo.average_gradients(model)
+    assert [weight for weight in model.parameters() if weight.grad is not None] == [head]
 
 
 def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):

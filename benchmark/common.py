@@ -29,7 +29,7 @@ TASK = HERE / "mini_tldr"  # data, sft/, reward/
 LEAST_SEEDS = 3  # on each side of a comparison, and for a standard error
 # Each module has report(), which redraws its page; headline(), if it has one, gives rows of README.md's table.
 REPORTS = ("study/reach", "study/peers", "smollm/report", "speed/throughput", "gpu/gpu_memory", "trl/parity")
-REPORTS += ("gradient/exact",)
+REPORTS += ("gradient/exact", "bugs/put_back")
 
 
 # ---- Records and runs ------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""Puts bugs of other trainers back into rloo.py, one at a time, and runs the test that must fail.
+
+    python benchmark/bugs/put_back.py                          # all of changes.toml; record.json and the page's tables
+    python benchmark/bugs/put_back.py --rows dropout two-bos   # some, by name; writes nothing
+
+Each goes into a copy of rloo.py, whose test runs in a fork of this process. Exits with an error unless all tests pass
+without bugs and each bug is caught.
+"""
+
+import os
+import re
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import tyro
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+import common  # noqa: E402
+
+SECTIONS: dict[str, list[dict]] = tomllib.loads((HERE / "changes.toml").read_text(encoding="utf-8"))
+CHANGES = {row["name"]: row for rows in SECTIONS.values() for row in rows if "old" in row}
+TESTS = {name: row["test"] for name, row in CHANGES.items()}
+TESTS |= {"unchanged": " or ".join(f"({test})" for test in sorted(set(TESTS.values())))}
+
+
+def changed(name: str) -> str:
+    """rloo.py with a bug; as it is for "unchanged"."""
+    text = (common.ROOT / "rloo.py").read_text(encoding="utf-8")
+    change = CHANGES.get(name, {"old": text, "new": text})
+    if text.count(change["old"]) != 1:
+        raise ValueError(f"{name}: {change['old']!r} stands {text.count(change['old'])} times in rloo.py, not once")
+    return text.replace(change["old"], change["new"])
+
+
+def begin(name: str, folder: Path) -> int:
+    """Starts a bug's test on a copy of the repository. Returns the process, whose exit status is pytest's."""
+    folder.mkdir()
+    (folder / "rloo.py").write_text(changed(name), encoding="utf-8")
+    (folder / "rloo_test.py").write_bytes((common.ROOT / "rloo_test.py").read_bytes())
+    (folder / "benchmark").symlink_to(common.HERE)
+    process = os.fork()
+    if process:
+        return process
+    os.chdir(folder)
+    os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    options = ["-q", "-x", "--assert=plain", "--basetemp", str(folder / "pytest-of-put-back")]
+    os._exit(pytest.main(["rloo_test.py", "-k", TESTS[name], *options]))
+
+
+def put_back(names, jobs: int):
+    """Tests bugs, `jobs` at a time. Yields name, the test that failed, if any, pytest's exit status and its output."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    import rloo_test  # noqa: F401  (what it imports is loaded before the forks; rloo.py itself, in each of them)
+
+    del sys.modules["rloo"], sys.modules["rloo_test"]
+    running = {}
+    with tempfile.TemporaryDirectory() as top:
+        for name in [*names, *[None] * jobs]:
+            if len(running) == jobs or not name and running:
+                process, status = os.wait()
+                ended = running.pop(process)
+                log = (Path(top) / ended / "log").read_text(encoding="utf-8", errors="replace")
+                failed = re.search(r"^FAILED rloo_test.py::(\w+(\[.*?\])?)(?=$| - (?!Name|Attribute))", log, re.M)
+                yield ended, failed[1] if failed else "", os.waitstatus_to_exitcode(status), log
+            if name:
+                running[begin(name, Path(top) / name)] = name
+
+
+def tables(record: dict) -> str:
+    """The page's tables, by section."""
+    made, caught = record["made"], [name for name, failed in record["caught"].items() if failed]
+    text = (
+        f"**{len(caught)} of {len(CHANGES)} are caught**, in {record['minutes']} minutes: rloo.py {made['rloo.py']}, "
+    )
+    text += f"torch {made['torch']}, transformers {made['transformers']}, {made['machine']}, {made['date']}."
+    for section, rows in SECTIONS.items():
+        cells = [row.get("note") or (f"`{row['test']}`" if row["name"] in caught else "**nothing**") for row in rows]
+        table = [[row["bug"], row["seen"], cell] for row, cell in zip(rows, cells)]
+        text += f"\n\n## {section}\n\n" + common.markdown([["bug", "seen", "caught by"], *table]).replace(" | ", "|")
+    return text
+
+
+def report():
+    common.insert(HERE / "README.md", {"bugs": tables(common.Records(HERE / "record.json").all["bugs"])})
+
+
+def main(rows: tuple[str, ...] = (), jobs: int = 2):
+    """Puts bugs back. rows: names in changes.toml, none: all; jobs: tests at a time, on one thread each."""
+    start, caught = time.time(), {}
+    for name, failed, status, log in put_back(rows or tuple(TESTS), jobs):
+        print(f"{name}: {failed or ('nothing fails' if status == 0 else log[-1500:])}", flush=True)
+        if name != "unchanged":
+            caught[name] = failed
+        elif status:
+            sys.exit("a test fails without any bug: nothing is written")
+    if rows:
+        print("not all bugs were put back: record.json and README.md are left as they are")
+    else:
+        common.Records(HERE / "record.json").add("bugs", caught=caught, minutes=round((time.time() - start) / 60, 1))
+        report()
+    missed = [name for name, failed in caught.items() if not failed]
+    sys.exit(f"not caught: {', '.join(missed)}" if missed else 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
