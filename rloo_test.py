@@ -16,6 +16,7 @@ import os
 import pickle
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -2570,6 +2571,110 @@ def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd)
     assert AutoModelForCausalLM.from_pretrained(output).config.model_type == "gpt_neox"
     (metrics,) = read_metrics(output)
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 2.5e-4
+
+
+@pytest.fixture
+def run_mine(tiny, tmp_path, monkeypatch):
+    """run_mine(code, flags) runs a file mine.py: one update of the tiny folder."""
+    before = dict(vars(rloo))
+
+    def run(code: str, flags: str = ""):
+        (tmp_path / "mine.py").write_text(code)
+        small = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_model_path {tiny}/reward --device cpu"
+        small += f" --response_length 6 --total_episodes 1 --num_eval_prompts 0 --output_dir {tmp_path}/out"
+        monkeypatch.setattr(sys, "argv", ["mine.py", *small.split(), *flags.split()])
+        runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+
+    yield run
+    vars(rloo).update(before)
+    rloo.REPLACED.clear()
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("rloo.command_line(advantge=mine)", "rloo.py has no advantge to replace"),
+        ("rloo.command_line(advantage=lambda r, estimator: mine(r, estimator).T)", "advantage: must return the shape"),
+    ],
+)
+def test_a_misspelt_name_and_a_transposed_advantage_are_refused(line, said, run_mine):
+    """Both would train, by plain RLOO or by the advantages of other completions."""
+    code = f"import rloo\n\nmine = rloo.advantage\n{line}\n"
+    with pytest.raises(SystemExit, match=said):
+        run_mine(code)
+
+
+FLAG_OF_ONES_OWN = """
+import rloo
+
+
+class Args(rloo.Args):
+    quantile: float = 0.5  # which of the siblings' rewards
+    # is the baseline
+    slope: float = 1.0
+
+
+def quantile(rewards, estimator):
+    print("quantile", rloo.ARGS.quantile)
+    return rewards - rewards.quantile(rloo.ARGS.quantile, dim=0)
+
+
+rloo.command_line(Args=Args, advantage=quantile)
+"""
+
+
+def test_a_flag_of_ones_own_is_like_those_of_rloo(run_mine, tmp_path, capfd):
+    run_mine(FLAG_OF_ONES_OWN, "--quantile 0.25")
+    args = json.loads((tmp_path / "out/args.json").read_text())
+    assert args["quantile"] == 0.25 and args["slope"] == 1.0
+    where = {"Args": f"{tmp_path}/mine.py:Args", "advantage": f"{tmp_path}/mine.py:quantile"}
+    said = capfd.readouterr().out
+    assert args["replaced"] == where and "quantile 0.25" in said
+    assert all(f"{name}: replaced by {file}" in said for name, file in where.items())
+
+    with pytest.raises(SystemExit):
+        run_mine(FLAG_OF_ONES_OWN, "--quantil 0.25")
+    assert "--quantile" in capfd.readouterr().err  # the hint
+    with pytest.raises(SystemExit):
+        run_mine(FLAG_OF_ONES_OWN, "--help")
+    lines = " ".join(re.findall(r"│ +(.*?) +│", capfd.readouterr().out))
+    assert "which of the siblings' rewards (default: 0.5)" in lines and "is the baseline (default: 1.0)" in lines
+
+
+def test_columns_that_rows_lack_and_plain_text_for_a_chat_model_are_said(tmp_path, capsys):
+    rows = [{"prompt": "red cat", "answer": "a"}] * 7 + [{"prompt": "red cat"}] * 3
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = tiny_tokenizer()
+    for template in (None, "{{ messages }}"):
+        tokenizer.chat_template = template
+        examples, _ = rloo.load_data(Args(dataset_name=str(tmp_path / "rows.jsonl")), tokenizer)
+        assert [example["columns"]["answer"] for example in examples] == ["a"] * 7 + [None] * 2
+        said = capsys.readouterr().out
+        assert "3 of 10 rows have no column `answer`" in said
+        assert ("10 prompts are plain text" in said) == bool(template)
+
+
+def needs_answer(prompts, completions, completion_ids, answer, hint=None, **columns):
+    return [0.0] * len(prompts)
+
+
+def needs_nothing_else(prompts, completions, completion_ids):
+    return [0.0] * len(prompts)
+
+
+def test_a_column_that_no_row_has_is_named():
+    example = {"columns": {"question": 1}}
+    with pytest.raises(InputError, match="the data have no column `answer`"):
+        rloo.load_functions([spec("needs_answer")], example, tiny_tokenizer())
+    rloo.load_functions([spec("needs_answer")], {"columns": {"answer": 1}}, tiny_tokenizer())
+    with pytest.raises(InputError, match=r"add \*\*columns for what it ignores"):
+        rloo.load_functions([spec("needs_nothing_else")], example, tiny_tokenizer())
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_equal_scores_in_every_group_are_said(train, capfd, kl_coef):
+    train(reward_fns=(spec("constant_reward"),), reward_model_path=None, kl_coef=kl_coef)
+    assert "each group has equal scores" in "".join(capfd.readouterr())
 
 
 BENCHMARK = HERE / "benchmark"
