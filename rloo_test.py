@@ -1374,7 +1374,7 @@ def test_pad_equal_to_eos_keeps_the_stop_token_and_every_stop_id_counts():
     assert one.response_mask.sum(-1).tolist() == [[2, 1, 4, 3]]
     assert two.response_mask.sum(-1).tolist() == [[2, 1, 4, 2]]
     assert one.ended.tolist() == two.ended.tolist() == [[True, True, False, True]]
-    assert two.responses.tolist() == [[[5, 0, 0, 0], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 0, 0]]]
+    assert two.responses.tolist() == [[[5, 0, 5, 5], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 5, 5]]]
 
 
 def test_stop_ids_come_from_the_generation_config_and_the_tokenizer():
@@ -2915,6 +2915,135 @@ def test_how_many_held_out_prompts_are_evaluated_is_said(train, tiny, monkeypatc
     monkeypatch.setattr(rloo, "rank_and_world", lambda: (0, 3))
     train(total_episodes=0, num_eval_prompts=8)
     assert "6 of 8 held-out prompts are evaluated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama4_text"])
+def test_the_trial_sees_limits_of_attention_that_only_the_longest_rows_meet(name):
+    """... whatever they are called, and one is said by its name: chunks of 12 tokens here, a window of 12 there."""
+    layers = {"layer_types": ["chunked_attention", "full_attention"]} if name == "llama4_text" else {}
+    model = tiny_model(name, attention_chunk_size=12, **layers)
+    with torch.no_grad():
+        assert rloo.same_as_alone(model, "group", 9, 3, 3)
+        assert not rloo.same_as_alone(model, "group", 10, 3, 3)
+        assert rloo.same_as_alone(model, "plain", 10, 3, 3)
+    assert {layout_of(model, 10, 3), layout_of(model, 10, 3, dtype="bfloat16")} == {"plain"}
+
+
+@pytest.mark.skipif(OLD, reason="transformers 5 has its logits refused for another reason")
+def test_a_model_that_drops_other_keys_in_padded_rows_is_refused():
+    """Doge keeps the keys of the largest scores only if a row, with its padding, is longer than a limit."""
+    with pytest.raises(InputError, match="padding changes its results"):
+        layout_of(tiny_model("doge", **HEADS, keep_window_size=8), 12, 8)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "rwkv"])
+def test_a_model_that_takes_no_positions_is_refused_in_a_line(family):
+    """... by transformers before 5; later RWKV only, which reads padding."""
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99, "state_size": 4}
+    if OLD or family == "rwkv":
+        with pytest.raises(InputError, match="cannot be used; (its layers raise TypeError: .*position_ids|padding)"):
+            layout_of(tiny_model(family, **config), 3, 4)
+
+
+LONG_ROPE = {"factor": 8.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("kind, limit", [("longrope", 16), ("yarn", 128)])
+def test_positions_of_long_rope_end_where_its_frequencies_change(kind, limit):
+    """... wherever the configuration says it. Other kinds have one set of frequencies for all lengths."""
+    factors = {key: x for key, x in LONG_ROPE.items() if kind == "longrope" or "_factor" not in key}
+    rope = {"rope_scaling" if OLD else "rope_parameters": factors | {"rope_type": kind, "rope_theta": 10000.0}}
+    model = tiny_model("llama", **HEADS, **rope)
+    assert rloo.check_lengths(model, [[3] * 4], limit - 4) == 4
+    with pytest.raises(InputError, match=f"has {limit} positions"):
+        rloo.check_lengths(model, [[3] * 4], limit - 3)
+
+
+OWN_CODE = "from transformers import LlamaForCausalLM\n\n\nclass Mine(LlamaForCausalLM):\n    my_own = True\n"
+
+
+def test_a_model_class_in_the_folder_is_saved_with_the_model(tmp_path):
+    path = save(tmp_path / "sft", tiny_model("llama"), tiny_tokenizer())
+    (tmp_path / "sft" / "modeling_mine.py").write_text(OWN_CODE)
+    config = json.loads((tmp_path / "sft" / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
+    (tmp_path / "sft" / "config.json").write_text(json.dumps(config))
+    args = Args(dtype="float32", device="cpu", trust_remote_code=True)
+    policy = rloo.load_model(args, path, [{"prompt_ids": [3]}], trained=True)
+    rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
+    shutil.rmtree(path)
+    assert rloo.load_model(args, tmp_path / "saved", [{"prompt_ids": [3]}], trained=True).my_own
+
+
+def test_what_transformers_says_of_a_model_is_shown(tiny, tmp_path, caplog):
+    """... here of biases in the file that the configuration has not, without which the model is another one."""
+    path = save(tmp_path / "sft", tiny_model("llama", attention_bias=True), tiny_tokenizer())
+    config = json.loads((tmp_path / "sft" / "config.json").read_text())
+    (tmp_path / "sft" / "config.json").write_text(json.dumps(config | {"attention_bias": False}))
+    logger = transformers.logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    transformers.logging.set_verbosity_warning()
+    try:
+        rloo.command_line(command(tiny, tmp_path / "out", sft_model_path=path, total_episodes=0))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "q_proj.bias" in caplog.text
+
+
+def test_a_copy_has_the_tensors_that_are_neither_weights_nor_buffers():
+    """... such as CTRL's table of positions; for Phi-3, the frequencies of transformers before 5."""
+    models = [tiny_model("ctrl", n_embd=32, dff=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)]
+    models.append(tiny_model("phi3", **HEADS))
+    for model in models:
+        policy = with_adapters(model)
+        copy, tokens = rloo.sampling_model(policy, torch.float32), torch.tensor([[5, 3, 8]])
+        assert (copy(tokens).logits - policy(tokens).logits).abs().max() < 1e-4
+        copy = rloo.sampling_model(policy, torch.bfloat16)
+        assert (copy(tokens).logits - policy(tokens).logits).abs().mean() < 0.1
+
+
+def test_a_reward_model_that_does_more_than_its_head_is_refused(train, monkeypatch):
+    """... that normalises its score, for example: β would weigh 20 times as much."""
+    kind = type(tiny_model(classifier=True))
+    forward = kind.forward
+
+    def scaled(self, *args, **options):
+        output = forward(self, *args, **options)
+        output.logits = (output.logits - 1) * 20
+        return output
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(
+            InputError, match="--reward_model_path .*: its forward pass does more than its `score` head"
+        ):
+            train(dtype=dtype)
+
+
+SHARED = {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+
+
+@pytest.mark.skipif(OLD, reason="experts are linear layers there")
+def test_an_adapter_that_peft_would_read_otherwise_is_not_written(tmp_path, capsys):
+    """PEFT takes the names of dense layers and shared experts for the fused experts of such a model."""
+    shared = tiny_model("glm4_moe", **HEADS, **SHARED, first_k_dense_replace=1, n_shared_experts=1)
+    for name, model in {"shared": shared, "mixtral": tiny_model("mixtral"), "qwen3": tiny_model("qwen3")}.items():
+        rloo.save_policy(tmp_path / name, with_adapters(model), tiny_tokenizer(), Args(**LORA, sft_model_path="x"))
+        said = f"{tmp_path / name}: has the adapters merged only" in capsys.readouterr().out
+        assert said == (not (tmp_path / name / "adapter").exists()) == (name == "shared")
+
+
+def test_padding_repeats_a_token_of_its_row(monkeypatch):
+    """Gemma 3n's gradient is NaN at an embedding of zeros, masked or not: that of a pad token, which may be id 0."""
+    ids, mask = rloo.pad([[5, 6], [7, 8, 9]], left=True)
+    assert ids.tolist() == [[5, 5, 6], [7, 8, 9]] and mask.tolist() == [[False, True, True], [True] * 3]
+    known = random_batch()
+    batch = rloo.make_batch(known.examples, known.responses.masked_fill(known.responses == 0, 15), stop_ids=[15])
+    assert not batch.response_mask.all() and batch.responses.all() and batch.prompt_ids.all()
+    if not OLD:
+        model = tiny_model("gemma3n_text")
+        model.get_input_embeddings().weight.data[0] = 0
+        assert flat_grad(rloo.completion_logprobs(model, batch, 1.0)[0].sum(), model).isfinite().all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
