@@ -13,7 +13,6 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import runpy
@@ -1778,8 +1777,11 @@ def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it()
     """What is read of a row, in every documented form of rows."""
     for tokenizer, row, text, ids in TEXTS:
         prepared = rloo.prepare_example(row, tokenizer)
-        assert prepared["prompt_text"] == text
-        assert prepared["prompt_ids"] == ids or ids is None, row
+        special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+        read, expected = prepared["prompt_ids"], tokenizer(text)["input_ids"]
+        assert [n for n in read if n not in special] == [n for n in expected if n not in special]
+        assert read == ids or ids is None, row
+        assert prepared["prompt_text"] == tokenizer.decode(read)  # samples show prompts as the model reads them
         assert prepared["columns"] == {name: value for name, value in row.items() if name != "prompt"}
     assert rloo.prepare_example({"prompt": "b</s>"}, llama_tokenizer(add_eos=True))["prompt_ids"][-1] == 2  # its own
 
@@ -3214,10 +3216,26 @@ def test_a_damaged_checkpoint_is_not_loaded_and_the_one_before_goes_on(whole, ti
     file.unlink()
     if change:
         file.write_bytes(change(content))
-    with pytest.raises((InputError, RuntimeError, pickle.UnpicklingError)):  # not the SystemExit of its code
+    with pytest.raises(InputError, match="checkpoint-6: cannot be"):  # not the SystemExit of its code
         run(tiny, output, resume=True)
     file.parent.rename(tmp_path / "away")
     assert end_of(run(tiny, output, resume=True)) == end_of(whole)
+
+
+def test_a_checkpoint_of_another_transformers_is_another_run(whole, tiny, tmp_path):
+    output = shutil.copytree(whole, tmp_path / "out")
+    file = output / "checkpoint-6" / "state.json"
+    state = json.loads(file.read_text())
+    state["flags"]["transformers"] = "3"
+    file.write_text(json.dumps(state))
+    with pytest.raises(InputError, match="another run, which had other transformers 3 -> "):
+        run(tiny, output, resume=True)
+
+
+def test_messages_without_a_chat_template_are_said(tmp_path, capsys):
+    for tokenizer, said in ((tiny_tokenizer(), True), (chat_tokenizer(), False)):
+        rloo.load_data(Args(dataset_name=write_rows(tmp_path / "x.jsonl", [{"prompt": [USER]}])), tokenizer)
+        assert ("has no chat template" in capsys.readouterr().out) == said
 
 
 def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(whole, tiny, tmp_path, capsys):
