@@ -35,7 +35,7 @@ import common  # noqa: E402
 
 COMMAND = "python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python"
 RECORDS = HERE / "throughput.json"
-ROUNDS = 3
+ROUNDS = {"update": 3, "dtype": 9}
 FIRST = ("rloo.py, group rows", "rloo.py, float32")  # what the other lanes of a part are compared with
 
 # The shape of pythia-70m, and TL;DR's lengths
@@ -45,7 +45,7 @@ PROMPTS = 4  # B: prompts per update
 PROMPT_TOKENS = (224, 449)  # the range of their lengths, without its end
 K = 4
 T = 53
-UPDATES = 20  # of the bundled task
+UPDATES = 8  # of the bundled task
 
 
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
@@ -125,25 +125,34 @@ def cpu() -> str:
     return ", ".join([*names[:1], *(flag for flag in ("avx512_bf16", "amx_bf16") if flag in info.split())])
 
 
-def measure(records, part: str, pythons: list[str]):
-    """Adds a record of each lane of a part; nothing if there is a record of another lane."""
+def measure(records, part: str, pythons: list[str], again: bool = False):
+    """Adds a record of each lane of a part, or nothing if there is a record of another lane. With `again` ratios are
+    compared with the recorded ones instead."""
+    recorded = lanes_of(records, part)
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         folder = Path(temporary)
         lanes = LANES[part](folder, pythons)
-        others = [name for name in lanes_of(records, part) if name not in lanes]
-        if others and not records.again:
+        others = [name for name in recorded if name not in lanes]
+        if others and not again:
             return print(
                 f"{part}: its records and its table are left as they are, since --trl lacks {', '.join(others)}"
             )
         rounds = []
-        for number in range(1, ROUNDS + 1):
-            print(f"{part}: round {number} of {ROUNDS}", flush=True)
+        for number in range(1, ROUNDS[part] + 1):
+            print(f"{part}: round {number} of {ROUNDS[part]}", flush=True)
             rounds.append({name: run(command, folder) for name, command in lanes.items()})
+    found = {}
     for name in lanes:
-        runs = [found[name] for found in rounds]
+        runs = [lanes[name] for lanes in rounds]
         times = {key: [one[key] for one in runs] for key in ("seconds", "rollout") if key in runs[0]}
         peak = max(one["peak_gb"] for one in runs)
-        records.add(f"{part}: {name}", **times, peak_gb=peak, cpu=cpu(), threads=torch.get_num_threads())
+        found[name] = times | {"peak_gb": peak, "cpu": cpu(), "threads": torch.get_num_threads()}
+    for name, lane in found.items():
+        if not again:
+            records.add(f"{part}: {name}", **lane)
+        elif over_first(found, name, "seconds"):
+            before, now = (over_first(x, name, "seconds") for x in (recorded, found))
+            print(f"{name}, time / the first line's: recorded {before}, now {now}")
 
 
 # ---- Table -----------------------------------------------------------------------------------------------------------
@@ -159,7 +168,7 @@ def lanes_of(records, part: str) -> dict[str, dict]:
 def over_first(lanes: dict[str, dict], lane: str, key: str) -> str:
     """How many times as long a lane takes as the first one, by rounds: median and range. Empty for the first."""
     first = next(iter(lanes.values()))
-    if lanes[lane] is first or key not in lanes[lane] or key not in first:
+    if lane not in lanes or lanes[lane] is first or key not in lanes[lane]:
         return ""
     ratios = [one / base for one, base in zip(lanes[lane][key], first[key], strict=True)]
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -174,10 +183,11 @@ def table(records, part: str) -> str:
         rows.append([lane, seconds, peak, over_first(lanes, lane, "seconds"), over_first(lanes, lane, "rollout")])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
-    found = next(iter(lanes.values()))
-    made = found["made"]
-    of = f"{ROUNDS} rounds on {found['cpu']}, {found['threads']} threads, torch {made['torch']}, transformers "
-    return f"{common.markdown(rows)}\n\n{of}{made['transformers']}, rloo.py of commit {made['rloo.py']}."
+    first = next(iter(lanes.values()))
+    made = first["made"]
+    machine = f"{len(first['seconds'])} rounds on {first['cpu']}, threads: {first['threads']}"
+    versions = f"torch {made['torch']}, transformers {made['transformers']}, rloo.py of commit {made['rloo.py']}"
+    return f"{common.markdown(rows)}\n\n{machine}, {versions}."
 
 
 def tables(records) -> dict[str, str]:
@@ -195,7 +205,12 @@ def headline() -> list[list[str]]:
     lanes = lanes_of(common.Records(RECORDS), "update")
     title = "time of an update at TL;DR's lengths / rloo.py's"
     return [
-        [f"{lane}: {title}", over_first(lanes, lane, "seconds"), f"{ROUNDS} rounds", f"`{COMMAND}`"]
+        [
+            f"{lane}: {title}",
+            over_first(lanes, lane, "seconds"),
+            f"{len(lanes[lane]['seconds'])} rounds",
+            f"`{COMMAND}`",
+        ]
         for lane in lanes
         if lane.startswith("TRL")
     ]
@@ -207,9 +222,9 @@ def main():
     parser.add_argument("--part", choices=LANES, help="measure this part alone")
     parser.add_argument("--again", action="store_true", help="compare with the records instead of replacing them")
     args = parser.parse_args()
-    records = common.Records(RECORDS, args.again)
+    records = common.Records(RECORDS)
     for part in [args.part] if args.part else LANES:
-        measure(records, part, args.trl)
+        measure(records, part, args.trl, args.again)
     if not args.again:
         report()
 

@@ -10,7 +10,7 @@ from throughput import common
 
 HERE = Path(__file__).resolve().parent
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-TINY = {"SHAPE": SMALL, "VOCABULARY": 512, "PROMPTS": 2, "PROMPT_TOKENS": (4, 9), "K": 2, "T": 6, "ROUNDS": 1}
+TINY = {"SHAPE": SMALL, "VOCABULARY": 512, "PROMPTS": 2, "PROMPT_TOKENS": (4, 9), "K": 2, "T": 6}
 
 
 def test_a_tiny_model_is_measured(tmp_path, monkeypatch):
@@ -25,11 +25,11 @@ def test_a_tiny_model_is_measured(tmp_path, monkeypatch):
 def measure(path, monkeypatch, lanes: dict[str, list[float]], again=False):
     """Two rounds of lanes whose times are given, the second in a slow minute."""
     times = {name: iter(seconds) for name, seconds in lanes.items()}
-    monkeypatch.setattr(throughput, "ROUNDS", 2)
+    monkeypatch.setitem(throughput.ROUNDS, "update", 2)
     monkeypatch.setitem(throughput.LANES, "update", lambda folder, pythons: {name: name for name in lanes})
     monkeypatch.setattr(throughput, "run", lambda name, folder: {"seconds": next(times[name]), "peak_gb": 2.0})
-    records = common.Records(path, again)
-    throughput.measure(records, "update", [])
+    records = common.Records(path)
+    throughput.measure(records, "update", [], again)
     return records
 
 
@@ -45,13 +45,13 @@ def test_ratios_are_of_one_round_and_the_first_line_is_ours(tmp_path, monkeypatc
 
 def test_an_incomplete_call_and_again_write_nothing(tmp_path, monkeypatch, capsys):
     file = tmp_path / "x.json"
-    ours = {"rloo.py, group rows": [1.0, 2.0]}
+    ours = {"rloo.py, group rows": [1.0, 2.0], "rloo.py, plain rows": [3.0, 6.0]}
     measure(file, monkeypatch, ours | {"TRL 0.19.1": [3.0, 6.0]})
     before = file.read_text()
     measure(file, monkeypatch, ours)
     assert "left as they are, since --trl lacks TRL 0.19.1" in capsys.readouterr().out
-    measure(file, monkeypatch, {"rloo.py, group rows": [1.5, 2.0]}, again=True)
-    assert "seconds: recorded 1, 2, now 1.5, 2" in capsys.readouterr().out
+    measure(file, monkeypatch, ours | {"rloo.py, plain rows": [4.0, 6.0]}, again=True)
+    assert "plain rows, time / the first line's: recorded 3.00 (3.00 to 3.00), now 3.50" in capsys.readouterr().out
     assert file.read_text() == before
 
 

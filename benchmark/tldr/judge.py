@@ -25,6 +25,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+try:
+    import openai
+except ModuleNotFoundError:
+    raise SystemExit("judge.py needs more packages: pip install -r benchmark/tldr/requirements.txt") from None
+
 QUESTION = """\
 I am making a leaderboard of language models. Two of them were given the instruction below; compare what they wrote, as
 a person who gave that instruction would.
@@ -84,8 +89,6 @@ def template() -> str:
 
 def ask_all(model: str, questions: list[str]) -> list[str]:
     """The answers. The cache has a line [key, answer] for each model and question that was answered."""
-    import openai
-
     file = Path(os.environ.get("JUDGE_CACHE", "runs/judge.jsonl"))
     file.parent.mkdir(parents=True, exist_ok=True)
     answers = {}

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,16 +17,6 @@ from threading import Thread
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
-import judge
-import pytest
-import torch
-from replace_unended import replace_unended, rloo
-
-HERE = Path(__file__).resolve().parent
-MINI = HERE.parent / "mini_tldr"
-gold_judge = rloo.load_function(f"{MINI}/mini_tldr.py:gold_judge")
-KEY = "sk-this-must-not-be-seen-0123456789"
-ROWS = rloo.load_rows(f"{MINI}/validation.jsonl", "train")
 CLIENT = """
 import json, os, types, urllib.error, urllib.request
 class OpenAIError(Exception): pass
@@ -45,6 +36,21 @@ class OpenAI:
                 message = error.read().decode()
         raise OpenAIError(message)
 """
+STAND_IN = tempfile.mkdtemp()
+if importlib.util.find_spec("openai") is None:
+    Path(STAND_IN, "openai.py").write_text(CLIENT)
+    sys.path.append(STAND_IN)
+
+import judge  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from replace_unended import replace_unended, rloo  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+MINI = HERE.parent / "mini_tldr"
+gold_judge = rloo.load_function(f"{MINI}/mini_tldr.py:gold_judge")
+KEY = "sk-this-must-not-be-seen-0123456789"
+ROWS = rloo.load_rows(f"{MINI}/validation.jsonl", "train")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -93,16 +99,12 @@ def server(tmp_path, monkeypatch):
     running.asked, running.answered, running.handle_error = [], [], lambda *args: None
     Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     settings = {"OPENAI_BASE_URL": f"http://127.0.0.1:{running.server_port}/v1", "OPENAI_API_KEY": KEY, "no_proxy": "*"}
-    settings |= {"JUDGE_MODEL": "gold", "JUDGE_CACHE": str(tmp_path / "cache.jsonl"), "PYTHONPATH": str(tmp_path)}
+    settings |= {"JUDGE_MODEL": "gold", "JUDGE_CACHE": str(tmp_path / "cache.jsonl"), "PYTHONPATH": STAND_IN}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    if importlib.util.find_spec("openai") is None:
-        (tmp_path / "openai.py").write_text(CLIENT)
-        monkeypatch.syspath_prepend(tmp_path)
     yield running
     running.shutdown()
     running.server_close()
-    sys.modules.pop("openai", None)
 
 
 def test_train_measure_kill_repeat(server, tmp_path, capfd):
@@ -157,6 +159,12 @@ def test_messages_a_refused_key_and_the_question(server, tmp_path, monkeypatch, 
     (tmp_path / "trl/trainer/judges.py").write_text("import no\nDEFAULT_PAIRWISE_SYSTEM_PROMPT = '{prompt}?'")
     monkeypatch.syspath_prepend(tmp_path)
     assert judge.template.__wrapped__() == "{prompt}?" and "TRL's question, from" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_said_before_anything_is_sampled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(SystemExit, match="pip install -r benchmark/tldr/requirements.txt"):
+        importlib.reload(judge)
 
 
 def test_unended_scores_are_replaced():
