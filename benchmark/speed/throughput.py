@@ -203,7 +203,7 @@ def report():
 def headline() -> list[list[str]]:
     """Rows of the index's table."""
     lanes = lanes_of(common.Records(RECORDS), "update")
-    title = "time of an update at TL;DR's lengths / rloo.py's"
+    title = "second update at TL;DR's lengths (16 completions, random weights), time / rloo.py's"
     return [
         [
             f"{lane}: {title}",
