@@ -1,14 +1,15 @@
 """How long does an update take: in group rows, in plain rows, by TRL, and in bfloat16?
 
     python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python     # see ../requirements.txt
-    python benchmark/speed/throughput.py --part dtype                                    # ten minutes on one core
+    python benchmark/speed/throughput.py --part dtype                                    # five minutes on one core
 
 Writes throughput.json and the table of README.md. Each run is a process of its own, whose output is in
-runs/throughput.log; its first update is not counted. What is compared takes turns, A B C A B C, and a ratio is that of
-two times within a round, so that a slow minute slows all of them.
+runs/throughput.log; of its two updates the second counts. What is compared takes turns, A B C A B C, and a ratio is
+that of two times within a round, so that a slow minute slows all of them. Policy and reward model have pythia-70m's
+shape and random weights, prompts and completions TL;DR's lengths.
 
-update   TL;DR's lengths, a model of pythia-70m's shape with random weights: rloo.py in both layouts, and TRL
-dtype    the bundled task in float32 and in bfloat16
+update   rloo.py in both layouts, and TRL, in float32
+dtype    rloo.py in float32 and in bfloat16
 
 TRL has the same models, prompts, k, T, temperature, β, threads; one epoch, one mini-batch; sdpa; fused AdamW; gradient
 checkpointing off (1.x: on by default); no saving and no evaluation. 1.x generates and scores a whole update at once,
@@ -35,7 +36,7 @@ import common  # noqa: E402
 
 COMMAND = "python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python"
 RECORDS = HERE / "throughput.json"
-ROUNDS = {"update": 3, "dtype": 9}
+ROUNDS = 3
 FIRST = ("rloo.py, group rows", "rloo.py, float32")  # what the other lanes of a part are compared with
 
 # The shape of pythia-70m, and TL;DR's lengths
@@ -45,7 +46,6 @@ PROMPTS = 4  # B: prompts per update
 PROMPT_TOKENS = (224, 449)  # the range of their lengths, without its end
 K = 4
 T = 53
-UPDATES = 8  # of the bundled task
 
 
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
@@ -80,39 +80,45 @@ def write_inputs(folder: Path):
 
 
 def run(command: list, folder: Path) -> dict:
-    """Seconds of an update and its rollout (medians), and peak GiB, of a trainer in a process of its own."""
+    """Seconds of the second update and its rollout, and peak GiB, of a trainer in a process of its own."""
     threads = f"OMP_NUM_THREADS={torch.get_num_threads()}"
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     common.run_logged(["env", threads, *command, "--output_dir", out], common.ROOT / "runs" / "throughput.log")
-    updates = common.read_lines(out / "metrics.jsonl")[1:]
-    seconds = [sum(value for name, value in update.items() if name.startswith("time/")) for update in updates]
-    found = {"seconds": median(seconds), "peak_gb": updates[-1]["memory/peak_gb"]}
-    if "time/rollout" in updates[0]:  # TRL's does not tell
-        found["rollout"] = median(update["time/rollout"] for update in updates)
+    update = common.read_lines(out / "metrics.jsonl")[1]
+    seconds = sum(value for name, value in update.items() if name.startswith("time/"))
+    found = {"seconds": seconds, "peak_gb": update["memory/peak_gb"]}
+    if "time/rollout" in update:  # TRL's does not tell
+        found["rollout"] = update["time/rollout"]
     return found
 
 
-def lanes_of_update(folder: Path, pythons: list[str]) -> dict[str, list]:
-    """Name -> command, of two updates each."""
-    write_inputs(folder)
+def shared_flags(folder: Path) -> list:
+    """Flags of rloo.py that trl/run.py has too, for two updates on the inputs in `folder`."""
+    batch = PROMPTS * K
     words = ["--sft_model_path", folder / "policy", "--reward_model_path", folder / "reward"]
     words += ["--dataset_name", folder / "data", "--rloo_k", K, "--response_length", T, "--temperature", 0.7]
-    words += ["--kl_coef", 0.05, "--learning_rate", 1e-6, "--dtype", "float32", "--total_episodes", 2 * PROMPTS * K]
-    words += ["--per_device_train_batch_size", PROMPTS * K, "--local_rollout_forward_batch_size", PROMPTS * K]
-    ours = [sys.executable, "rloo.py", *words, "--num_eval_prompts", 0, "--save_steps", 0]
-    lanes = {f"rloo.py, {layout} rows": [*ours, "--layout", layout] for layout in ("group", "plain")}
-    code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
-    for python in pythons:
-        name = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-        lanes[name] = [Path(python).absolute(), "benchmark/trl/run.py", "rloo", "--reward_by", "text", *words]
-    return lanes
+    words += ["--kl_coef", 0.05, "--learning_rate", 1e-6, "--dtype", "float32", "--total_episodes", 2 * batch]
+    return [*words, "--per_device_train_batch_size", batch, "--local_rollout_forward_batch_size", batch]
+
+
+def rloo_py(folder: Path, *flags) -> list:
+    return [sys.executable, "rloo.py", *shared_flags(folder), "--num_eval_prompts", 0, "--save_steps", 0, *flags]
 
 
 def lanes_of_dtype(folder: Path, pythons: list[str]) -> dict[str, list]:
-    """Name -> command, of UPDATES updates each."""
-    ours = [sys.executable, "rloo.py", "--total_episodes", 32 * UPDATES, "--num_sample_generations", 0]
-    ours += ["--num_eval_prompts", 8, "--save_steps", 0]
-    return {f"rloo.py, {dtype}": [*ours, "--dtype", dtype] for dtype in ("float32", "bfloat16")}
+    """Name -> command."""
+    return {f"rloo.py, {dtype}": rloo_py(folder, "--dtype", dtype) for dtype in ("float32", "bfloat16")}
+
+
+def lanes_of_update(folder: Path, pythons: list[str]) -> dict[str, list]:
+    """Name -> command."""
+    lanes = {f"rloo.py, {layout} rows": rloo_py(folder, "--layout", layout) for layout in ("group", "plain")}
+    code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
+    for python in pythons:
+        name = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        run_py = [Path(python).absolute(), "benchmark/trl/run.py", "rloo", "--reward_by", "text"]
+        lanes[name] = [*run_py, *shared_flags(folder)]
+    return lanes
 
 
 LANES = {"update": lanes_of_update, "dtype": lanes_of_dtype}
@@ -131,6 +137,7 @@ def measure(records, part: str, pythons: list[str], again: bool = False):
     recorded = lanes_of(records, part)
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         folder = Path(temporary)
+        write_inputs(folder)
         lanes = LANES[part](folder, pythons)
         others = [name for name in recorded if name not in lanes]
         if others and not again:
@@ -138,8 +145,8 @@ def measure(records, part: str, pythons: list[str], again: bool = False):
                 f"{part}: its records and its table are left as they are, since --trl lacks {', '.join(others)}"
             )
         rounds = []
-        for number in range(1, ROUNDS[part] + 1):
-            print(f"{part}: round {number} of {ROUNDS[part]}", flush=True)
+        for number in range(1, ROUNDS + 1):
+            print(f"{part}: round {number} of {ROUNDS}", flush=True)
             rounds.append({name: run(command, folder) for name, command in lanes.items()})
     found = {}
     for name in lanes:

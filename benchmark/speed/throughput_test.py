@@ -16,6 +16,7 @@ TINY = {"SHAPE": SMALL, "VOCABULARY": 512, "PROMPTS": 2, "PROMPT_TOKENS": (4, 9)
 def test_a_tiny_model_is_measured(tmp_path, monkeypatch):
     for name, value in TINY.items():
         monkeypatch.setattr(throughput, name, value)
+    throughput.write_inputs(tmp_path)
     commands = throughput.lanes_of_update(tmp_path, [])
     assert [*commands] == ["rloo.py, group rows", "rloo.py, plain rows"]
     found = throughput.run(commands["rloo.py, group rows"], tmp_path)
@@ -25,7 +26,8 @@ def test_a_tiny_model_is_measured(tmp_path, monkeypatch):
 def measure(path, monkeypatch, lanes: dict[str, list[float]], again=False):
     """Two rounds of lanes whose times are given, the second in a slow minute."""
     times = {name: iter(seconds) for name, seconds in lanes.items()}
-    monkeypatch.setitem(throughput.ROUNDS, "update", 2)
+    monkeypatch.setattr(throughput, "ROUNDS", 2)
+    monkeypatch.setattr(throughput, "write_inputs", lambda folder: None)
     monkeypatch.setitem(throughput.LANES, "update", lambda folder, pythons: {name: name for name in lanes})
     monkeypatch.setattr(throughput, "run", lambda name, folder: {"seconds": next(times[name]), "peak_gb": 2.0})
     records = common.Records(path)
