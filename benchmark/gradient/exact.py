@@ -1,6 +1,7 @@
 """How good are the gradient estimates of rloo.py's options, and what if the sampler is not the policy? Exactly.
 
-    python benchmark/gradient/exact.py    # measures, writes exact.json, table and picture: one minute
+    python benchmark/gradient/exact.py            # measures, writes exact.json, table and picture: one minute
+    python benchmark/gradient/exact.py --again    # compares with exact.json, writes nothing
 
 The policy is a language model with a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15
 parameters: a row of logits per prompt and one per previous token. An update is 2 prompts with k completions each. There
@@ -13,6 +14,7 @@ Prompts are fixed, so all variance is that of the completions. Options that look
 normalize_*, loss_aggregation=token) are left out: of 2 prompts they would show little of what they do with many.
 """
 
+import argparse
 import itertools
 import math
 import sys
@@ -39,10 +41,8 @@ REWARDS = ("dense", "sparse", "large mean")
 POSITIONS = ("at the reference", "away from it")
 AWAY = 0.5  # KL from the reference, in nats, of a policy away from it
 COLUMNS = {  # of the picture
-    "bias": "bias: |E g − g*| / |g*|\n(left edge: 0.0001 or less)",
-    "cosine": "direction: cosine of E g with g*\n(1: right)",
-    "variance": "variance of g,\nrelative to rloo's at equal k",
-    "noise": "noise: variance / (part of E g along g*)²,\nrelative to rloo's at equal k",
+    "bias": "bias: |E g − g*| / |g*|",
+    "noise": "noise: variance of g / (part of E g along g*)²,\nrelative to rloo's at equal k",
 }
 
 
@@ -211,11 +211,10 @@ def bias(exact: torch.Tensor, mean: torch.Tensor) -> float:
 
 
 def judge(exact: torch.Tensor, mean: torch.Tensor, variance: float, base: tuple[torch.Tensor, float]) -> list[float]:
-    """The four COLUMNS; no noise, NaN, where E g is against g*."""
-    cosine = torch.cosine_similarity(mean, exact, dim=0).item()
+    """Bias and noise; no noise, NaN, where E g is against g*."""
     along, base_along = ((x @ exact / exact.norm()).item() for x in (mean, base[0]))
     noise = (variance / along**2) / (base[1] / base_along**2) if along > 0 else math.nan
-    return [bias(exact, mean), short(cosine), short(variance / base[1]), short(noise)]
+    return [bias(exact, mean), short(noise)]
 
 
 def short(x: float) -> float:
@@ -308,47 +307,56 @@ def table(samplers: dict) -> str:
 
 
 def draw(options: dict):
-    """Every column of every option: the range and the median over all cases, for both positions."""
-    figure, ((*panels,),) = common.canvas(4, 14, 6, sharey=True)
+    """Bias and noise of every option: the range and the median over all cases, for both positions."""
+    figure, ((*panels,),) = common.canvas(2, 11, 5.5, sharey=True)
     places = torch.arange(len(OPTIONS))
     for panel, (column, title) in zip(panels, COLUMNS.items()):
-        least = 1e-4 if column == "bias" else -math.inf
         for offset, colour, position in ((-0.16, "tab:blue", POSITIONS[0]), (0.16, "tab:orange", POSITIONS[1])):
-            found = torch.tensor([options[name][position][column] for name in OPTIONS]).clamp(min=least)
-            low, middle, high = found.T
+            low, middle, high = torch.tensor([options[name][position][column] for name in OPTIONS]).T
             panel.hlines(places + offset, low, high, color=colour, lw=2, label=f"policy {position}")
             panel.plot(middle, places + offset, "o", color=colour, ms=5)
-        panel.set(xlabel=title, xscale="linear" if column == "cosine" else "log")
-        if column != "bias":
-            panel.axvline(1, color="black", lw=0.8)
+        panel.set(xlabel=title)
+    panels[0].axvline(0, color="black", lw=0.8)
     panels[0].set_yticks(places, list(OPTIONS))
     panels[0].invert_yaxis()
-    panels[1].set_xticks([-0.5, 0, 0.5, 1])
+    panels[1].axvline(1, color="black", lw=0.8)
+    panels[1].set_xscale("log")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.suptitle(
-        "Gradient estimates of rloo.py's options on a tiny language model, without sampling. g: the estimate from one\n"
-        "update; E g: its mean over all updates; g*: the true gradient. Line: range over all cases; point: median",
-        fontsize=10,
+    title = (
+        "Gradient estimates of rloo.py's options on a tiny language model. g: the estimate from one update; E g: its\n"
     )
+    title += "mean over all updates; g*: the true gradient. Line: range over all cases; point: median"
+    figure.suptitle(title, fontsize=10)
     common.save(figure, PICTURE)
 
 
 def headline() -> list[list[str]]:
     """A row of the benchmarks' README."""
-    positions = common.Records(RECORDS).all["options"]["rloo (the defaults)"].values()
+    positions = common.Records(RECORDS).value("options", "found", "rloo (the defaults)").values()
     largest = f"{max(found['bias'][-1] for found in positions):.0e}"
     return [["bias of RLOO's gradient, largest case", largest, "", "`python benchmark/gradient/exact.py`"]]
 
 
 def report():
-    found = common.Records(RECORDS).all
-    common.insert(HERE / "README.md", {"samplers": table(found["samplers"])})
-    draw(found["options"])
+    records = common.Records(RECORDS)
+    if records.complete(["options", "samplers"], "gradient/README.md's table, exact.png"):
+        common.insert(HERE / "README.md", {"samplers": table(records.value("samplers", "found"))})
+        draw(records.value("options", "found"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="compare with the records, write nothing")
+    args = parser.parse_args()
+    if not args.again:
+        common.require(matplotlib="matplotlib")
+    torch.set_num_threads(1)
+    records = common.Records(RECORDS, args.again)
+    records.add("options", found=measure_options())
+    records.add("samplers", found=measure_samplers())
+    if not args.again:
+        report()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    records = common.Records(RECORDS)
-    records.add("options", **measure_options())
-    records.add("samplers", **measure_samplers())
-    report()
+    main()

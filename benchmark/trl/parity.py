@@ -384,8 +384,10 @@ def headline() -> list[list[str]]:
     """A row of benchmark/README.md's table."""
     rows = json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]
     apart = [row["difference"] for row in rows if row["agree"]]
-    what = f"weights after 3 updates, largest difference from TRL's: {len(apart)} of {len(rows)} settings, which agree"
-    command = "`python benchmark/trl/parity.py --trl trl0/bin/python --trl trl1/bin/python`"
+    what = (
+        f"weights after 3 updates, largest difference from TRL's in the {len(apart)} of {len(rows)} settings that agree"
+    )
+    command = "`python benchmark/trl/parity.py`"
     return [[what, digits(max(apart)), "", command]]
 
 
