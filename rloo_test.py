@@ -2875,7 +2875,7 @@ def test_ids_that_the_tokenizer_lacks_have_no_text():
 
 def test_stop_tokens_that_the_model_cannot_emit_are_refused():
     model, tokenizer = tiny_model(), tokenizer_of(["a"])
-    for eos, stops in ((3, [3]), ([16, 3], [3]), (16, None), ([16, 17], None)):
+    for eos, stops in ((3, [3]), ([16, -1, 3], [3]), (16, None), ([16, 17], None)):
         model.generation_config.eos_token_id, tokenizer.eos_token = eos, None
         if stops:
             assert rloo.stop_token_ids(Args(), model, tokenizer) == stops
@@ -2890,7 +2890,7 @@ def test_stop_tokens_that_the_model_cannot_emit_are_refused():
 
 @pytest.mark.parametrize(
     "end, said",
-    [("m\n", "'m'; to end completions there: --stop_token_id 15"), ("<eos>\n", ""), ("m l", ""), ("", "")],
+    [("m\n", "'m'; for completions: --stop_token_id 15"), ("<eos>\n", ""), ("m l", ""), ("", "")],
 )
 def test_the_token_that_ends_a_turn_is_said_if_it_ends_no_completion(train, tmp_path, capsys, end, said):
     template = CHAT.replace("{% endfor %}", end + "{% endfor %}")
@@ -2994,14 +2994,14 @@ def test_what_transformers_says_of_a_model_is_shown(tiny, tmp_path, caplog):
 
 def test_a_copy_has_the_tensors_that_are_neither_weights_nor_buffers():
     """... such as CTRL's table of positions; for Phi-3, the frequencies of transformers before 5."""
-    models = [tiny_model("ctrl", n_embd=32, dff=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3)]
-    models.append(tiny_model("phi3", **HEADS))
-    for model in models:
-        policy = with_adapters(model)
+    ctrl = {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+    for name, config in {"ctrl": ctrl, "phi3": HEADS}.items():
+        policy = with_adapters(tiny_model(name, **config))
         copy, tokens = rloo.sampling_model(policy, torch.float32), torch.tensor([[5, 3, 8]])
         assert (copy(tokens).logits - policy(tokens).logits).abs().max() < 1e-4
-        copy = rloo.sampling_model(policy, torch.bfloat16)
-        assert (copy(tokens).logits - policy(tokens).logits).abs().mean() < 0.1
+        if name == "phi3" or not OLD:  # transformers 4.57 does not run CTRL in bfloat16
+            copy = rloo.sampling_model(policy, torch.bfloat16)
+            assert (copy(tokens).logits - policy(tokens).logits).abs().mean() < 0.1
 
 
 def test_a_reward_model_that_does_more_than_its_head_is_refused(train, monkeypatch):
