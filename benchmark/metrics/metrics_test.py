@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import kill_runs  # noqa: E402
 from rloo_test import count_tokens, read_metrics, tiny, train  # noqa: E402, F401
 
 
@@ -30,3 +31,9 @@ def test_the_page_of_metrics_has_those_that_a_run_writes(train, tmp_path):  # no
 
 def words(prompts, completions, completion_ids, **columns):
     return [len(text.split()) for text in completions]
+
+
+def test_the_page_says_what_was_recorded_of_killed_runs():
+    page = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    said = kill_runs.sentence(kill_runs.common.Records(kill_runs.RECORDS))
+    assert kill_runs.common.filled(page, {"kills": said}) == page
