@@ -19,11 +19,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-SETTINGS = {  # further arguments of vllm.LLM, by the device of the policy
+SETTINGS = {  # further arguments of vllm.LLM, by the policy's device; for more cache edit a copy
     "cpu": {"kv_cache_memory_bytes": 2**30, "enable_chunked_prefill": False},  # with it, seeds end vLLM
     "cuda": {"gpu_memory_utilization": 0.3},
 }
-MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # where weights are written; None: the temporary folder
+# Where weights are written; None: the temporary folder. /dev/shm is small in many containers (docker: --shm-size).
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 pipe, newest = None, None  # to vLLM's process, and the version of the weights that this process has
 
 
