@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kill_runs  # noqa: E402
+
 from rloo_test import count_tokens, read_metrics, tiny, train  # noqa: E402, F401
 
 
