@@ -2173,7 +2173,8 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
-    "cannot be used": "--device meta; --device mps; --device gpu; --device cuda:99",
+    "must be cpu or cuda": "--device mps; --device meta",
+    "cannot be used": "--device gpu; --device cuda:99",
     "no .jsonl file, folder of them or (pip install datasets) Hub id": "--dataset_name {x}/nowhere.jsonl; "
     "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
     "has no rows in its split dev": "--dataset_train_split dev",
