@@ -28,8 +28,8 @@ ROOT = HERE.parent
 TASK = HERE / "mini_tldr"  # data, sft/, reward/
 LEAST_SEEDS = 3  # on each side of a comparison, and for a standard error
 # Each module has report(), which redraws its page; headline(), if it has one, gives rows of README.md's table.
-REPORTS = ("study/reach", "study/peers", "smollm/report", "speed/throughput", "gpu/gpu_memory", "trl/parity")
-REPORTS += ("gradient/exact", "bugs/put_back")
+REPORTS = ("study/reach", "study/peers", "study/overoptimise", "smollm/report", "speed/throughput", "gpu/gpu_memory")
+REPORTS += ("trl/parity", "gradient/exact", "bugs/put_back")
 
 
 # ---- Records and runs ------------------------------------------------------------------------------------------------

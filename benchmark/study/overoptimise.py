@@ -29,7 +29,7 @@ from measure import Setting, common, engine, rloo
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tldr"))
-RECORDS, PICTURE, HACKING = HERE / "overoptimise.json", HERE / "overoptimise.png", HERE / "hacking.png"
+RECORDS, PICTURE, SCORE_AND_JUDGE = HERE / "overoptimise.json", HERE / "overoptimise.png", HERE / "score_and_judge.png"
 PROXY_FOLDER = common.ROOT / "runs" / "study" / "proxies"
 # Which comparisons a proxy is trained on; 500b is the second one of the mean.
 PROXIES = {"100": (0, 100), "500": (0, 500), "2000": (0, 2_000), "4800": (0, 4_800), "500b": (500, 1_000)}
@@ -37,8 +37,8 @@ START_POSTS, SEEN = 8_000, 4_800  # posts for the start; comparisons that traini
 SETTING = Setting(lr=3.5e-4, beta=0.0, episodes=2_880)
 UPDATES = (10, 20, 40, 60, 90)  # after which a run is measured
 POSTS, MOST = {"test": 200, "validation": 100}, 64  # fresh posts; samples of each test post for best-of-n
-SEEDS = (1, 2, 3)
-COLOURS = ("tab:orange", "tab:purple", "black", "tab:brown")  # of what protects
+SEEDS = (1,)
+COLOURS = {"500": "tab:orange", "500_beta0.1": "tab:purple", "500_beta0.3": "black", "500_two": "tab:brown"}
 
 
 # ---- Proxies ---------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Row:
 
 ROWS = {name: Row(f"{int(name):,} comparisons", name) for name in ("100", "500", "2000", "4800")}
 ROWS |= {f"500_beta{beta:g}": Row(f"500 comparisons, β = {beta:g}", "500", beta) for beta in (0.1, 0.3)}
-ROWS["500_two"] = Row("500 comparisons, mean of two such models", "500", two=True)
+ROWS["500_two"] = Row("500 comparisons, mean of two models", "500", two=True)
 
 
 @cache
@@ -212,8 +212,8 @@ def along(records: common.Records, name: str, measured: str, kind: str = "test")
 
 
 def table(records: common.Records) -> str:
-    rows = [["RLOO's reward", "agrees with the judge", "best of 64: judge", "stopped early: judge", "√KL"]]
-    rows[0] += ["end: judge", "√KL", "end: reward model"]
+    rows = [["reward model trained on", "agrees with the judge, %", "best of 64: judge, %"]]
+    rows[0] += ["stopped early: judge, %", "√KL", "end: judge, %", "√KL", "end: reward model, %"]
     for name, row in ROWS.items():
         stops = 1 + along(records, name, "win", "validation")[:, 1:].argmax(1)
         early, early_root = (along(records, name, x)[np.arange(len(SEEDS)), stops] for x in ("win", "kl"))
@@ -234,34 +234,35 @@ def lines(axis, x, y, colour: str, label: str = "", style: str = "-"):
 
 
 def draw(records: common.Records):
-    """Win rates over √KL: best-of-n and RLOO for each proxy, and what protects."""
+    """Win rates over √KL: best-of-n and RLOO for each proxy, and what protects. Then one proxy over episodes."""
     figure, ((best_of, proxies, protected),) = common.canvas(3, 13, 4.6, sharey=True)
     for name, colour in (("100", "tab:red"), ("500", "tab:orange"), ("2000", "tab:green"), ("4800", "tab:blue")):
         points = records.all[f"sft_{name}"]["best_of_n"].values()
+        roots = np.sqrt([[point["kl"][0] for point in points]])
         for measured, style in (("win", "-"), ("proxy_win", ":")):
-            of_n = [[100 * point[measured][0] for point in points]]
-            lines(best_of, np.sqrt([[point["kl"][0] for point in points]]), np.array(of_n), colour, "", style)
-            label = ROWS[name].title if style == "-" else ""
-            lines(proxies, along(records, name, "kl"), along(records, name, measured), colour, label, style)
-    for name, colour in zip((name for name in ROWS if ROWS[name].proxy == "500"), COLOURS):
-        lines(protected, along(records, name, "kl"), along(records, name, "win"), colour, ROWS[name].title)
+            of_n = 100 * np.array([[point[measured][0] for point in points]])
+            lines(best_of, roots, of_n, colour, ROWS[name].title if style == "-" else "", style)
+            lines(proxies, along(records, name, "kl"), along(records, name, measured), colour, "", style)
+    for name, colour in COLOURS.items():
+        title = ROWS[name].title.removeprefix("500 comparisons, ") if name != "500" else "β = 0"
+        lines(protected, along(records, name, "kl"), along(records, name, "win"), colour, title)
     best_of.set(title="best of n, n = 1 to 64", ylabel="wins against the references, %", ylim=(0, 100))
-    proxies.set(title="RLOO, β = 0")
-    proxies.legend(title="solid: by the judge\ndotted: by the reward model itself", fontsize=8)
-    protected.set(title="by the judge")
+    best_of.legend(title="solid: by the judge, dotted: by the\nreward model, trained on", loc="lower right", fontsize=8)
+    proxies.set(title="RLOO, β = 0 (thin: seeds, thick: their mean)")
+    protected.set(title="RLOO, 500 comparisons, by the judge")
     protected.legend(fontsize=8)
     for axis in (best_of, proxies, protected):
         axis.set(xlabel="√KL from the SFT policy, KL in nats")
     common.save(figure, PICTURE)
     figure, ((judge, score),) = common.canvas(2, 9, 3.6)
-    for name, colour in zip(("500", "500_beta0.1", "500_beta0.3"), COLOURS):
+    for name in ("500", "500_beta0.1", "500_beta0.3"):
         episodes = np.array([[0, *UPDATES]] * len(SEEDS)) * SETTING.size
         for axis, measured in ((judge, "win"), (score, "score")):
-            lines(axis, episodes, along(records, name, measured), colour, f"β = {ROWS[name].beta:g}")
+            lines(axis, episodes, along(records, name, measured), COLOURS[name], f"β = {ROWS[name].beta:g}")
     judge.set(title="what is wanted: wins by the judge, %", xlabel="episodes", ylim=(0, None))
     score.set(title="what is maximised: the reward model's score", xlabel="episodes")
-    judge.legend()
-    common.save(figure, HACKING)
+    score.legend(title="thin: seeds, thick: mean")
+    common.save(figure, SCORE_AND_JUDGE)
 
 
 def report(records: common.Records | None = None):
