@@ -20,6 +20,7 @@ import runpy
 import shutil
 import signal
 import socket
+import string
 import subprocess
 import sys
 import threading
@@ -918,6 +919,7 @@ def test_group_layout_equals_plain_rows(family, k):
 def layout_of(model, longest: int, T: int, **flags) -> str:
     """The layout that is chosen for prompts of up to `longest` tokens."""
     args = Args(**{"rloo_k": 3, "response_length": T, "device": "cpu", "dtype": "float32", **flags})
+    rloo.say_once.cache_clear()
     return rloo.choose_layout(args, model, rloo.check_lengths(model, [[3] * longest, [4]], T))
 
 
@@ -969,7 +971,8 @@ def test_mistakes_in_an_edit_of_the_decoder_are_seen_by_the_trial(monkeypatch, c
 
 
 def test_what_one_rank_cannot_run_no_rank_runs(monkeypatch, capsys):
-    monkeypatch.setattr(rloo, "gather", lambda items: [*items, "it cannot there"])
+    there = iter([None, *["it cannot there"] * 2, None])  # plain rows and `generate` run on all ranks
+    monkeypatch.setattr(rloo, "gather", lambda items: [*items, next(there)])
     assert layout_of(tiny_model(), 6, 4) == "plain" and engine_of(tiny_model(), "group") == "hf"
     assert capsys.readouterr().out.count("because it cannot there\n") == 2
 
@@ -2010,7 +2013,7 @@ def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch, number):
     """... and is not taken for one that has no score to give."""
-    spy(monkeypatch, "model_scores", lambda inputs, output: output * number)
+    spy(monkeypatch, "model_scores", lambda inputs, output: output * (number if len(output) > 1 else 1))
     with pytest.raises(InputError, match="not finite"):
         train()
 
@@ -2838,14 +2841,49 @@ def test_a_script_that_is_no_file_may_use_a_reward_function_of_one(tmp_path, mon
 # ----------------------------------------------------------------------------------------------------------------------
 # What users of other trainers have reported
 
+
+class InPython(transformers.PreTrainedTokenizer):
+    """A tokenizer in Python, in which an id that it lacks is an error."""
+
+    tokens = ("<eos>", "[PAD]", "[UNK]", *WORDS)
+    vocab_size = property(lambda self: len(self.tokens))
+
+    def get_vocab(self):
+        return {token: number for number, token in enumerate(self.tokens)}
+
+    def _tokenize(self, text):
+        return text.split()
+
+    def _convert_token_to_id(self, token):
+        return self.get_vocab()[token]
+
+    def _convert_id_to_token(self, number):
+        return self.tokens[number]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(f" {token}" for token in tokens)
+
+
+class Letters(InPython):
+    """Its tokens are letters, so that its texts are read and written as they are."""
+
+    tokens = ("<eos>", *string.printable)
+
+    def _tokenize(self, text):
+        return [*text]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
 PARTS = [{"type": "text", "text": "b", "image": None}, {"type": "text", "text": " c"}]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": {"arguments": {"x": None}}}]}
-CALLS = "{% for c in m.tool_calls or [] %}{{ c | tojson }} {% endfor %}"
+THEIR_CALLS = "{% for c in m.tool_calls or [] %}{{ c | tojson }} {% endfor %}"
 TALKS = {  # a template, messages, the text that is read
     "null keys": (CHAT.replace("{% endfor %}", "{% if m.x is defined %}{{ 1 / 0 }}{% endif %}{% endfor %}", 1),)
     + ([USER | {"x": None, "tool_calls": None}], "u b c a"),
     "null content and arguments": (
-        TURNS.replace("{% endfor %}", CALLS + "{% endfor %}") + "a",
+        TURNS.replace("{% endfor %}", THEIR_CALLS + "{% endfor %}") + "a",
         [USER, CALL, USER],
         'u b c a  {"function": {"arguments": {"x": null}}} u b c a',
     ),
@@ -2864,7 +2902,9 @@ def test_messages_of_tables_and_contents_in_parts_are_read_as_they_are_meant(kin
     """A table gives each message the keys of all, with null where it has none. Contents may be lists of text parts,
     which most templates print as lists, refuse or drop."""
     template, messages, text = TALKS[kind]
-    example = rloo.prepare_example({"prompt": messages}, chat_tokenizer(template))
+    tokenizer = Letters(eos_token="<eos>")
+    tokenizer.chat_template = template
+    example = rloo.prepare_example({"prompt": messages}, tokenizer)
     assert example["prompt_text"].strip() == text and example["prompt"] == messages
 
 
@@ -2873,27 +2913,6 @@ def test_an_image_in_a_message_is_refused(tmp_path):
     data = write_rows(tmp_path / "x.jsonl", [{"prompt": [USER | {"content": content}]}])
     with pytest.raises(InputError, match="row 1: needs `prompt`"):
         rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), chat_tokenizer())
-
-
-class InPython(transformers.PreTrainedTokenizer):
-    """A tokenizer in Python, in which an id that it lacks is an error."""
-
-    vocab_size = 3 + len(WORDS)
-
-    def get_vocab(self):
-        return {word: i for i, word in enumerate(["<eos>", "[PAD]", "[UNK]", *WORDS])}
-
-    def _tokenize(self, text):
-        return text.split()
-
-    def _convert_token_to_id(self, token):
-        return self.get_vocab()[token]
-
-    def _convert_id_to_token(self, number):
-        return [*self.get_vocab()][number]
-
-    def convert_tokens_to_string(self, tokens):
-        return "".join(f" {token}" for token in tokens)
 
 
 def test_ids_that_the_tokenizer_lacks_have_no_text():
