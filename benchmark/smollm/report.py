@@ -98,10 +98,9 @@ def draw(records: common.Records):
     figure, (axes,) = common.canvas(2, 10, 4.2)
     for axis, (task, title) in zip(axes, TITLES.items(), strict=True):
         for number, (setting, label) in enumerate(LABELS.items()):
-            scores = [
-                plot.smoothed(record["reward"], 5) for record in of_setting(records, task, setting) if setting != "base"
-            ]
-            if scores:
+            found = of_setting(records, task, setting) if setting != "base" else []
+            if found:
+                scores = [plot.smoothed(record["reward"], 5) for record in found]
                 plot.course(axis, range(5, 41), scores, color=f"C{number - 1}", label=label)
         axis.set(title=title, xlabel="update (32 completions each)", ylabel="mean score of 5 updates")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
