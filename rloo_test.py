@@ -3574,34 +3574,35 @@ def test_weights_of_padding_are_in_no_metric(train, monkeypatch):
 FSDP = {"sharding": "fsdp"}
 CHECKPOINTING = {"gradient_checkpointing": True}
 TOKENS = {"loss_aggregation": "token", "advantage_estimator": "reinforce", "kl_in_reward": False, "num_ppo_epochs": 2}
+TOKENS["num_eval_prompts"] = 0
 ADAPTERS = {"lora_rank": 2, "learning_rate": 1e-2, "seed": 3}
-BFLOAT16 = {"dtype": "bfloat16", "total_episodes": 32}
-TIED = {"sft_model_path": "tied"}
-SAMPLED = {"rollout_engine": "group", "total_episodes": 32}
+SHORT = {"total_episodes": 32, "num_eval_prompts": 0}
+BFLOAT16 = SHORT | {"dtype": "bfloat16"}
+TIED = {"sft_model_path": "tied", "num_eval_prompts": 0}
+SAMPLED = SHORT | {"rollout_engine": "group"}
+DECAY = SHORT | {"weight_decay": 0.5}
+CONTINUED = ["one", "one, adapters", "fsdp", "fsdp, adapters"]  # from their second update
 ONE = {"one": {}, "one, tokens": TOKENS, "one, tied": TIED, "one, adapters": ADAPTERS}
 TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one process that it equals
     "ddp": ({}, "one"),
     "fsdp": (FSDP, "one"),
-    "ddp, checkpointing": (CHECKPOINTING, "one"),
-    "fsdp, checkpointing": (FSDP | CHECKPOINTING, "one"),
-    "ddp, tokens": (TOKENS, "one, tokens"),
-    "fsdp, tokens": (FSDP | TOKENS, "one, tokens"),
+    "ddp, tokens, checkpointing": (TOKENS | CHECKPOINTING, "one, tokens"),
+    "fsdp, tokens, checkpointing": (FSDP | TOKENS | CHECKPOINTING, "one, tokens"),
     "fsdp, tied": (FSDP | TIED, "one, tied"),
     "ddp, adapters": (ADAPTERS, "one, adapters"),
     "fsdp, adapters": (FSDP | ADAPTERS | CHECKPOINTING, "one, adapters"),
     "fsdp, resumed": (FSDP, "one"),  # from checkpoint 2 of "one"
     "fsdp, adapters, resumed": (FSDP | ADAPTERS, "one, adapters"),
     # Those below equal nothing, or another run on two processes.
-    "ddp, sampled": (SAMPLED, None),
+    "ddp, sampled in bfloat16": (SAMPLED | BFLOAT16, None),
     "fsdp, sampled": (FSDP | SAMPLED, None),
-    "ddp, bfloat16": (BFLOAT16, None),
     "fsdp, bfloat16": (FSDP | BFLOAT16, None),
     "fsdp, adapters, bfloat16": (FSDP | ADAPTERS | BFLOAT16, None),
     "ddp, plain": ({"layout": "plain", "num_eval_prompts": 1}, None),
     "fsdp, plain": (FSDP | {"layout": "plain", "num_eval_prompts": 1}, None),
-    "ddp, idle": ({"weight_decay": 0.5, "total_episodes": 32}, None),
-    "fsdp, idle": (FSDP | {"weight_decay": 0.5, "total_episodes": 32}, None),
-    "ddp, unused": ({"weight_decay": 0.5, "total_episodes": 32}, None),
+    "ddp, idle": (DECAY, None),
+    "fsdp, idle": (FSDP | DECAY, None),
+    "ddp, unused": (DECAY, None),
 }
 if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.9
     TWO_PROCESSES = {name: run for name, run in TWO_PROCESSES.items() if "fsdp" not in name}
@@ -3643,7 +3644,8 @@ def two_processes(tiny, tmp_path_factory):
     save(folder / "tied", rloo_test_tied(), tiny_tokenizer())
 
     def flags(name: str, size: int, **more) -> dict:
-        base = run_flags(tiny, folder / name, total_episodes=48, save_steps=1, save_total_limit=9, num_eval_prompts=4)
+        base = run_flags(tiny, folder / name, total_episodes=48, save_steps=0, save_total_limit=9, num_eval_prompts=4)
+        base["save_steps"] = int(name in CONTINUED)
         base |= {"rollout_engine": spec("ranked_engine"), "eval_fns": (spec("count_tokens"),), "learning_rate": 1e-3}
         base |= {"normalize_reward": True, "normalize_advantage": True, "missing_eos_penalty": 1.0, "adam_eps": 1e-4}
         base |= {"lr_scheduler_type": "constant", "per_device_train_batch_size": 16} | more
