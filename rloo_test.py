@@ -2659,9 +2659,9 @@ rloo.command_line(Args=Args, advantage=quantile)
 
 
 def test_a_flag_of_ones_own_is_like_those_of_rloo(run_mine, tmp_path, capfd):
-    run_mine(FLAG_OF_ONES_OWN, "--quantile 0.25")
+    run_mine(FLAG_OF_ONES_OWN, "--quantile 0.25 --slope -1")
     args = json.loads((tmp_path / "out/args.json").read_text())
-    assert args["quantile"] == 0.25 and args["slope"] == 1.0
+    assert args["quantile"] == 0.25 and args["slope"] == -1.0
     where = {"Args": f"{tmp_path}/mine.py:Args", "advantage": f"{tmp_path}/mine.py:quantile"}
     said = capfd.readouterr().out
     assert args["replaced"] == where and "quantile 0.25" in said
