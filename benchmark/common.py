@@ -127,7 +127,7 @@ def comparison(name: str, recorded: dict, found: dict) -> list[str]:
             lines += comparison(title, before if isinstance(before, dict) else {}, now)
         elif before is None:
             lines.append(f"{title}: no record, now {shown(now)}")
-        elif isinstance(now, list) and len(now) > 3:
+        elif isinstance(now, list) and (len(now) > 3 or any(isinstance(x, dict) for x in now)):
             equal = sum(a == b for a, b in zip(before, now))
             lines.append(f"{title}: {equal} of {len(now)} values as recorded")
         else:
