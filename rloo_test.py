@@ -1777,6 +1777,7 @@ def llama_tokenizer(add_eos: bool = False, eos: str | None = "</s>", sep: str | 
 LLAMA_CHAT = llama_tokenizer()
 LLAMA_CHAT.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
 TOOLS = chat_tokenizer("{{ d }}{% for t in tools or [] %}{{ t | tojson }} {% endfor %}" + CHAT)
+ANY_TOOLS = chat_tokenizer("{% if tools is not none %}e {% endif %}" + CHAT)
 BERT = llama_tokenizer(add_eos=True, eos=None, sep="</s>")
 TEXTS = [  # tokenizer, row, the text that is read, and its ids
     (tiny_tokenizer(), {"prompt": "b c", "completion": " d"}, "b c", [4, 5]),
@@ -1793,7 +1794,7 @@ TEXTS = [  # tokenizer, row, the text that is read, and its ids
     # A table gives each row the keys of all: what is null is not there.
     (TOOLS, {"prompt": [USER], "chat_template_kwargs": {"d": None}}, "u b c a", [2, 4, 5, 3]),
     (TOOLS, {"prompt": [USER], "tools": [{"x": {"y": None}, "z": None}]}, '{"x": {}} u b c a', None),
-    (chat_tokenizer("{% if tools is not none %}e{% endif %}" + CHAT), {"prompt": [USER], "tools": []}, "u b c a", None),
+    (ANY_TOOLS, {"prompt": [USER], "tools": []}, "u b c a", [2, 4, 5, 3]),
     (llama_tokenizer(), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "<s> b"}, "<s> b", [1, 8]),
     (llama_tokenizer(), {"prompt": [{"role": "user", "content": "b"}]}, "b", [1, 8]),
