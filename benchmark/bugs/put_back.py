@@ -3,8 +3,7 @@
     python benchmark/bugs/put_back.py                          # all of changes.toml; record.json and the page's tables
     python benchmark/bugs/put_back.py --rows dropout two-bos   # some, by name; writes nothing
 
-Each goes into a copy of rloo.py, whose test runs in a fork of this process. Exits with an error unless all tests pass
-without bugs and each bug is caught.
+Each goes into a copy of rloo.py. Exits with an error unless all tests pass without bugs and each bug is caught.
 """
 
 import os
@@ -76,10 +75,9 @@ def put_back(names, jobs: int):
 def tables(record: dict) -> str:
     """The page's tables, by section."""
     made, caught = record["made"], [name for name, failed in record["caught"].items() if failed]
-    text = (
-        f"**{len(caught)} of {len(CHANGES)} are caught**, in {record['minutes']} minutes: rloo.py {made['rloo.py']}, "
-    )
-    text += f"torch {made['torch']}, transformers {made['transformers']}, {made['machine']}, {made['date']}."
+    versions = ", ".join(f"{name} {made[name]}" for name in ("rloo.py", "torch", "transformers"))
+    text = f"**{len(caught)} of {len(CHANGES)} are caught**, in {record['minutes']} minutes: "
+    text += f"{versions}, {made['machine']}, {made['date']}."
     for section, rows in SECTIONS.items():
         cells = [row.get("note") or (f"`{row['test']}`" if row["name"] in caught else "**nothing**") for row in rows]
         table = [[row["bug"], row["seen"], cell] for row, cell in zip(rows, cells)]
