@@ -37,7 +37,6 @@ START_POSTS, SEEN = 8_000, 4_800  # posts for the start; comparisons that traini
 SETTING = Setting(lr=3.5e-4, beta=0.0, episodes=2_880)
 UPDATES = (10, 20, 40, 60, 90)  # after which a run is measured
 POSTS, MOST = {"test": 200, "validation": 100}, 64  # fresh posts; samples of each test post for best-of-n
-SEEDS = (1,)
 COLOURS = {"500": "tab:orange", "500_beta0.1": "tab:purple", "500_beta0.3": "black", "500_two": "tab:brown"}
 
 
@@ -123,6 +122,12 @@ class Row:
     beta: float = 0.0
     two: bool = False
     """whether the mean with the second proxy is the reward"""
+    seeds: int = 3
+
+    def names(self) -> list[str]:
+        """Of its records."""
+        name = next(name for name, row in ROWS.items() if row == self)
+        return [f"{name}__{seed}" for seed in range(1, 1 + self.seeds)]
 
     def command(self, seed: int) -> list[str]:
         """Without python and output folder. The learning rate is constant: a run stopped early is a shorter run."""
@@ -135,8 +140,9 @@ class Row:
 
 
 ROWS = {name: Row(f"{int(name):,} comparisons", name) for name in ("100", "500", "2000", "4800")}
-ROWS |= {f"500_beta{beta:g}": Row(f"500 comparisons, β = {beta:g}", "500", beta) for beta in (0.1, 0.3)}
-ROWS["500_two"] = Row("500 comparisons, mean of two models", "500", two=True)
+ROWS["2000"] = replace(ROWS["2000"], seeds=2)
+ROWS |= {f"500_beta{beta:g}": Row(f"500, β = {beta:g}", "500", beta) for beta in (0.1, 0.3)}
+ROWS["500_two"] = Row("500, mean of two models", "500", two=True, seeds=2)
 
 
 @cache
@@ -206,24 +212,22 @@ def make_sft(records: common.Records, name: str):
 def along(records: common.Records, name: str, measured: str, kind: str = "test") -> np.ndarray:
     """A measure of each seed, (seeds, 1 + updates): first before training, where best-of-1 of the test posts is."""
     before = records.all[f"sft_{ROWS[name].proxy}"]["best_of_n"]["1"][measured][0]
-    runs = [records.all[f"{name}__{seed}"][kind] for seed in SEEDS]
+    runs = [records.all[run][kind] for run in ROWS[name].names()]
     found = [[before, *(run[str(update)][measured][0] for update in UPDATES)] for run in runs]
     return np.sqrt(found) if measured == "kl" else np.array(found) * (1 if measured == "score" else 100)
 
 
 def table(records: common.Records) -> str:
-    rows = [["reward model trained on", "agrees with the judge, %", "best of 64: judge, %"]]
-    rows[0] += ["stopped early: judge, %", "√KL", "end: judge, %", "√KL", "end: reward model, %"]
+    rows = [["reward model trained on (seeds)", "agrees with the judge, %", "best of 64: judge, %"]]
+    rows[0] += ["stopped early: judge, %", "end: judge, %", "end: reward model, %", "√KL"]
     for name, row in ROWS.items():
+        sft, cells = records.all[f"sft_{row.proxy}"], ["", ""]
+        if name == row.proxy:
+            cells = [f"{100 * share:.1f}" for share in (sft["agreement"][0], sft["best_of_n"]["64"]["win"][0])]
+        win, proxy_win, root = (along(records, name, measured) for measured in ("win", "proxy_win", "kl"))
         stops = 1 + along(records, name, "win", "validation")[:, 1:].argmax(1)
-        early, early_root = (along(records, name, x)[np.arange(len(SEEDS)), stops] for x in ("win", "kl"))
-        win, root, proxy_win = (along(records, name, x)[:, -1] for x in ("win", "kl", "proxy_win"))
-        sft, alone = records.all[f"sft_{row.proxy}"], name == row.proxy
-        cells = (
-            [f"{100 * sft['agreement'][0]:.1f}", f"{100 * sft['best_of_n']['64']['win'][0]:.1f}"] if alone else ["", ""]
-        )
-        cells += [common.plus_minus(early), f"{early_root.mean():.1f}"]
-        rows.append([row.title, *cells, common.plus_minus(win), f"{root.mean():.1f}", common.plus_minus(proxy_win)])
+        cells += map(common.plus_minus, (win[np.arange(row.seeds), stops], win[:, -1], proxy_win[:, -1]))
+        rows.append([f"{row.title} ({row.seeds})", *cells, f"{root[:, -1].mean():.1f}"])
     return common.markdown(rows)
 
 
@@ -244,7 +248,7 @@ def draw(records: common.Records):
             lines(best_of, roots, of_n, colour, ROWS[name].title if style == "-" else "", style)
             lines(proxies, along(records, name, "kl"), along(records, name, measured), colour, "", style)
     for name, colour in COLOURS.items():
-        title = ROWS[name].title.removeprefix("500 comparisons, ") if name != "500" else "β = 0"
+        title = ROWS[name].title.removeprefix("500, ") if name != "500" else "β = 0"
         lines(protected, along(records, name, "kl"), along(records, name, "win"), colour, title)
     best_of.set(title="best of n, n = 1 to 64", ylabel="wins against the references, %", ylim=(0, 100))
     best_of.legend(title="solid: by the judge, dotted: by the\nreward model, trained on", loc="lower right", fontsize=8)
@@ -256,7 +260,7 @@ def draw(records: common.Records):
     common.save(figure, PICTURE)
     figure, ((judge, score),) = common.canvas(2, 9, 3.6)
     for name in ("500", "500_beta0.1", "500_beta0.3"):
-        episodes = np.array([[0, *UPDATES]] * len(SEEDS)) * SETTING.size
+        episodes = np.array([[0, *UPDATES]] * ROWS[name].seeds) * SETTING.size
         for axis, measured in ((judge, "win"), (score, "score")):
             lines(axis, episodes, along(records, name, measured), COLOURS[name], f"β = {ROWS[name].beta:g}")
     judge.set(title="what is wanted: wins by the judge, %", xlabel="episodes", ylim=(0, None))
@@ -267,29 +271,29 @@ def draw(records: common.Records):
 
 def report(records: common.Records | None = None):
     records = records or common.Records(RECORDS)
-    names = [f"{name}__{seed}" for name in ROWS for seed in SEEDS]
+    names = [name for row in ROWS.values() for name in row.names()]
     names += [f"sft_{name}" for name in PROXIES if name in ROWS]
     if records.complete(names, "README.md's table and the pictures"):
         common.insert(HERE / "README.md", {"overoptimised": table(records)})
         draw(records)
 
 
-def main(names: tuple[str, ...] = tuple(ROWS), seeds: int = len(SEEDS), again: bool = False):
+def main(names: tuple[str, ...] = tuple(ROWS), seeds: int | None = None, again: bool = False):
     """Runs, measurements, tables and pictures: the first seed of all, then the second, ...
 
     Args:
         names: which rows, by their names in this file
-        seeds: so many of each row
+        seeds: at most so many of each row
         again: what has a record too; it is compared with the record, and nothing is written
     """
     if not again:
         common.require(matplotlib="matplotlib")
     records, runs = common.Records(RECORDS, again), common.folder_of_runs("study", again)
-    for seed in SEEDS[:seeds]:
-        for name in names:
+    for seed, name in itertools.product(range(1, 4), names):
+        if seed <= min(seeds or 3, ROWS[name].seeds):
             make(records, name, seed, runs)
-            if seed == SEEDS[0] and name in PROXIES:
-                make_sft(records, name)
+        if seed == 1 and name in PROXIES:
+            make_sft(records, name)
     report(records)
 
 

@@ -119,7 +119,7 @@ def table(records: common.Records) -> str:
 
     untrained("SFT", records.all["sft"]["second_test"]["sampled"], POSTS)
     trained(ROWS["default"])
-    for n in ("4", "8", "64"):
+    for n in ("4", "8"):
         untrained(f"best of {n} of SFT", records.all["sft"]["best_of_n"][n], BEST_OF_N_POSTS)
     trained(ROWS["beta0.05"])
     return common.markdown(rows)

@@ -101,8 +101,8 @@ def test_records_are_of_the_commands_that_would_be_run():
             commands[reach.RECORDS][name] = ["rloo.py", *row.setting.flags(seed)]
     for key, row in peers.ROWS.items():
         commands[peers.RECORDS] |= {name: row.command(int(name[-1])) for name in peers.names(key)}
-    for key, row in overoptimise.ROWS.items():
-        commands[overoptimise.RECORDS] |= {f"{key}__{seed}": row.command(seed) for seed in overoptimise.SEEDS}
+    for row in overoptimise.ROWS.values():
+        commands[overoptimise.RECORDS] |= {name: row.command(int(name[-1])) for name in row.names()}
     for path, expected in commands.items():
         recorded = {name: x["command"] for name, x in common.Records(path).all.items() if "command" in x}
         assert recorded == {name: " ".join(command) for name, command in expected.items()}
@@ -237,3 +237,9 @@ def test_verdicts_and_orders_of_the_page_are_those_of_the_records():
     assert max(wins["default"]) < min(wins["beta0.05"])
     best_of = records.all["sft"]["best_of_n"]
     assert best_of["4"]["win"][0] < np.mean(wins["default"]) < best_of["8"]["win"][0]
+    records = common.Records(overoptimise.RECORDS)
+    by_judge = {name: overoptimise.along(records, name, "win") for name in overoptimise.ROWS}
+    for name in ("100", "500", "2000", "4800"):
+        assert (by_judge[name][:, 1:3].max(1) > 38).all() and (by_judge[name][:, -1] < 34).all()
+        assert (overoptimise.along(records, name, "proxy_win")[:, -1] > 90).all()
+    assert by_judge["500_beta0.3"][:, -1].mean() > by_judge["500"].max(1).mean()
