@@ -1469,6 +1469,22 @@ def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_
     assert by_name == {"a": a, "b": b}
 
 
+def none_for_some_that_ended(prompts, completions, completion_ids, **columns):
+    return [None if i % 2 and ids[-1] == 0 else float(len(ids)) for i, ids in enumerate(completion_ids)]
+
+
+def test_a_completion_without_a_score_is_not_in_the_loss_even_if_it_ended(train, monkeypatch):
+    collected = spy(monkeypatch, "collect")
+    reward = (spec("none_for_some_that_ended"),)
+    train(reward_fns=reward, reward_model_path=None, mask_truncated_completions=True, total_episodes=64)
+    ended, unscored, in_loss = (
+        torch.stack(x)
+        for x in zip(*((found.batch.ended, found.scores.isnan(), found.in_loss) for _, found in collected))
+    )
+    assert (ended & unscored).any() and (~ended).any()
+    assert torch.equal(in_loss, ended & ~unscored)
+
+
 def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
     """A policy whose config asks for half of everything to be dropped ends where one without dropout ends."""
     runs = []
@@ -3253,6 +3269,19 @@ DAMAGED = {  # what happens to a file of the newest checkpoint; None: it is remo
     "config.json": None,
     "optimizer.pt that runs code": lambda content: saved(RunsCode()),
 }
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_update_and_what_is_no_checkpoint_is_none(tmp_path):
+    for name in (
+        "checkpoint-9",
+        "checkpoint-100",
+        "checkpoint-10",
+        "checkpoint-2",
+        "checkpoint-x",
+        "unfinished-checkpoint",
+    ):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in rloo.checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (100, 10, 9, 2)]
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
