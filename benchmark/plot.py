@@ -3,10 +3,12 @@
     python benchmark/plot.py runs/one runs/two                   # writes plot.png
     python benchmark/plot.py runs/* --output mine.png
 
-It reads metrics.jsonl and evaluations.jsonl, also of runs that have not ended. The legend has the names of the folders.
+It reads metrics.jsonl and evaluations.jsonl, also of runs that have not ended. The legend has the names of the folders,
+and the flags in args.json by which the runs differ.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +41,16 @@ def held_out_grades(evaluations: list[dict]) -> list[str]:
     return [name for name in names if f"{name}_stderr" in names and name != "sampled/length"]
 
 
+def labels(runs: Sequence[Path]) -> list[str]:
+    """The name of each run, with its values of up to three flags that are not equal in all runs."""
+    flags = [json.loads((run / "args.json").read_text()) for run in runs]
+    differ = [name for name in flags[0] if any(other.get(name) != flags[0][name] for other in flags)]
+    shown = [name for name in differ if name not in ("output_dir", "exp_name", "resume", "versions", "replaced")][:3]
+    return [
+        ", ".join([run.resolve().name, *(f"{name} {own.get(name)}" for name in shown)]) for run, own in zip(runs, flags)
+    ]
+
+
 def draw(runs: Sequence[Path], output: Path):
     """A panel for each metric of training and each grade; a colour for each run."""
     metrics = [common.read_lines(run / "metrics.jsonl") for run in runs]
@@ -46,8 +58,8 @@ def draw(runs: Sequence[Path], output: Path):
     grades = held_out_grades([line for lines in evaluations for line in lines])
     columns = len(TRAINING) + len(grades)
     figure, (axes,) = common.canvas(columns, 4 * columns, 4)
-    for number, run in enumerate(runs):
-        style = {"color": f"C{number}", "label": run.resolve().name}
+    for number, label in enumerate(labels(runs)):
+        style = {"color": f"C{number}", "label": label}
         for axis, name in zip(axes, TRAINING):
             lines = [line for line in metrics[number] if name in line]  # no KL without a reference
             window = max(1, len(lines) // SMOOTHED)
@@ -64,7 +76,7 @@ def draw(runs: Sequence[Path], output: Path):
     titles = [*TRAINING.values(), *(f"{name.removeprefix('sampled/')}, held-out prompts" for name in grades)]
     for axis, title in zip(axes, titles):
         axis.set(title=title, xlabel="episodes (completions)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(
         f"Training: mean over 1/{SMOOTHED} of the updates. Held out: sampled, ± standard error over prompts"
     )
@@ -78,7 +90,7 @@ def main():
     args = parser.parse_args()
     common.require(matplotlib="matplotlib")
     for run in args.runs:
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
+        for name in ("args.json", "metrics.jsonl", "evaluations.jsonl"):
             if not (run / name).is_file():
                 sys.exit(f"plot.py: {run} has no {name}; name output folders of rloo.py")
     draw(args.runs, args.output)
