@@ -20,7 +20,7 @@ def test_a_tiny_model_is_measured(tmp_path, monkeypatch):
     commands = throughput.lanes_of_update(tmp_path, [])
     assert [*commands] == ["rloo.py, group rows", "rloo.py, plain rows"]
     found = throughput.run(commands["rloo.py, group rows"], tmp_path)
-    assert 0 < found["rollout"] < found["seconds"] and 0.1 < found["peak_gb"] < 2
+    assert 0 < found["rollout"] < found["seconds"] and 0.1 < found["peak_gb"] < 20
 
 
 def measure(path, monkeypatch, lanes: dict[str, list[float]], again=False):
