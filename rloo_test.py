@@ -131,7 +131,7 @@ def random_batch(k: int = 3, B: int = 4, T: int = 6, vocab: int = 16, seed: int 
     """Prompts of unequal length; completions that meet the stop token (0) early, late or never."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(2, max_prompt))] for _ in range(B)]
-    rows = [{"prompt": "", "prompt_text": "", "prompt_ids": ids, "columns": {}} for ids in prompts]
+    rows = [{"prompt": "", "prompt_ids": ids, "columns": {}} for ids in prompts]
     responses = torch.randint(3, vocab, (k, B, T), generator=torch.Generator().manual_seed(seed))
     for j, b in itertools.product(range(k), range(B)):
         if (stop := rng.randint(0, T + 1)) < T:
@@ -1830,7 +1830,6 @@ def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it()
         read, expected = prepared["prompt_ids"], tokenizer(text)["input_ids"]
         assert [n for n in read if n not in special] == [n for n in expected if n not in special]
         assert read == ids or ids is None, row
-        assert prepared["prompt_text"] == tokenizer.decode(read)  # samples show prompts as the model reads them
         assert prepared["columns"] == {name: value for name, value in row.items() if name != "prompt"}
     assert rloo.prepare_example({"prompt": "b</s>"}, llama_tokenizer(add_eos=True))["prompt_ids"][-1] == 2  # its own
 
@@ -2922,7 +2921,7 @@ def test_messages_of_tables_and_contents_in_parts_are_read_as_they_are_meant(kin
     tokenizer = Letters(eos_token="<eos>")
     tokenizer.chat_template = template
     example = rloo.prepare_example({"prompt": messages}, tokenizer)
-    assert example["prompt_text"].strip() == text and example["prompt"] == messages
+    assert tokenizer.decode(example["prompt_ids"]).strip() == text and example["prompt"] == messages
 
 
 def test_an_image_in_a_message_is_refused(tmp_path):

@@ -102,11 +102,11 @@ def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path):
     solved, formatted = mini_gsm8k.accuracy(model.eval(), tokenizer, rows["test"][:40], 0.0)
     assert solved >= 0.5 and formatted >= 0.75
     prompt = rloo.prepare_example({"prompt": gsm8k_reward.chat("Tom has 12 pens.")}, tokenizer)
-    assert prompt["prompt_text"] == (
+    assert tokenizer.decode(prompt["prompt_ids"]) == (
         f"<|im_start|>system\n{gsm8k_reward.SYSTEM}<|im_end|>\n"
         "<|im_start|>user\nTom has 12 pens.<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.decode(prompt["prompt_ids"]) == prompt["prompt_text"] and tokenizer.tokenize("12") == ["1", "2"]
+    assert tokenizer.tokenize("12") == ["1", "2"]
 
 
 def test_its_rewards_train_it(tmp_path):
