@@ -23,7 +23,7 @@ def check_args(args):
 
 
 def replace_unended(scores, ended, *options):
-    """rloo.shape_scores of scores (k, B), with -1 in place of those that have not ended (k, B). NaN (no score) stays."""
+    """rloo.shape_scores of scores (k, B), with -1 for completions that have not ended. NaN (no score) stays."""
     return shape_ended(torch.where(ended | scores.isnan(), scores, -1.0), ended, *options)
 
 
