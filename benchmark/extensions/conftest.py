@@ -56,7 +56,12 @@ def run(data, tmp_path):
             "device": "cpu",
             "output_dir": tmp_path / f"run{next(numbers)}",
         } | flags
-        rloo.command_line(command_of(flags), **seams)
+        before = dict(vars(rloo))
+        try:
+            rloo.command_line(command_of(flags), **seams)
+        finally:
+            vars(rloo).update(before)
+            rloo.REPLACED.clear()
         return read_lines(Path(flags["output_dir"]) / "metrics.jsonl"), Path(flags["output_dir"])
 
     return run

@@ -371,12 +371,11 @@ def test_every_function_of_the_page_s_table_is_called_if_it_is_replaced(run, tmp
     assert json.loads((tmp_path / "out/args.json").read_text())["replaced"].keys() == {*names}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if "SEAMS = " in FILES[name]])
+@pytest.mark.parametrize("name", [name for name, text in FILES.items() if "\nSEAMS = " in text])
 def test_a_file_replaces_what_its_docstring_says(name):
-    said = FILES[name].partition("Replaces ")[2].partition('"""')[0]
+    said = FILES[name].partition("Replaces")[2].partition('"""')[0]
     module = importlib.import_module(name)
     assert set(re.findall(r"`(\w+)`", said)) == module.SEAMS.keys() <= vars(rloo).keys()
-    assert 20 <= FILES[name].count("\n") <= 150
 
 
 def test_two_compose(run):
