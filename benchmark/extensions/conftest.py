@@ -67,6 +67,20 @@ def run(data, tmp_path):
     return run
 
 
+@pytest.fixture
+def record():
+    """record(name) -> flags of a run, and the metrics that rloo.py of commit 536c9f2 recorded, which had LoRA and FSDP
+    in it (as --sharding fsdp), on the same 40 rows."""
+    recorded = json.loads(Path(__file__).with_name("record.json").read_text())
+
+    def read(name: str) -> tuple[dict, list[dict]]:
+        one = recorded["runs"][name]
+        flags = recorded["flags"] | one["flags"]
+        return {name: x for name, x in flags.items() if name != "sharding"}, one["metrics"]
+
+    return read
+
+
 def command_of(flags: dict) -> list[str]:
     """The words of a command line; a flag that is None is left out."""
     words = []
