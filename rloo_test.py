@@ -773,17 +773,21 @@ def flags_drawn(seed: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("seed", [*range(20), 49])
+@pytest.mark.parametrize("seed", range(18))
 def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, tiny, tmp_path, monkeypatch, seed):
-    """Weights and metrics of two updates; prompts of unequal length, one of them twice."""
+    """Weights and metrics of two updates; prompts of unequal length, one of them twice. The reference is another model,
+    since a KL that is 0 but for rounding would decide about advantages where all scores are equal."""
     flags = flags_drawn(seed)
     stop_ids, with_model, family, pad = (flags.pop(name) for name in ("stop_ids", "with_model", "family", "pad"))
-    model = tiny_model(family)
+    model, reference = tiny_model(family), tiny_model(family)
+    for weight, other in zip(reference.parameters(), tiny_model(family, seed=1).parameters()):
+        weight.data.lerp_(other.data, 0.1)
     model.generation_config.eos_token_id = stop_ids if len(stop_ids) > 1 else 0
     flags |= {"stop_token_id": 5} if stop_ids == [5] else {}
     rows = [{"prompt": "a b c d e f g"[: 2 * i % 14 + 1], "n": i} for i in range(9)]  # of 1 to 7 tokens
     collected, orders, randperm = spy(monkeypatch, "collect"), [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n: orders.append(randperm(n)) or orders[-1])
+    monkeypatch.setattr(rloo, "load_reference", lambda args, policy: reference)
     metrics, output = train(
         dataset_name=write_rows(tmp_path / "rows.jsonl", rows),
         sft_model_path=save(tmp_path / "sft", model, tiny_tokenizer(pad)),
@@ -791,7 +795,7 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
         **flags,
     )
 
-    policy, reference, scorer = (x.double() for x in (model, tiny_model(family), tiny_model(classifier=True, seed=1)))
+    policy, reference, scorer = (x.double() for x in (model, reference, tiny_model(classifier=True, seed=1)))
     rewards = {}
     if with_model:  # the score of the last token
         rewards["reward_model"] = lambda row, ids: scorer.score(
@@ -1861,45 +1865,32 @@ BROKEN_FILES = {  # what the next test finds in the folder {x}
     "empty.jsonl": "",
     "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n',
     "list.jsonl": "[1]\n",
-    "deep.jsonl": "[" * 100_000,
-    "latin.jsonl": b'{"prompt": "\xe4\xff"}\n',
     "rows.json": '[{"prompt": "a"}]',
     "text.jsonl": '{"text": "a"}\n',
-    **{f"{name}.jsonl": f'{{"prompt": "a", "{name}": "b"}}' for name in ("prompts", "completions", "completion_ids")},
+    "prompts.jsonl": '{"prompt": "a", "prompts": "b"}',
     "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\ndef score(**kw): 0\n",
-    "json.py": "",
-    "a/same.py": "def f(**kw): 0\n",
-    "b/same.py": "def g(**kw): 0\n",
 }
 POSITIVE = ["response_length", "max_prompt_length", "local_rollout_forward_batch_size", "per_device_train_batch_size"]
-POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches", "save_total_limit", "lora_alpha"]
+POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches", "save_total_limit", "temperature"]
 MISTAKES = {  # what the line must say -> what is added to a command line that works
     "at least 2": "--rloo_k 1; --rloo_k 0",
-    "at least 1": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --rollout_correction_cap 0.9",
-    "at least 0": "--total_episodes -1; --learning_rate -1; --cliprange -0.1; --save_steps -1; --lora_rank -1",
-    "must be finite": "--kl_coef nan; --learning_rate inf; --missing_eos_penalty nan",
+    "must be finite and above 0": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --learning_rate -1",
+    "must be finite and at least 0": "--total_episodes -1; --cliprange -0.1; --save_steps -1; --seed -1; --kl_coef nan; "
+    "--num_sample_generations -1; --missing_eos_penalty inf",
     "must be a multiple of --rloo_k 2": "--per_device_train_batch_size 7",
     "must be below 1": "--warmup_ratio 2; --warmup_ratio 1",
-    "--temperature": "--temperature 0",
     "must be one token, is 3": "--stop_token a:b",
-    "none of the ids [99] is one of the model's 16 tokens": "--stop_token_id 99",
+    "no token ends a completion: [99]": "--stop_token_id 99",
     "must be 1 numbers, not all 0": "--reward_weights 1 2; --reward_weights nan; --reward_weights 0",
     "needs a ratio per token": "--token_level_kl --ratio_level sequence",
-    "something else is called boom": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
-    "something else is called score": "--reward_fns {x}/fns.py:score; --eval_fns {x}/fns.py:score",
-    "there is no file {x}/no.py": "--reward_fns {x}/no.py:f; --rollout_engine {x}/no.py:f",
-    "must be group, hf, file.py:function": "--rollout_engine grup",
+    "boom is taken": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
+    "score is taken": "--reward_fns {x}/fns.py:score; --eval_fns {x}/fns.py:score",
+    "there is no file {x}/no.py": "--reward_fns {x}/no.py:f",
     "must be file.py:function or module:function": "--reward_fns fns; --reward_fns {x}/fns.py; --eval_fns no_module:f",
-    "json.py:f: ": "--reward_fns {x}/json.py:f",  # another json is loaded
-    "{x}/a/same.py is loaded under the same name": "--reward_fns {x}/a/same.py:f {x}/b/same.py:g",
-    "add **columns for what it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few",
-    "the data have no column `a`": "--reward_fns {x}/fns.py:sum; --eval_fns {x}/fns.py:sum",
-    "the data must have no column": "; ".join(
-        f"--reward_fns {{x}}/fns.py:boom --dataset_name {{x}}/{x}.jsonl"
-        for x in ("prompts", "completions", "completion_ids")
-    ),
-    "fns.py:thing: ": "--reward_fns {x}/fns.py:thing",
-    "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
+    "add **columns for those that it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; "
+    "--reward_fns {x}/fns.py:sum",
+    "the data must have no column prompts": "--reward_fns {x}/fns.py:boom --dataset_name {x}/prompts.jsonl",
+    "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
     "must be cpu or cuda": "--device mps; --device meta",
@@ -1908,11 +1899,9 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
     "has no rows in its split dev": "--dataset_train_split dev",
     "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
-    "line 1 must be a JSON object like": "; ".join(
-        f"--dataset_name {{x}}/{x}.jsonl" for x in ("latin", "list", "deep")
-    ),
-    "empty.jsonl: has no rows in its split train": "--dataset_name {x}/empty.jsonl",
+    "line 1 must be a JSON object like": "--dataset_name {x}/list.jsonl",
     "line 2 must be a JSON object like": "--dataset_name {x}/broken.jsonl",
+    "empty.jsonl: has no rows in its split train": "--dataset_name {x}/empty.jsonl",
     "text.jsonl, row 1: needs `prompt`": "--dataset_name {x}/text.jsonl",
     "no prompt is within --max_prompt_length 1": "--max_prompt_length 1",
     "has 128 positions": "--response_length 125; --response_length 4000",
@@ -1941,7 +1930,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monk
     assert snapshot(tiny, tmp_path) == before
 
 
-@pytest.mark.parametrize("flag, rank", [("--lora_rank three", 0), ("--dtype float16", 0), ("--nonsense 3", 1)])
+@pytest.mark.parametrize("flag, rank", [("--rloo_k three", 0), ("--dtype float16", 0), ("--nonsense 3", 1)])
 def test_a_flag_that_does_not_parse_is_named_by_the_first_process(monkeypatch, capsys, flag, rank):
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
     monkeypatch.setenv("RANK", str(rank))
@@ -1963,10 +1952,6 @@ def with_more_tokens(folder: Path):
         save(folder.parent / name, tokenizer)
 
 
-def with_nan(folder: Path):
-    model = tiny_model()
-    next(model.parameters()).data.fill_(math.nan)
-    save(folder, model)
 
 
 def with_three_labels(folder: Path):
@@ -1976,8 +1961,6 @@ def with_three_labels(folder: Path):
 
 REFUSED_MODELS = {  # what happens to the folder of which model -> words of the line
     "no tokenizer": ("sft", without_tokenizer, "prompt is empty|tokenizer cannot be loaded"),
-    "more tokens than embeddings": ("sft", with_more_tokens, "has no token 17; is the tokenizer that of another"),
-    "NaN": ("sft", with_nan, "cannot be used"),
     "no head": ("reward", lambda folder: save(folder, tiny_model()), "lacks weights"),
     "three labels": ("reward", with_three_labels, "cannot be loaded"),
     "another tokenizer": ("reward", lambda x: save(x, tokenizer_of([*reversed(WORDS)])), "has another tokenizer"),
@@ -2040,8 +2023,8 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(train, sche
     """A warm-up does not begin at 0, and leaves what follows as it was."""
 
     def rates(updates, warmup_ratio):
-        args = rloo.resolve_args(Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio))
-        return [rloo.learning_rate(args, done, updates) for done in range(updates)]
+        args = Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio)
+        return [rloo.scheduled_lr(args, done, updates) for done in range(updates)]
 
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
     for warmup, ratio in ((0, 0.0), (3, 0.3), (3, 0.21)):  # 2.1 updates are 3
@@ -2060,20 +2043,17 @@ OTHER_FLAGS = {  # those that the random updates above do not draw
     "max_prompt_length": 4,
     "dataset_train_split": "test",
     "dtype": "bfloat16",
-    "lora_rank": 2,
 }
 
 
 def test_every_flag_changes_the_run(train):
     """... from what it is without the flag. Adam sees the size of the gradient here."""
-    base = {"adam_eps": 1e-3, "max_grad_norm": 0.0, "total_episodes": 32, "seed": 2}
+    base = {"adam_eps": 1e-3, "max_grad_norm": 0.0, "seed": 2}
     plain = final_weights(train(**base)[1])
     for name, value in OTHER_FLAGS.items():
         assert (final_weights(train(**base | {name: value})[1]) - plain).abs().max() > 1e-3, name
     eager, sdpa = (final_weights(train(**base, layout="plain", attn_implementation=x)[1]) for x in ("eager", None))
     assert 0 < (eager - sdpa).abs().max() < 1e-3  # by rounding
-    alphas = [final_weights(train(**base, lora_rank=2, lora_alpha=alpha)[1]) for alpha in (8, 32)]
-    assert (alphas[0] - alphas[1]).abs().max() > 1e-3
     whole_numbers = {"kl_coef": 0, "temperature": 1, "learning_rate": 1, "max_grad_norm": 0}  # from Python
     assert torch.equal(*(final_weights(train(**{x: y(z) for x, z in whole_numbers.items()})[1]) for y in (int, float)))
 
@@ -2163,19 +2143,19 @@ EVALUATED = {  # updates, --num_sample_generations: the updates at which a run e
 @pytest.mark.parametrize("updates, between", EVALUATED)
 def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch, updates, between):
     """Greedy completions as well before and after."""
-    found, expected = [], EVALUATED[updates, between]
+    made, found, expected = [], [], EVALUATED[updates, between]
 
-    def evaluate(args, policy, reward_functions, graders, examples, stop_ids, version, tokenizer, modes):
-        found.append((version, modes))
+    def evaluate(args, sampler, reward_functions, graders, examples, stop_ids, tokenizer, modes):
+        found.append((len(made), modes))
         return []
 
     monkeypatch.setattr(rloo, "evaluate", evaluate)
     monkeypatch.setattr(rloo, "collect", lambda *inputs: types.SimpleNamespace(times={}))
-    monkeypatch.setattr(rloo, "improve", lambda *inputs: None)
+    monkeypatch.setattr(rloo, "improve", lambda *inputs: made.append(1))
     monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"grad_norm": 1.0})
     _, output = train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
-    assert [version for version, _ in found] == expected
-    assert all(("greedy" in modes) == (version in (0, updates)) and "sampled" in modes for version, modes in found)
+    assert [update for update, _ in found] == expected
+    assert all(("greedy" in modes) == (update in (0, updates)) and "sampled" in modes for update, modes in found)
     evaluations = [(x["update"], x["episode"]) for x in read_metrics(output, "evaluations")]
     assert evaluations == [(update, 16 * update) for update in expected]
 
@@ -2365,7 +2345,7 @@ def test_quantized_weights_are_not_trained(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(InputError, match="has quantized weights"):
-        rloo.load_model(Args(dtype="float32", device="cpu"), path, [{"prompt_ids": [3]}], trained=True)
+        rloo.load_policy(Args(sft_model_path=path, dtype="float32", device="cpu"), 1, None)
 
 
 def test_a_reward_model_may_lack_the_ids_that_no_text_has():
