@@ -5,6 +5,7 @@ rows and the decoder against a row per completion, and what other trainers got w
 have their tests in benchmark/extensions.
 """
 
+import ast
 import contextlib
 import functools
 import gc
@@ -15,6 +16,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import runpy
@@ -30,7 +32,7 @@ import types
 import weakref
 from collections import defaultdict
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -165,7 +167,7 @@ def save(folder: Path, *parts) -> str:
 
 def spec(name: str) -> str:
     """A function of this file as a flag's value."""
-    return f"{__file__}:{name}"
+    return f"{__name__}:{name}"
 
 
 @pytest.fixture(scope="session")
@@ -376,9 +378,9 @@ def test_weights_make_the_loss_a_mean_in_which_tokens_outside_the_loss_do_not_co
         ("token", sums[in_loss].sum() / (2 + 3 + 5)),
         ("sequence-mean", (sums / lengths)[in_loss].sum() / 4),
     ):
-        weight = rloo.loss_scale(lengths, in_loss, aggregation)
-        assert weight[1, 0] == 0 and (weight * sums).mean().item() == pytest.approx(expected.item(), rel=1e-6)
-        assert not rloo.loss_scale(lengths, in_loss & ~in_loss, aggregation).any()  # nobody left
+        weights = rloo.loss_weights(lengths, in_loss, aggregation)
+        assert weights[1, 0] == 0 and (weights * sums).sum().item() == pytest.approx(expected.item(), rel=1e-6)
+        assert not rloo.loss_weights(lengths, in_loss & ~in_loss, aggregation).any()  # nobody left
 
 
 # Log-probs and entropies
@@ -882,7 +884,7 @@ def test_group_layout_equals_plain_rows(family, k):
         policy.layout = reward.layout = layout
         logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7)
         gradient = flat_grad((logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum(), policy)
-        results.append((logprobs, entropy, rloo.model_scores(reward, batch), gradient))
+        results.append((logprobs, entropy, rloo.reward_of_model(reward, 64, batch), gradient))
     for plain, group in zip(*results):
         assert (plain - group).abs().max() < 1e-5 * max(1, plain.abs().max())
 
@@ -903,23 +905,76 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
         assert layout_of(model, 6, 7) == "plain"  # one is out of sight
 
 
-EDITS = {  # mistakes in an edit of group rows or the decoder: a function, what it returns
-    "a hundredth": ("group_hidden", lambda inputs, x: 1.01 * x),
-    "order": ("lanes_as_heads", lambda inputs, x: x.flip(1)),
-    "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:]),  # a RuntimeError
-    "step": ("step_attention", lambda inputs, x: 0.5 * x),
-    "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1)),
-    "shape of a step": ("step_attention", lambda inputs, x: x[:, :, 1:]),
+EDITS = {  # mistakes in an edit of group rows or the decoder: a function, what it returns, what is said of the model
+    "a hundredth": ("group_hidden", lambda inputs, x: 1.01 * x, "its results differ from those of a completion alone"),
+    "order": ("lanes_as_heads", lambda inputs, x: x.flip(1), "its results differ from those of a completion alone"),
+    "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:], "its layers raise RuntimeError"),
+    "step": ("step_attention", lambda inputs, x: 0.5 * x, "the decoder of this file gives other log-probs"),
+    "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1), "the decoder of this file gives other log-probs"),
+    "shape of a step": ("step_attention", lambda inputs, x: x[:, :, 1:], "its layers raise RuntimeError"),
 }
 
 
 @pytest.mark.parametrize("mistake", EDITS)
 def test_mistakes_in_an_edit_of_group_rows_or_the_decoder_are_seen_by_the_trial(monkeypatch, capsys, mistake):
-    spy(monkeypatch, *EDITS[mistake])
-    assert layout_of(tiny_model(), 6, 4) == "plain"
-    assert "GPTNeoXForCausalLM: one row per completion, because in group rows" in capsys.readouterr().out
-    with pytest.raises(InputError, match="^--layout group: GPTNeoXForCausalLM cannot"):
-        layout_of(tiny_model(), 6, 4, layout="group")
+    name, returned, words = EDITS[mistake]
+    spy(monkeypatch, name, returned)
+    assert layout_of(tiny_model(as_it_comes=True), 6, 4) == "plain"
+    assert f"GPTNeoXForCausalLM: one row per completion, because in group rows {words}" in capsys.readouterr().out
+    with pytest.raises(InputError, match=f"^--layout group: GPTNeoXForCausalLM cannot: {words}"):
+        layout_of(tiny_model(as_it_comes=True), 6, 4, layout="group")
+
+
+def test_a_step_that_cannot_be_recorded_is_a_reason_for_plain_rows_but_too_little_memory_is_none(monkeypatch, capsys):
+    fake_cuda(monkeypatch)
+
+    def fail(step):
+        raise errors.pop()
+
+    monkeypatch.setattr(rloo, "cuda_graph", fail)
+    errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("operation not permitted when capturing")]
+    assert layout_of(tiny_model(as_it_comes=True), 6, 4) == "plain"
+    assert "in group rows its layers raise RuntimeError: operation not permitted" in capsys.readouterr().out
+    with pytest.raises(torch.OutOfMemoryError):
+        layout_of(tiny_model(as_it_comes=True), 6, 4)
+
+
+def names_in(*nodes) -> set[str]:
+    return {x.id for node in nodes for x in ast.walk(node) if isinstance(x, ast.Name)}
+
+
+class WithoutGroupRows(ast.NodeTransformer):
+    """Takes the other branch where one uses a name of the block, and `plain` in place of a choice."""
+
+    def __init__(self, names: set[str]):
+        self.names = names
+
+    def visit_If(self, node):
+        return node.orelse or None if names_in(*node.body) & self.names else self.generic_visit(node)
+
+    def visit_Call(self, node):
+        return ast.Constant("plain") if "choose_layout" in names_in(node.func) else self.generic_visit(node)
+
+
+def test_group_rows_can_be_cut_out(tiny, tmp_path, monkeypatch):
+    """The block, two calls into it and the two choices of a layout: two updates in plain rows end as with them."""
+    source = Path(rloo.__file__).read_text()
+    begin, end = source.index("# ---- Group rows"), source.index("# ---- Evaluation")
+    names = {node.name for node in ast.parse(source[begin:end]).body if hasattr(node, "name")}
+    left = ast.parse(source[:begin] + source[end:])
+    assert names_in(left) & names == {"choose_layout", "group_hidden", "Decoder"}
+    left = WithoutGroupRows(names).visit(left)
+    assert not names_in(left) & names
+    (tmp_path / "without_group_rows.py").write_text(ast.unparse(left))
+    monkeypatch.syspath_prepend(tmp_path)
+    import without_group_rows
+
+    ends = []
+    for module in (rloo, without_group_rows):
+        output = tmp_path / module.__name__
+        module.main(Args(**run_flags(tiny, output, layout="plain", total_episodes=32, num_eval_prompts=2)))
+        ends.append(end_of(output))
+    assert ends[0] == ends[1]
 
 
 def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_again():
@@ -1196,19 +1251,13 @@ def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, layout):
 
 
 def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_is_in_float32(train, monkeypatch):
-    loads, collected, rollouts = (spy(monkeypatch, name) for name in ("read_model", "collect", "rollout"))
+    loads, losses, rollouts = (spy(monkeypatch, name) for name in ("read_model", "policy_loss", "rollout"))
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8}
-    (metrics,), _ = train(dtype="bfloat16", learning_rate=0.0, num_eval_prompts=2, **halves)
+    (metrics,), _ = train(dtype="bfloat16", learning_rate=1e-20, num_eval_prompts=2, **halves)
     assert {inputs[1].dtype for inputs, _ in rollouts} == {torch.bfloat16}  # those of evaluations as well
     assert [model.dtype for _, model in loads] == [torch.float32] + [torch.bfloat16] * 3  # sampler, reference, reward
-    (((args, policy, *_), experience),) = collected
-    with torch.no_grad():
-        exact, _ = rloo.completion_logprobs(policy, experience.batch, 1.0)
-        with rloo.training_dtype(args, CPU):
-            training, _ = rloo.completion_logprobs(policy, experience.batch, 1.0)
-    assert (experience.old_logprobs - training).abs().max() < 1e-6
-    assert (experience.old_logprobs - exact).abs().max() > 1e-3
-    assert metrics["val/ratio_var"] < 1e-9  # of each mini-batch, since no step changes anything
+    assert len(losses) == 2 and all(torch.equal(new, old) for (new, old, *_), _ in losses)  # no step changes anything
+    assert metrics["val/ratio_var"] == 0 and metrics["val/rollout_logprob_gap"] > 1e-3
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
@@ -1219,15 +1268,23 @@ def test_a_forward_pass_has_a_whole_group_at_least(train, layout):
 
 
 def test_no_forward_pass_is_repeated(train, monkeypatch):
-    """Old log-probs cost one only for several optimizer steps per epoch. Without a KL no reference is loaded."""
+    """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded."""
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
-    monkeypatch.setattr(rloo, "why_not", lambda *inputs: None)  # the trial, which runs the models too
+    original = rloo.choose_layout
+
+    def chosen(*inputs):  # without the trial, which runs the models too
+        with monkeypatch.context() as patch:
+            patch.setattr(rloo, "completion_logprobs", logprobs)
+            return original(*inputs)
+
+    logprobs = rloo.completion_logprobs
     loads, seen = spy(monkeypatch, "read_model"), spy(monkeypatch, "completion_logprobs")
+    monkeypatch.setattr(rloo, "choose_layout", chosen)
     for flags, passes, loaded in (
         ({}, [False, True], 3),  # whether they have a gradient: the reference, training
         ({"kl_coef": 0.0}, [True], 2),
-        ({"num_ppo_epochs": 2}, [False, True, True], 3),
-        (halves, [False, False, True, True], 3),
+        ({"num_ppo_epochs": 2}, [False, False, True, True], 3),
+        (halves, [False, False, False, True, True], 3),
         ({"layout": "plain"}, [False, False, True], 3),  # `generate` returns no log-probs
     ):
         loads.clear()
@@ -1319,7 +1376,7 @@ def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored
         policy.layout = reward.layout = layout
         logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0)
         assert (logprobs[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
-        results.append((logprobs, rloo.model_scores(reward, b), flat_grad(logprobs.sum(), policy)))
+        results.append((logprobs, rloo.reward_of_model(reward, 64, b), flat_grad(logprobs.sum(), policy)))
     assert all(torch.allclose(x, xs[0], atol=1e-5) for xs in zip(*results) for x in xs)
 
 
@@ -1332,7 +1389,7 @@ def test_padded_equals_unpadded(name):
     reward = tiny_model(family, 1, classifier=True, as_it_comes=True, pad_token_id=None)  # a row: the head at its end
     with torch.no_grad():
         logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7)
-        scores = rloo.model_scores(tiny_model(family, 1, classifier=True), batch)
+        scores = rloo.reward_of_model(tiny_model(family, 1, classifier=True), 64, batch)
         policy = tiny_model(name, as_it_comes=True)
         for j, b in itertools.product(range(3), range(4)):
             prompt, completion = batch.examples[b]["prompt_ids"], batch.completion_ids()[j * 4 + b]
@@ -1381,13 +1438,14 @@ def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
-def test_the_saved_model_keeps_its_generation_config(train, tmp_path, layout):
-    """... and says nothing of the attention that it was trained by."""
+def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_saved(train, tmp_path, layout):
+    """... by transformers, such as sampling settings of a greedy model; and it says nothing of how it was trained."""
     path = save(tmp_path / "sft", tiny_model(), tiny_tokenizer())
-    config = {"eos_token_id": [0, 9], "pad_token_id": 1, "do_sample": True, "top_k": 7, "temperature": 0.3}
+    config = {"eos_token_id": [0, 9], "pad_token_id": -1, "do_sample": False, "top_k": 7, "temperature": 0.3}
     (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
     _, output = train(sft_model_path=path, layout=layout)
     assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
+    assert AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").generation_config.eos_token_id == [0, 9]
     assert "group" not in (output / "config.json").read_text()
 
 
@@ -1752,7 +1810,8 @@ def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch, number):
     """... and is not taken for one that has no score to give."""
-    spy(monkeypatch, "model_scores", lambda inputs, output: output * number)
+    monkeypatch.setattr(rloo, "why_not", lambda *inputs: None)
+    spy(monkeypatch, "head_scores", lambda inputs, output: output * number)
     with pytest.raises(InputError, match="not finite"):
         train()
 
@@ -1824,7 +1883,7 @@ def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
     written = json.loads((output / "args.json").read_text())
-    assert metrics[0]["lr"] == 1e-6 and written["total_episodes"] == 64
+    assert metrics[0]["lr"] == written["learning_rate"] == 1e-6
     assert written["versions"]["torch"] == torch.__version__
     assert [update["episode"] for update in train(total_episodes=17)[0]] == [16, 32]  # whole updates
 
@@ -1875,13 +1934,14 @@ POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches"
 MISTAKES = {  # what the line must say -> what is added to a command line that works
     "at least 2": "--rloo_k 1; --rloo_k 0",
     "must be finite and above 0": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --learning_rate -1",
-    "must be finite and at least 0": "--total_episodes -1; --cliprange -0.1; --save_steps -1; --seed -1; --kl_coef nan; "
-    "--num_sample_generations -1; --missing_eos_penalty inf",
+    "must be finite and at least 0": "--total_episodes -1; --cliprange -0.1; --save_steps -1; --seed -1; "
+    "--kl_coef nan; --num_sample_generations -1; --missing_eos_penalty inf",
     "must be a multiple of --rloo_k 2": "--per_device_train_batch_size 7",
     "must be below 1": "--warmup_ratio 2; --warmup_ratio 1",
     "must be one token, is 3": "--stop_token a:b",
     "no token ends a completion: [99]": "--stop_token_id 99",
-    "must be 1 numbers, not all 0": "--reward_weights 1 2; --reward_weights nan; --reward_weights 0",
+    "must be 1 numbers": "--reward_weights 1 2",
+    "must not all be 0": "--reward_weights 0",
     "needs a ratio per token": "--token_level_kl --ratio_level sequence",
     "boom is taken": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
     "score is taken": "--reward_fns {x}/fns.py:score; --eval_fns {x}/fns.py:score",
@@ -1945,15 +2005,6 @@ def without_tokenizer(folder: Path):
         file.unlink()
 
 
-def with_more_tokens(folder: Path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["x", "y"])
-    for name in ("sft", "reward"):
-        save(folder.parent / name, tokenizer)
-
-
-
-
 def with_three_labels(folder: Path):
     options = {"num_labels": 3, "ignore_mismatched_sizes": True}
     save(folder, AutoModelForSequenceClassification.from_pretrained(folder, **options))
@@ -1961,7 +2012,6 @@ def with_three_labels(folder: Path):
 
 REFUSED_MODELS = {  # what happens to the folder of which model -> words of the line
     "no tokenizer": ("sft", without_tokenizer, "prompt is empty|tokenizer cannot be loaded"),
-    "no head": ("reward", lambda folder: save(folder, tiny_model()), "lacks weights"),
     "three labels": ("reward", with_three_labels, "cannot be loaded"),
     "another tokenizer": ("reward", lambda x: save(x, tokenizer_of([*reversed(WORDS)])), "has another tokenizer"),
 }
@@ -1988,7 +2038,7 @@ def test_adapters_beside_a_model_are_refused(train, monkeypatch):
 def test_a_policy_with_logits_of_its_own_kind_is_refused(train, monkeypatch):
     """... such as a scale of which final_logits does not know, here of 2%: its log-probs would be others."""
     spy(monkeypatch, "final_logits", lambda inputs, logits: 1.02 * logits)
-    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: cannot be used; .*final_logits"):
+    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: cannot be used: its results differ"):
         train()
 
 
@@ -2002,19 +2052,18 @@ def test_held_out_prompts_and_completions_may_fill_the_positions_and_no_more(tra
         train(**flags, response_length=7)
 
 
-@pytest.mark.parametrize("engine", ["group", "hf"])
-def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_use(train, tiny, tmp_path, engine):
+@pytest.mark.parametrize("layout", ["group", "plain"])
+def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_use(train, tiny, tmp_path, layout):
     """The numbers are the same, and it is saved as it was. Gemma 3's text models have one embedding fewer than their
     tokenizer has tokens: that of an image."""
-    shutil.copytree(tiny, tmp_path / "tiny")
-    with_more_tokens(tmp_path / "tiny" / "sft")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["x", "y"])
+    tokenizer.pad_token = None
     for name in ("sft", "reward"):
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny" / name)
-        tokenizer.pad_token = None
-        save(tmp_path / "tiny" / name, tokenizer)
-    models = {"sft_model_path": f"{tmp_path}/tiny/sft", "reward_model_path": f"{tmp_path}/tiny/reward"}
-    metrics, output = train(**models, rollout_engine=engine)
-    assert without_times(metrics) == without_times(train(rollout_engine=engine)[0])
+        save(shutil.copytree(tiny / name, tmp_path / name), tokenizer)
+    models = {"sft_model_path": f"{tmp_path}/sft", "reward_model_path": f"{tmp_path}/reward"}
+    metrics, output = train(**models, layout=layout)
+    assert without_times(metrics) == without_times(train(layout=layout)[0])
     assert AutoTokenizer.from_pretrained(output).pad_token is None
 
 
@@ -2024,7 +2073,7 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(train, sche
 
     def rates(updates, warmup_ratio):
         args = Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio)
-        return [rloo.scheduled_lr(args, done, updates) for done in range(updates)]
+        return [rloo.lr_of_update(args, done, updates) for done in range(updates)]
 
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
     for warmup, ratio in ((0, 0.0), (3, 0.3), (3, 0.21)):  # 2.1 updates are 3
@@ -2081,12 +2130,6 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, t
         train(output_dir=str(output), total_episodes=48, save_steps=1)
     assert len(read_metrics(output)) == 1 and [path.name for path in rloo.checkpoints(output)] == ["checkpoint-1"]
     assert final_weights(output / "checkpoint-1").isfinite().all()
-
-
-def test_weights_that_the_last_step_made_infinite_are_not_saved(train, tmp_path):
-    with pytest.raises(InputError, match="not finite"):
-        train(learning_rate=1e39, output_dir=str(tmp_path / "out"))
-    assert not [*(tmp_path / "out").glob("**/*.safetensors")]
 
 
 def test_runs_are_logged_and_resumed_ones_continue_their_log(train, monkeypatch):
@@ -2166,10 +2209,10 @@ def two_by_length(prompts, completions, completion_ids, n, **columns):
 
 
 def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
-    """At learning rate 0, so that every evaluation finds the same; all draw the same random numbers. A grade that is no
-    number is left out of the means."""
+    """At learning rate 1e-20, so that every evaluation finds the same; all draw the same random numbers. A grade that
+    is no number is left out of the means."""
     functions = {"reward_fns": (spec("two_by_length"),), "eval_fns": (spec("count_tokens"),)}
-    flags = {"num_eval_prompts": 5, "num_sample_generations": 1, "total_episodes": 64, "learning_rate": 0.0}
+    flags = {"num_eval_prompts": 5, "num_sample_generations": 1, "total_episodes": 64, "learning_rate": 1e-20}
     metrics, output = train(**flags, **functions)
     rows = read_metrics(output, "completions")
     modes = ["sampled", "greedy", "sampled", "sampled", "greedy"]
@@ -2303,33 +2346,33 @@ def run_mine(tiny, tmp_path, monkeypatch):
 
 
 FLAG_OF_ONES_OWN = """
+from dataclasses import dataclass
+
 import rloo
 
+collect = rloo.collect
 
+
+@dataclass
 class Args(rloo.Args):
     quantile: float = 0.5  # which of the siblings' rewards
     # is the baseline
     slope: float = 1.0
 
 
-def quantile(rewards, estimator):
-    print("quantile", rloo.ARGS.quantile)
-    return rewards - rewards.quantile(rloo.ARGS.quantile, dim=0)
+def noting(args, *inputs):
+    print("quantile", args.quantile)
+    return collect(args, *inputs)
 
 
-rloo.command_line(Args=Args, advantage=quantile)
+rloo.command_line(Args=Args, collect=noting)
 """
 
 
 def test_a_flag_of_ones_own_is_like_those_of_rloo(run_mine, tmp_path, capfd):
     run_mine(FLAG_OF_ONES_OWN, "--quantile 0.25 --slope -1")
     args = json.loads((tmp_path / "out/args.json").read_text())
-    assert args["quantile"] == 0.25 and args["slope"] == -1.0
-    where = {"Args": f"{tmp_path}/mine.py:Args", "advantage": f"{tmp_path}/mine.py:quantile"}
-    said = capfd.readouterr().out
-    assert args["replaced"] == where and "quantile 0.25" in said
-    assert all(f"{name}: replaced by {file}" in said for name, file in where.items())
-
+    assert args["quantile"] == 0.25 and args["slope"] == -1.0 and "quantile 0.25" in capfd.readouterr().out
     with pytest.raises(SystemExit):
         run_mine(FLAG_OF_ONES_OWN, "--quantil 0.25")
     assert "--quantile" in capfd.readouterr().err  # the hint
@@ -2339,13 +2382,41 @@ def test_a_flag_of_ones_own_is_like_those_of_rloo(run_mine, tmp_path, capfd):
     assert "which of the siblings' rewards (default: 0.5)" in lines and "is the baseline (default: 1.0)" in lines
 
 
-def test_quantized_weights_are_not_trained(tmp_path):
-    """transformers would quantize them again when they are saved."""
-    path = save(tmp_path, tiny_model())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(InputError, match="has quantized weights"):
-        rloo.load_policy(Args(sft_model_path=path, dtype="float32", device="cpu"), 1, None)
+SEAMS = ["resolve_args", "load_policy", "load_reference", "load_sampler", "update_sampler", "rollout", "collect"]
+SEAMS += ["advantage", "policy_loss", "kl_penalty", "completion_loss", "completion_logprobs", "average_gradients"]
+SEAMS += ["clip_gradients", "moments_of", "placed_like", "save_policy", "metrics_of", "attention"]
+
+
+def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(tiny, tmp_path):
+    """... in a run of one update, and one that resumes it."""
+    before, called = dict(vars(rloo)), defaultdict(int)
+
+    @dataclass
+    class OtherArgs(Args):
+        mine: int = 3
+
+    def noting(name, original):
+        @functools.wraps(original)
+        def replacement(*inputs, **options):
+            called[name] += 1
+            return original(*inputs, **options)
+
+        return replacement
+
+    replacements = {name: noting(name, getattr(rloo, name)) for name in SEAMS}
+    for episodes in (16, 32):
+        line = [*command(tiny, tmp_path / "out", total_episodes=episodes), "--no_kl_in_reward", "--resume"]
+        rloo.command_line(line, Args=OtherArgs, **replacements)
+        assert {name for name, x in vars(rloo).items() if x is not before.get(name)} == set()
+    assert [name for name in SEAMS if not called[name]] == []
+    written = json.loads((tmp_path / "out/args.json").read_text())
+    assert written["mine"] == 3 and written["replaced"]["rollout"] == "rloo:rollout"
+    with pytest.raises(SystemExit, match="rloo.py has no advantge to replace"):
+        rloo.command_line([], advantge=max)
+    calls = dict(called)
+    rloo.command_line(command(tiny, tmp_path / "without"))
+    assert called == calls
+    assert json.loads((tmp_path / "without/args.json").read_text())["replaced"] == {}
 
 
 def test_a_reward_model_may_lack_the_ids_that_no_text_has():
@@ -2354,7 +2425,7 @@ def test_a_reward_model_may_lack_the_ids_that_no_text_has():
     batch = known._replace(responses=known.responses + 5 * (known.responses == 15))  # ids of up to 20
     model = tiny_model(classifier=True)  # of 16 tokens
     assert batch.responses.max() == 20
-    assert rloo.token_reward(model, 64, batch).equal(rloo.token_reward(model, 64, known))
+    assert rloo.reward_of_model(model, 64, batch).equal(rloo.reward_of_model(model, 64, known))
 
 
 def test_a_process_that_a_reward_function_forks_can_be_terminated(monkeypatch):
@@ -2375,24 +2446,36 @@ def test_a_process_that_a_reward_function_forks_can_be_terminated(monkeypatch):
 
 
 def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
-    """Importing it would run the script again."""
+    """Importing it would run the script again. A script that is no file, as a notebook, may use one of a file."""
     script = tmp_path / "mine.py"
-    script.write_text("raise AssertionError")
+    script.write_text("def reward(completions, **columns): return [1.0]")
     running = types.ModuleType("__main__")
-    running.__file__, running.reward = str(script), constant_reward
+    running.reward = constant_reward
     monkeypatch.setitem(sys.modules, "__main__", running)
-    assert rloo.load_function(f"{script}:reward") is constant_reward
+    for first, expected in ((str(script), constant_reward), ("-", None), ("", None)):
+        monkeypatch.setattr(sys, "argv", [first])
+        found = rloo.load_function(f"{script}:reward")
+        assert found is expected or expected is None and found([]) == [1.0]
 
 
-@pytest.mark.parametrize("name", ["<stdin>", None])
-def test_a_script_that_is_no_file_may_use_a_reward_function_of_one(tmp_path, monkeypatch, name):
-    """`python - <<END`, and a notebook."""
-    running = types.ModuleType("__main__")
-    if name:
-        running.__file__ = name
-    monkeypatch.setitem(sys.modules, "__main__", running)
-    (tmp_path / "mine.py").write_text("def reward(completions, **columns): return [1.0]")
-    assert rloo.load_function(f"{tmp_path}/mine.py:reward")([]) == [1.0]
+def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_of_any_name(tmp_path, monkeypatch):
+    """... such as one with a dot, or that of a module of Python, which stays what it is for everybody else. Functions
+    of one file share its variables, and it may import what lies beside it."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("rewards", "a", "b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "rewards" / "__init__.py").write_text("")
+    (tmp_path / "rewards" / "beside.py").write_text("one = 1.0")
+    (tmp_path / "rewards" / "length.py").write_text("from .beside import one\ndef reward(**columns): return [one]")
+    (tmp_path / "beside_b.py").write_text("two = 2.0")
+    (tmp_path / "my.rewards.v2.py").write_text("from beside_b import two\ndef reward(**columns): return [two]")
+    for number, file in enumerate(("json.py", "a/same.py", "b/same.py"), 3):
+        (tmp_path / file).write_text(f"def reward(**columns): return [{number}.0]\n\ndef other(**columns): return []")
+    specs = ("rewards.length", "my.rewards.v2.py", "json.py", "a/same.py", f"{tmp_path}/b/same.py")
+    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0], [4.0], [5.0]]
+    reward, other = (rloo.load_function(f"a/same.py:{name}") for name in ("reward", "other"))
+    assert reward.__globals__ is other.__globals__
+    assert sys.modules["json"] is json
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2448,8 +2531,6 @@ TALKS = {  # a template, messages, the text that is read
     "adds parts": ("{{ 'u ' + messages[0].content }}", [USER | {"content": PARTS}], "u b c"),
     "drops parts": ("u{% if messages[0].content is string %} {{ messages[0].content }}{% endif %}",)
     + ([USER | {"content": PARTS}], "u b c"),
-    "reads parts only": ("{% for part in messages[0].content %}{{ part.text }};{% endfor %}",)
-    + ([USER | {"content": PARTS}], "b; c;"),
     "parts to continue": (CHAT, [USER, ASSISTANT | {"content": PARTS}], "u b c a b c"),
 }
 
@@ -2486,11 +2567,9 @@ def test_stop_tokens_that_the_model_cannot_emit_are_refused():
         if stops:
             assert rloo.stop_token_ids(Args(), model, tokenizer) == stops
         else:
-            with pytest.raises(
-                InputError, match=r"--stop_token: none of the ids \[16.* is one of the model's 16 tokens"
-            ):
+            with pytest.raises(InputError, match="no token ends a completion: .*16.*; give --stop_token"):
                 rloo.stop_token_ids(Args(), model, tokenizer)
-    with pytest.raises(InputError, match="none of the ids"):
+    with pytest.raises(InputError, match=r"no token ends a completion: \[16\]"):
         rloo.stop_token_ids(Args(stop_token_id=16), model, tokenizer)
 
 
@@ -2501,25 +2580,27 @@ def test_scores_of_siblings_in_bfloat16_are_told_apart():
     torch.nn.init.constant_(reward.score.bias, 11.0)
     torch.nn.init.normal_(reward.score.weight, std=0.01)
     with torch.no_grad():
-        scores = rloo.model_scores(reward, random_batch(k=8, B=8))
+        scores = rloo.reward_of_model(reward, 64, random_batch(k=8, B=8))
     assert scores.dtype == torch.float32 and scores.std() < 0.3 and len(scores.unique()) > 60
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama4_text"])
-def test_the_trial_sees_limits_of_attention_that_only_the_longest_rows_meet(name):
+def test_the_trial_sees_limits_of_attention_that_only_the_longest_rows_meet(name, capsys):
     """... whatever they are called, and one is said by its name: chunks of 12 tokens here, a window of 12 there."""
     layers = {"layer_types": ["chunked_attention", "full_attention"]} if name == "llama4_text" else {}
-    model = tiny_model(name, attention_chunk_size=12, **layers)
-    assert rloo.why_not(model, "group", 9, 3, 3) is None
-    assert "differ" in rloo.why_not(model, "group", 10, 3, 3)
+    model = tiny_model(name, as_it_comes=True, attention_chunk_size=12, **layers)
     assert layout_of(model, 10, 3) == "plain"
+    assert "sees only 12 tokens" in capsys.readouterr().out
+    model.set_attn_implementation(rloo.GROUP_KERNEL)
+    assert rloo.why_not(model, "group", 9, 3, 3) is None
+    assert "results differ" in rloo.why_not(model, "group", 10, 3, 3)
 
 
 @pytest.mark.skipif(OLD, reason="transformers 5 has its logits refused for another reason")
 def test_a_model_that_drops_other_keys_in_padded_rows_is_refused():
     """Doge keeps the keys of the largest scores only if a row, with its padding, is longer than a limit."""
-    with pytest.raises(InputError, match="padding changes its results"):
-        layout_of(tiny_model("doge", **HEADS, keep_window_size=8), 12, 8)
+    with pytest.raises(InputError, match="cannot be used: its results differ"):
+        layout_of(tiny_model("doge", as_it_comes=True, **HEADS, keep_window_size=8), 12, 8)
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "rwkv"])
@@ -2527,8 +2608,8 @@ def test_a_model_that_takes_no_positions_is_refused_in_a_line(family):
     """... by transformers before 5; later RWKV only, which reads padding."""
     config = {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99, "state_size": 4}
     if OLD or family == "rwkv":
-        with pytest.raises(InputError, match="cannot be used; (its layers raise TypeError: .*position_ids|padding)"):
-            layout_of(tiny_model(family, **config), 3, 4)
+        with pytest.raises(InputError, match="cannot be used: its (layers raise TypeError|results differ)"):
+            layout_of(tiny_model(family, as_it_comes=True, **config), 3, 4)
 
 
 OWN_CODE = "from transformers import LlamaForCausalLM\n\n\nclass Mine(LlamaForCausalLM):\n    my_own = True\n"
@@ -2540,11 +2621,11 @@ def test_a_model_class_in_the_folder_is_saved_with_the_model(tmp_path):
     config = json.loads((tmp_path / "sft" / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
     (tmp_path / "sft" / "config.json").write_text(json.dumps(config))
-    args = Args(dtype="float32", device="cpu", trust_remote_code=True)
-    policy = rloo.load_model(args, path, [{"prompt_ids": [3]}], trained=True)
-    rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
+    args = Args(sft_model_path=path, dtype="float32", device="cpu", trust_remote_code=True)
+    policy = rloo.load_policy(args, 1, None)
+    rloo.save_policy(tmp_path / "saved", args, policy, policy, tiny_tokenizer())
     shutil.rmtree(path)
-    assert rloo.load_model(args, tmp_path / "saved", [{"prompt_ids": [3]}], trained=True).my_own
+    assert rloo.load_policy(args, 1, tmp_path / "saved").my_own
 
 
 def test_what_transformers_says_of_a_model_is_shown(tiny, tmp_path, caplog):
@@ -2574,7 +2655,7 @@ def test_a_reward_model_that_does_more_than_its_head_is_refused(train, monkeypat
 
     monkeypatch.setattr(kind, "forward", scaled)
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(InputError, match="^GPTNeoXForSequenceClassification: cannot be used; .*`score` head alone"):
+        with pytest.raises(InputError, match="^GPTNeoXForSequenceClassification: cannot be used: its results differ"):
             train(dtype=dtype)
 
 
@@ -2658,10 +2739,8 @@ INTERRUPTED = {  # a function, its call, what happens there -> the newest checkp
     "an evaluation's reward": ("score", 6, ZeroDivisionError, [3]),
     "between the files of an evaluation": ("append", 7, no_space, [3]),
     "the last evaluation": ("score", 10, ZeroDivisionError, [6]),
-    "before an update's first step": ("policy_loss", 7, ZeroDivisionError, [3]),
     "between two steps": ("policy_loss", 8, ZeroDivisionError, [2]),  # of update 4, which is half done
-    "metrics that are not written": ("append", 9, no_space, [4]),
-    "a full disk": ("torch.save", 2, no_space, [2]),
+    "a full disk": ("torch.save", 2, no_space, [4]),  # it is tried once more
     "a full disk at the end": ("save_policy", 4, no_space, [6]),
     "Ctrl-C twice": ("policy_loss", 10, KeyboardInterrupt, [4]),
     "a signal before training": ("evaluate", 1, 15, [0]),
@@ -2703,27 +2782,76 @@ def test_a_signal_stops_a_run_before_an_evaluation_that_is_due(tiny, tmp_path, m
     assert saved_updates(tmp_path / "out")[0] == 3 and len(evaluated) == 1
 
 
+def fail(*inputs, **options):
+    raise ZeroDivisionError
+
+
+AFTER_AN_UPDATE = {  # what fails in the third update: a function of rloo.py, and what takes its place
+    "metrics": ("metrics_of", fail),
+    "file": ("append", fail),
+    "tracker": ("start_tracker", lambda *inputs: types.SimpleNamespace(log=fail)),
+    "screen": ("tqdm", lambda **options: types.SimpleNamespace(set_postfix=fail, update=fail, close=fail)),
+}
+
+
+@pytest.mark.parametrize("what", AFTER_AN_UPDATE)
+def test_an_error_after_an_update_saves_it(whole, tiny, tmp_path, monkeypatch, what):
+    """... and no more than its line of metrics.jsonl is lost."""
+    name, replacement = AFTER_AN_UPDATE[what]
+    output = run(tiny, tmp_path / "out", total_episodes=32, save_steps=0)  # two updates
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(rloo, name, replacement)
+        run(tiny, output, resume=True, num_eval_prompts=0)
+    assert saved_updates(output)[0] == 3
+    run(tiny, output, resume=True)
+    assert torch.equal(final_weights(output), final_weights(whole))
+    updates = [update["update"] for update in read_metrics(output)]
+    assert updates == ([1, 2, 4, 5, 6] if what in ("metrics", "file") else [1, 2, 3, 4, 5, 6])
+
+
+def test_resume_says_which_flags_changed_and_goes_on(whole, tiny, tmp_path, capsys):
+    output = shutil.copytree(whole, tmp_path / "out")
+    changed = {"total_episodes": 144, "save_steps": 9, "learning_rate": 1e-3, "rloo_k": 4, "seed": 7}
+    run(tiny, output, resume=True, **changed, reward_fns=(spec("count_a"),))
+    said = capsys.readouterr().out.split(f"resumed from {output}/checkpoint-6; changed flags: ")[1].splitlines()[0]
+    expected = {f"{name} {LONG.get(name)} -> {value}" for name, value in changed.items() if name in LONG}
+    expected |= {"rloo_k 2 -> 4", "seed 1 -> 7", "resume False -> True"}
+    expected |= {f"output_dir {whole} -> {output}", f"reward_fns ['{spec('noise')}'] -> ['{spec('count_a')}']"}
+    assert {*said.split(", ")} == expected
+    assert json.loads((output / "args.json").read_text())["rloo_k"] == 4
+    state = json.loads((output / "checkpoint-9" / "state.json").read_text())
+    assert (state["update"], state["flags"]["seed"]) == (9, 7)  # what another resumed run is compared with
+    metrics, old = read_metrics(output), read_metrics(whole)
+    assert metrics[:6] == old and [update["update"] for update in metrics] == [*range(1, 10)]
+    assert metrics[6]["lr"] == pytest.approx(1e-3 * (0.5 - 0.5 * math.cos(math.pi * 3 / 6)))
+    evaluations = read_metrics(output, "evaluations")  # that of the finished run stays
+    assert evaluations[:3] == read_metrics(whole, "evaluations") and evaluations[-1]["update"] == 9
+
+
 def test_a_run_that_is_killed_again_and_again_leaves_each_update_once(whole, tiny, tmp_path, monkeypatch):
-    """... where no checkpoint is made in between, so that each start cuts off what the one before has written."""
+    """... without checkpoints but that of a signal: the second start, which finds none, begins anew, and each cuts off
+    what the one before has written."""
     output = tmp_path / "out"
 
-    def stopped_in(call, signals=()):
+    def start(update, signals=()):
+        """Ends in the given update of this start: by a signal or, in the middle of changing weights, by an error."""
         calls = itertools.count(1)
 
-        def stop(inputs, found):
-            if next(calls) == call:
+        def end(inputs, found):
+            if next(calls) == update:
                 signals.append(15) if signals == [] else no_space()
             return found
 
         with monkeypatch.context() as patch, pytest.raises((OSError, SystemExit)):
-            spy(patch, "metrics_of", stop)
+            spy(patch, "improve", end)
             run(tiny, output, signals, save_steps=0, resume=True)
 
-    stopped_in(4)
-    stopped_in(2, signals=[])
+    start(4)
+    assert not saved_updates(output) and len(read_metrics(output)) == 3
+    start(2, signals=[])
     (output / "metrics.jsonl").open("a").write('{"update": 3, "obj')  # a line that was cut when the power failed
-    stopped_in(3)
-    assert saved_updates(output) == [2]
+    start(3)
+    assert saved_updates(output) == [2] and len(read_metrics(output)) == 4
     assert end_of(run(tiny, output, save_steps=0, resume=True)) == end_of(whole)
 
 
@@ -2770,7 +2898,7 @@ def test_a_damaged_checkpoint_is_not_loaded_and_the_one_before_goes_on(whole, ti
     file.unlink()
     if change:
         file.write_bytes(change(content))
-    with pytest.raises(InputError, match="checkpoint-6: cannot be"):  # not the SystemExit of its code
+    with pytest.raises((RuntimeError, ValueError, pickle.UnpicklingError)):  # not the SystemExit of its code
         run(tiny, output, resume=True)
     file.parent.rename(tmp_path / "away")
     assert end_of(run(tiny, output, resume=True)) == end_of(whole)
@@ -2808,21 +2936,6 @@ def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
     assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7
 
 
-def test_a_policy_that_cannot_be_saved_is_found_before_the_first_update(tiny, tmp_path, monkeypatch):
-    """Many released models have a generation config that some versions of transformers do not save."""
-    folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
-    for number, settings in enumerate([{"temperature": 0.6, "top_p": 0.9}, {"pad_token_id": -1}, {"top_k": 0.5}]):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **settings}))
-        output = run(tiny, tmp_path / f"out{number}", sft_model_path=str(folder), total_episodes=16)
-        assert json.loads((output / "generation_config.json").read_text()).items() >= settings.items()
-        assert AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").generation_config.eos_token_id == 0
-    monkeypatch.setattr(type(tiny_model().config), "save_pretrained", no_space)
-    collected = spy(monkeypatch, "collect")
-    with pytest.raises(OSError):
-        run(tiny, tmp_path / "out")
-    assert not collected
-
-
 def count_a_in_a_sandbox(prompts, completions, completion_ids, **columns):
     """As graders of code do: in a folder of its own, with a process that takes too long and is told to end."""
     os.chdir("/")
@@ -2854,7 +2967,7 @@ def test_a_signal_ends_a_process_with_a_line_and_a_checkpoint(tiny, tmp_path, nu
     os.kill(process.pid, number)
     process.join(60)
     said, saved = (tmp_path / "log").read_text(), len(read_metrics(output))
-    assert process.exitcode == 128 + signal.SIGTERM and saved_updates(output) == [saved]
+    assert process.exitcode == 128 + number and saved_updates(output) == [saved]
     assert f"stopped by a signal; to go on, repeat the command with --resume --output_dir {output}" in said
     assert "Traceback" not in said and "\nstopping at the end of this update" in said
 
@@ -2869,8 +2982,6 @@ def begin_log(log: Path):
 def logged_command_line(line: list[str], log: Path):
     begin_log(log)
     rloo.command_line(line)
-
-
 
 
 # ----------------------------------------------------------------------------------------------------------------------
