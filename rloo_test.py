@@ -2798,7 +2798,8 @@ AFTER_AN_UPDATE = {  # what fails in the third update: a function of rloo.py, an
 def test_an_error_after_an_update_saves_it(whole, tiny, tmp_path, monkeypatch, what):
     """... and no more than its line of metrics.jsonl is lost."""
     name, replacement = AFTER_AN_UPDATE[what]
-    output = run(tiny, tmp_path / "out", total_episodes=32, save_steps=0)  # two updates
+    output = tmp_path / "out"
+    resumed_at(whole, 2, output)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(rloo, name, replacement)
         run(tiny, output, resume=True, num_eval_prompts=0)
