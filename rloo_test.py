@@ -20,7 +20,6 @@ import os
 import pickle
 import random
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -1891,8 +1890,6 @@ def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
     assert [update["episode"] for update in train(total_episodes=17)[0]] == [16, 32]  # whole updates
 
 
-
-
 def test_devices(tiny, monkeypatch):
     """bfloat16 is the default of one's own task on a GPU that has it; a T4 or V100 emulates it, slowly. Each process of
     torchrun has a GPU of its own, whatever --device says."""
@@ -2350,12 +2347,6 @@ def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd)
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 2.5e-4
 
 
-
-
-
-
-
-
 SEAMS = ["resolve_args", "load_policy", "load_reference", "load_sampler", "update_sampler", "rollout", "collect"]
 SEAMS += ["advantage", "policy_loss", "kl_penalty", "completion_loss", "completion_logprobs", "average_gradients"]
 SEAMS += ["clip_gradients", "moments_of", "placed_like", "save_policy", "metrics_of", "attention"]
@@ -2379,12 +2370,12 @@ def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(ti
 
     replacements = {name: noting(name, getattr(rloo, name)) for name in SEAMS}
     for episodes in (16, 32):
-        line = [*command(tiny, tmp_path / "out", total_episodes=episodes, mine=-5), "--no_kl_in_reward", "--resume"]
+        line = [*command(tiny, tmp_path / "out", total_episodes=episodes, mine=5), "--no_kl_in_reward", "--resume"]
         rloo.command_line(line, Args=OtherArgs, **replacements)
         assert [name for name, x in vars(rloo).items() if x is not before.get(name)] == []
     assert [name for name in SEAMS if not called[name]] == []
     written = json.loads((tmp_path / "out/args.json").read_text())
-    assert written["mine"] == -5 and written["replaced"]["rollout"] == "rloo:rollout"
+    assert written["mine"] == 5 and written["replaced"]["rollout"] == "rloo:rollout"
     calls = dict(called)
     rloo.command_line(command(tiny, tmp_path / "without"))
     assert called == calls
@@ -2402,8 +2393,6 @@ def test_a_reward_model_may_lack_the_ids_that_no_text_has():
     assert rloo.reward_of_model(model, 64, batch).equal(rloo.reward_of_model(model, 64, known))
 
 
-
-
 def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
     """Importing it would run the script again. A script that is no file, as a notebook, may use one of a file."""
     script = tmp_path / "mine.py"
@@ -2417,30 +2406,31 @@ def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch)
         assert found is expected or expected is None and found([]) == [1.0]
 
 
-def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_of_any_name(tmp_path, monkeypatch):
-    """... such as one with a dot, or that of a module of Python, which stays what it is for everybody else. Functions
-    of one file share its variables, and it may import what lies beside it."""
+def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_with_a_dot(tmp_path, monkeypatch):
+    """... and it may import what lies beside it. Functions of one file share its variables; a file with the name of a
+    module that is loaded must be renamed."""
     monkeypatch.chdir(tmp_path)
     for folder in ("rewards", "a", "b"):
         (tmp_path / folder).mkdir()
     (tmp_path / "rewards" / "__init__.py").write_text("")
     (tmp_path / "rewards" / "beside.py").write_text("one = 1.0")
     (tmp_path / "rewards" / "length.py").write_text("from .beside import one\ndef reward(**columns): return [one]")
-    (tmp_path / "beside_b.py").write_text("two = 2.0")
-    (tmp_path / "my.rewards.v2.py").write_text("from beside_b import two\ndef reward(**columns): return [two]")
-    for number, file in enumerate(("json.py", "a/same.py", "b/same.py"), 3):
-        (tmp_path / file).write_text(f"def reward(**columns): return [{number}.0]\n\ndef other(**columns): return []")
-    specs = ("rewards.length", "my.rewards.v2.py", "json.py", "a/same.py", f"{tmp_path}/b/same.py")
-    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0], [4.0], [5.0]]
-    reward, other = (rloo.load_function(f"a/same.py:{name}") for name in ("reward", "other"))
+    (tmp_path / "beside_it.py").write_text("two = 2.0")
+    (tmp_path / "my.rewards.v2.py").write_text("from beside_it import two\ndef reward(**columns): return [two]")
+    for file in ("json.py", "a/same.py", "b/same.py"):
+        (tmp_path / file).write_text("def reward(**columns): return [3.0]\n\ndef other(**columns): return []")
+    specs = ("rewards.length", "my.rewards.v2.py", "a/same.py")
+    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0]]
+    reward, other = (rloo.load_function(f"{tmp_path}/a/same.py:{name}") for name in ("reward", "other"))
     assert reward.__globals__ is other.__globals__
+    for file in ("json.py", "b/same.py"):
+        with pytest.raises(InputError, match=f"{file}:reward: rename it"):
+            rloo.load_function(f"{file}:reward")
     assert sys.modules["json"] is json
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What users of other trainers have reported
-
-
 
 
 class Letters(transformers.PreTrainedTokenizer):
@@ -2495,8 +2485,6 @@ def test_messages_of_tables_and_contents_in_parts_are_read_as_they_are_meant(kin
     assert tokenizer.decode(example["prompt_ids"]).strip() == text and example["prompt"] == messages
 
 
-
-
 def test_ids_that_the_tokenizer_lacks_have_no_text():
     """A vocabulary is often padded to a multiple of 64."""
     batch = rloo.make_batch([{"prompt_ids": [3]}] * 2, torch.tensor([[[4, 199, 5, 0], [199, 116, 3, 4]]]), stop_ids=[0])
@@ -2540,8 +2528,6 @@ def test_the_trial_sees_limits_of_attention_that_only_the_longest_rows_meet(name
     assert "results differ" in rloo.why_not(model, "group", 10, 3, 3)
 
 
-
-
 UNUSABLE = {  # a family that gives wrong numbers in padded rows, and its config
     "rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99},  # it ignores the mask
 }
@@ -2569,8 +2555,6 @@ def test_a_model_class_in_the_folder_is_saved_with_the_model(tmp_path):
     rloo.save_policy(tmp_path / "saved", args, policy, policy, tiny_tokenizer())
     shutil.rmtree(path)
     assert rloo.load_policy(args, 1, tmp_path / "saved").my_own
-
-
 
 
 def test_a_reward_model_that_does_more_than_its_head_is_refused(train, monkeypatch):
@@ -2704,8 +2688,6 @@ def test_an_interrupted_run_that_is_resumed_ends_like_a_whole_one(whole, tiny, t
     assert saved_updates(output)[:1] == newest
     assert end_of(run(tiny, output, resume=True)) == end_of(whole)
     assert not (output / "unfinished-checkpoint").exists()
-
-
 
 
 def fail(*inputs, **options):
