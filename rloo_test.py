@@ -271,11 +271,6 @@ def count_tokens(prompts, completions, completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def sometimes_none(prompts, completions, completion_ids, n, **columns):
-    """Unscorable for every third dataset row; otherwise the number of tokens."""
-    return [None if i % 3 == 0 else float(len(ids)) for i, ids in zip(n, completion_ids)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The formulas
 
@@ -983,7 +978,7 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
         return {
             "kernels": kernels | {rloo.GROUP_KERNEL: None},
             "masks": masks | {rloo.GROUP_KERNEL: None},
-            "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+            "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
             "random": (random.getstate(), torch.get_rng_state().tolist()),
             "paths": [*sys.path],
             "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
@@ -991,6 +986,7 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
         }
 
     before = state()
+    assert before["signals"] == [signal.default_int_handler, signal.SIG_DFL] and before["cuDNN"]
     again = types.ModuleType("again")
     again.__file__ = rloo.__file__
     try:
@@ -1810,7 +1806,6 @@ def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f"
     bundled, *others = map(parse, ("", own, f"--sft_model_path {tiny}/sft"))
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
-    assert all(Path(x).is_dir() for x in (bundled.sft_model_path, bundled.reward_model_path, bundled.dataset_name))
     assert {(args.learning_rate, args.total_episodes, args.dtype) for args in others} == {(1e-6, None, "float32")}
     assert parse("--reward_fns x.py:f").reward_model_path is None
     assert parse("--total_episodes 0").total_episodes == 0  # only evaluates
@@ -2087,6 +2082,31 @@ def test_the_command_line_runs_in_a_thread_of_a_notebook(tiny, tmp_path, monkeyp
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_output_that_cannot_be_written_ends_no_run(tiny, tmp_path, monkeypatch):
+    """Its terminal may be closed; under nohup the signal of that is ignored, and stays so."""
+
+    class Closed(io.StringIO):
+        def write(self, *text):
+            raise OSError(5, "Input/output error")
+
+        flush = write
+
+    hung_up = []
+
+    def noted(*inputs, main=rloo.main):
+        hung_up.append(signal.getsignal(signal.SIGHUP))
+        return main(*inputs)
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stderr", Closed())
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        rloo.command_line(command(tiny, tmp_path / "out", num_eval_prompts=2), main=noted)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert hung_up == [signal.SIG_IGN] and len(read_metrics(tmp_path / "out", "evaluations")) == 2
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Evaluations
 
@@ -2253,6 +2273,7 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)
 
 
+@pytest.mark.skipif(not rloo.MINI_TLDR.is_dir(), reason="the bundled task is not here: rloo.py was copied alone")
 def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     splits = ["--dataset_train_split", "validation", "--dataset_test_split", "test"]
