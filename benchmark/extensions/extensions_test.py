@@ -391,33 +391,55 @@ def test_two_compose(run):
         rloo.command_line(**gspo.SEAMS, **cispo.SEAMS)
 
 
-def test_two_with_flags_compose_by_a_class_with_both(tmp_path, run, monkeypatch):
-    """As the page prints it: LoRA in bfloat16, with the correction of its merged sampler."""
-    (code,) = re.findall(r"```python\n((?:(?!```).)*lora.Args, correction.Args.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "mine.py").write_text(code)
-    monkeypatch.syspath_prepend(str(ROOT))
-    command_line, given = rloo.command_line, {}
-    monkeypatch.setattr(rloo, "command_line", lambda **seams: given.update(seams))
-    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
-    monkeypatch.setattr(rloo, "command_line", command_line)
-    (metrics,), output = run(given, lora_rank=2, dtype="bfloat16", rollout_correction="mask")
-    args = json.loads((output / "args.json").read_text())
-    assert args["lora_rank"] == 2 and args["rollout_correction"] == "mask"
-    assert metrics["val/rollout_weight"] > 0 and (output / "adapter").is_dir()
-
-
 # ---- Code that the page prints, and the loop of one's own ------------------------------------------------------------
 
 
-def test_a_metric_of_ones_own(run):
-    (code,) = re.findall(r"```python\n((?:(?!```).)*completions/longest.*?)```", PAGE, re.DOTALL)
-    given, names = {}, {}
-    command_line = rloo.command_line
+def printed(word: str) -> dict:
+    """What the block of the page with `word` in it replaces."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if word in block]
+    given, command_line = {}, rloo.command_line
     rloo.command_line = lambda **seams: given.update(seams)
-    exec(code, names)
+    sys.path.insert(0, str(ROOT))  # as a file beside rloo.py, which finds benchmark.extensions
+    exec(code, {"__name__": "mine"})
+    sys.path.remove(str(ROOT))
     rloo.command_line = command_line
-    (metrics,), _ = run(given)
+    return given
+
+
+def test_two_that_compose_are_printed(run):
+    assert printed("gspo.SEAMS").keys() == lora.SEAMS.keys() | gspo.SEAMS.keys()
+
+
+def test_two_with_flags_compose_by_a_class_with_both(run):
+    """LoRA in bfloat16, with the correction of its merged sampler."""
+    flags = {"lora_rank": 2, "dtype": "bfloat16", "rollout_correction": "mask"}
+    (metrics,), output = run(printed("correction.SEAMS"), **flags)
+    args = json.loads((output / "args.json").read_text())
+    assert args["lora_rank"] == 2 and args["rollout_correction"] == "mask"
+    assert 0 < abs(metrics["val/rollout_weight"] - 1) < 0.2 and (output / "adapter").is_dir()
+
+
+def test_a_metric_of_ones_own(run):
+    (metrics,), _ = run(printed("completions/longest"))
     assert metrics["completions/mean_length"] <= metrics["completions/longest"] <= 6
+
+
+def test_top_p_is_seen_by_the_trial_and_by_the_gap(run, monkeypatch, capsys):
+    torch.manual_seed(0)
+    (sample,) = printed("top_p").values()
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(2000, 1)
+    tokens, logprobs = sample(logits, 1.0, torch.rand(2000, 1))
+    kept = torch.tensor([0.5, 0.3, 0.15]) / 0.95  # the first ones with 0.9 or more in all
+    assert torch.allclose(tokens.bincount() / 2000, kept, atol=0.05)
+    assert torch.allclose(logprobs.exp(), kept[tokens])
+
+    metrics, _ = run({"sample": sample})
+    said = capsys.readouterr().out
+    assert "the decoder" in said and "log-probs" in said and ", plain rows" in said
+    assert metrics[0]["val/rollout_logprob_gap"] < 1e-5  # sampled by `generate`, as if nothing had been replaced
+    monkeypatch.setattr(rloo, "choose_layout", lambda *inputs: "group")  # a `rollout` has no trial
+    (metrics,), _ = run({"sample": sample}, attn_implementation=rloo.GROUP_KERNEL)
+    assert 0.01 < metrics["val/rollout_logprob_gap"] < -math.log(0.9)
 
 
 def test_the_loop_of_ones_own_learns_and_log_probs_of_given_completions_are_the_model_s():

@@ -40,9 +40,9 @@ def main():
     # 1. Updates, as `main` makes them.
     scores = []
     for _ in range(3):
-        rloo.update_sampler(sampler, policy)
         experience = rloo.collect(args, policy, sampler, reference, {"brevity": brevity}, examples, stop_ids)
         improved = rloo.improve(args, policy, optimizer, experience)
+        rloo.update_sampler(sampler, policy)
         scores.append(rloo.metrics_of(args, experience, improved)["objective/scores"])
         print(f"score {scores[-1]:.2f}")
 

@@ -41,12 +41,11 @@ if importlib.util.find_spec("openai") is None:
     Path(STAND_IN, "openai.py").write_text(CLIENT)
     sys.path.append(STAND_IN)
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-
 import judge  # noqa: E402
 import pytest  # noqa: E402
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
 import rloo  # noqa: E402
 
 MINI = HERE.parent / "mini_tldr"

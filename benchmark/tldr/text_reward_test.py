@@ -16,7 +16,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import rloo  # noqa: E402
 
 TLDR, GSM8K = (Path(__file__).resolve().parents[1] / task / "sft" for task in ("mini_tldr", "mini_gsm8k"))
