@@ -21,6 +21,8 @@ HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "reach.json"
 POSTS = 5_000
 MOST, BEST_OF_N_POSTS = 64, 2_000  # best-of-n: samples of each post, and test posts
+# Evaluations of a run after the start, on the 500 posts of the test split, as `python rloo.py` does them.
+EVALUATIONS = 10
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Row:
     setting: Setting
     seeds: Sequence[int]
     kind: str = "test"
+    evaluations: int = 0
+    """of each run, for the picture"""
 
     def names(self) -> list[str]:
         """Of its records."""
@@ -39,7 +43,7 @@ class Row:
 
 ROWS = {
     # It was chosen with seeds 1 to 6 on validation posts, and has test posts of its own.
-    "default": Row("**default**: β = 0.02, 6,400 episodes", Setting(), range(7, 17), "second_test"),
+    "default": Row("**default**: β = 0.02, 6,400 episodes", Setting(), range(7, 17), "second_test", EVALUATIONS),
     "beta0.05": Row("β = 0.05, 25,600 episodes", Setting(beta=0.05, episodes=25_600), (1, 2, 3)),
 }
 
@@ -49,9 +53,25 @@ def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None
     for seed, name in list(zip(row.seeds, row.names()))[:seeds]:
         if records.needs(name, row.kind):
             command = ["rloo.py", *row.setting.flags(seed)]
-            folder = measure.train(name, [sys.executable, *command, *row.setting.own_flags()], runs)
+            own = row.setting.own_flags(evaluations=row.evaluations)
+            folder = measure.train(name, [sys.executable, *command, *own], runs)
             found = {row.kind: measure.measured(folder, row.kind, POSTS, seed, greedy=True)}
+            if row.evaluations:
+                found["curve"] = curve(folder)
             records.add(name, command=" ".join(command), seconds=measure.seconds(folder), **found)
+
+
+def curve(folder: Path) -> dict[str, list[float]]:
+    """The course of a run: its evaluations on the test split, and the KL between one and the next, over training."""
+    evaluations = common.read_lines(folder / "evaluations.jsonl")
+    kl = [line["objective/kl"] for line in common.read_lines(folder / "metrics.jsonl")]
+    parts = np.split(np.array(kl), [x["update"] for x in evaluations[1:-1]])
+    return {
+        "episode": [x["episode"] for x in evaluations],
+        "score": [round(x["sampled/score"], 4) for x in evaluations],
+        "win": [round(x["sampled/gold_win_rate"], 4) for x in evaluations],
+        "kl_between": [round(part.mean(), 4) for part in parts],
+    }
 
 
 def make_sft(records: common.Records):
@@ -59,6 +79,10 @@ def make_sft(records: common.Records):
     for kind in ("test", "second_test"):
         if records.needs("sft", kind):
             records.add("sft", **{kind: measure.measured(common.TASK / "sft", kind, POSTS, 1, greedy=True)})
+    if records.needs("sft", "best_of_n_test_split"):
+        posts = common.read_lines(common.TASK / "test.jsonl")
+        grades = measure.grade(measure.engine().reference, posts, MOST, 1)
+        records.add("sft", best_of_n_test_split={n: best_of(grades, int(n)) for n in ("1", "4", "16")})
     if records.needs("sft", "best_of_n"):
         posts = measure.fresh_posts()["test"][:BEST_OF_N_POSTS]
         grades = measure.grade(measure.engine().reference, posts, MOST, 1)
