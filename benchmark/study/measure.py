@@ -129,7 +129,11 @@ class Engine:
         (self.reward,) = rloo.load_reward_model(self.args, self.tokenizer, self.longest).values()
 
     def policy(self, folder: Path):
-        model = rloo.read_model(self.args, str(folder), self.args.torch_dtype)
+        return self.read(folder)
+
+    def read(self, folder: Path, *auto_class, **options):
+        """A model with its layout."""
+        model = rloo.read_model(self.args, str(folder), self.args.torch_dtype, *auto_class, **options)
         model.layout = rloo.choose_layout(self.args, model, self.longest)
         return model
 

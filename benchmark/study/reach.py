@@ -48,6 +48,9 @@ ROWS = {
 }
 
 
+NAMES = ["sft", *(name for row in ROWS.values() for name in row.names())]  # of all records
+
+
 def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None):
     """Trains and measures the first runs of a row, those that have no record."""
     for seed, name in list(zip(row.seeds, row.names()))[:seeds]:
@@ -168,10 +171,36 @@ def headline() -> list[list[str]]:
     return rows
 
 
+def draw(records: common.Records):
+    """The course of the default: score, win rate and KL over episodes, with best-of-n."""
+    runs = [records.all[name]["curve"] for name in ROWS["default"].names()]
+    best_of = records.all["sft"]["best_of_n_test_split"]
+    figure, (axes,) = common.canvas(3, 12, 3.1)
+    episodes = np.array(runs[0]["episode"])
+    between = (episodes[1:] + episodes[:-1]) / 2
+    panels = [  # title, of the curves, of best-of-n, factor, x
+        ("reward model's score", "score", "score", 1, episodes),
+        ("wins against the reference, by the judge, %", "win", "win", 100, episodes),
+        ("KL from the policy before training, nats", "kl_between", "kl", 1, between),
+    ]
+    for axis, (title, name, measured, factor, x) in zip(axes, panels):
+        for run in runs:
+            axis.plot(x, factor * np.array(run[name]), lw=0.7, alpha=0.45, color="tab:blue")
+        mean = factor * np.mean([run[name] for run in runs], axis=0)
+        axis.plot(x, mean, lw=2.2, color="tab:blue", label="RLOO, mean of ten seeds")
+        for n, style in (("4", "--"), ("16", ":")):
+            level = factor * best_of[n][measured][0]
+            axis.axhline(level, ls=style, lw=1.4, color="black", label=f"best of {n} before training")
+        axis.set(title=title, xlabel="episodes (completions sampled)", xlim=(0, episodes[-1]))
+    axes[0].legend(fontsize=8, loc="lower right")
+    common.save(figure, HERE / "default.png")
+
+
 def report(records: common.Records | None = None):
     records = records or common.Records(RECORDS)
-    if records.complete(["sft", *(name for row in ROWS.values() for name in row.names())], "README.md's table"):
+    if records.complete(NAMES, "README.md's table, default.png"):
         common.insert(HERE / "README.md", {"reached": table(records)})
+        draw(records)
 
 
 def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, again: bool = False):
@@ -188,7 +217,9 @@ def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, agai
             make_sft(records)
         else:
             make(records, ROWS[name], runs, seeds)
-    report(records)
+    if again or records.added:
+        report(records)
+    records.tell(NAMES, lambda: "\n".join(f"{what}: {number}" for what, number, *_ in headline()))
 
 
 if __name__ == "__main__":
