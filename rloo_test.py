@@ -208,9 +208,9 @@ def train(tiny, tmp_path):
     """train(flag=value, ...) -> metrics of each update and the output folder, of a short run on the tiny folder."""
     count = itertools.count()
 
-    def run(signals=(), **flags):
+    def run(**flags):
         output = Path(flags.get("output_dir", tmp_path / f"run{next(count)}"))
-        rloo.main(Args(**run_flags(tiny, output, **flags)), signals)
+        rloo.main(Args(**run_flags(tiny, output, **flags)))
         return read_metrics(output), output
 
     return run
@@ -822,12 +822,6 @@ def sees(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
     return seen
 
 
-def group_mask(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
-    mask = rloo.causal_mask(F.pad(prompt_mask, (0, T), value=True))
-    mask.group_sizes = prompt_mask.shape[1], k
-    return mask
-
-
 def test_lane_attention_is_the_documented_picture():
     """P = 2 slots, one of them padding; k = 2 completions a and b; 2 steps. Where all scores are equal and the values
     are unit vectors, the output of a slot names the slots that it sees."""
@@ -840,8 +834,8 @@ def test_lane_attention_is_the_documented_picture():
     expected = torch.tensor([[cell == "x" for cell in line.split()] for line in picture.splitlines()])
     prompt_mask, equal = torch.tensor([[False, True]]), torch.zeros(1, 1, 6, 8)
     assert torch.equal(sees(prompt_mask, 2, 2)[0, 0], expected)
-    mask = group_mask(prompt_mask, 2, 2)
-    out, _ = rloo.attention(None, equal, equal, torch.eye(6)[None, None], mask, scaling=1.0)
+    mask = rloo.causal_mask(F.pad(prompt_mask, (0, 2), value=True))
+    out, _ = rloo.attention(None, equal, equal, torch.eye(6)[None, None], mask, scaling=1.0, group_sizes=(2, 2))
     assert torch.allclose(out[0, :, 0], expected / expected.sum(1, keepdim=True))
 
 
@@ -857,7 +851,8 @@ def test_lane_attention_equals_one_large_mask(key_heads, k, T):
     scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~sees(prompt_mask, k, T), -math.inf)
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     module = types.SimpleNamespace(num_key_value_groups=H // key_heads)  # as the layers of models have it
-    out, _ = rloo.attention(module, *inputs, group_mask(prompt_mask, k, T), scaling=0.3)
+    mask = rloo.causal_mask(F.pad(prompt_mask, (0, T), value=True))
+    out, _ = rloo.attention(module, *inputs, mask, scaling=0.3, group_sizes=(P, k))
     assert out.shape == (B, n, H, D) and torch.allclose(out, expected, atol=1e-6)
     weights = torch.randn_like(out)
     for one, other in zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))):
@@ -898,8 +893,8 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
 
 EDITS = {  # mistakes in an edit of group rows or the decoder: a function, what it returns, what is said of the model
     "a hundredth": ("group_hidden", lambda inputs, x: 1.01 * x, "its results differ from those of a completion alone"),
-    "order": ("lanes_as_heads", lambda inputs, x: x.flip(1), "its results differ from those of a completion alone"),
-    "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:], "its layers raise RuntimeError"),
+    "order": ("group_attention", lambda inputs, x: x.flip(1), "its results differ from those of a completion alone"),
+    "shape": ("group_attention", lambda inputs, x: x[:, 1:], "its layers raise RuntimeError"),
     "step": ("step_attention", lambda inputs, x: 0.5 * x, "the decoder of this file gives other log-probs"),
     "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1), "the decoder of this file gives other log-probs"),
     "shape of a step": ("step_attention", lambda inputs, x: x[:, :, 1:], "its layers raise RuntimeError"),
@@ -950,7 +945,7 @@ class WithoutGroupRows(ast.NodeTransformer):
 def test_group_rows_can_be_cut_out(tiny, tmp_path, monkeypatch):
     """The block, two calls into it and the two choices of a layout: two updates in plain rows end as with them."""
     source = Path(rloo.__file__).read_text()
-    begin, end = source.index("# ---- Group rows"), source.index("# ---- Evaluation")
+    begin, end = source.index("# ---- Group rows"), source.index("# ---- Command line")
     names = {node.name for node in ast.parse(source[begin:end]).body if hasattr(node, "name")}
     left = ast.parse(source[:begin] + source[end:])
     assert names_in(left) & names == {"choose_layout", "group_hidden", "Decoder"}
@@ -1031,8 +1026,7 @@ def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, 
     prompt_mask = torch.arange(P) >= torch.tensor([[0], [3], [6]])  # left-padded
     visible = torch.arange(n) <= 3  # the last slot is one of those still to come
     mask = torch.cat([prompt_mask.repeat_interleave(k, dim=0), visible.expand(b * k, n)], dim=1)[:, None, None]
-    pairs = rloo.PromptsAndOwn(prompt_key, key), rloo.PromptsAndOwn(prompt_value, value)
-    out = rloo.step_attention(query, *pairs, mask, scaling=0.3)
+    out = rloo.step_attention(query, key, value, prompt_key, prompt_value, mask, scaling=0.3)
 
     keys, values = (
         torch.cat([prompt.repeat_interleave(k, dim=0), own], dim=2).repeat_interleave(H // key_heads, dim=1).double()
@@ -1382,15 +1376,15 @@ def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
-def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_saved(train, tmp_path, layout):
-    """... by transformers, such as sampling settings of a greedy model; and it says nothing of how it was trained."""
-    path = save(tmp_path / "sft", tiny_model(), tiny_tokenizer())
-    config = {"eos_token_id": [0, 9], "pad_token_id": -1, "do_sample": False, "top_k": 7, "temperature": 0.3}
-    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("settings", [{"temperature": 0.6, "top_p": 0.9}, {"pad_token_id": -1}, {"do_sample": True}])
+def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_saved(train, tmp_path, settings, layout):
+    """... by transformers, as the first two, which many released models have."""
+    path, settings = save(tmp_path / "sft", tiny_model(), tiny_tokenizer()), settings | {"eos_token_id": [0, 9]}
+    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(settings))
     _, output = train(sft_model_path=path, layout=layout)
-    assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
+    assert settings.items() <= json.loads((output / "generation_config.json").read_text()).items()
     assert AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").generation_config.eos_token_id == [0, 9]
-    assert "group" not in (output / "config.json").read_text()
+    assert "group" not in (output / "config.json").read_text()  # nor how it was trained
 
 
 def test_runs_end_alike_in_both_layouts_and_with_activations_computed_again(train, monkeypatch):
@@ -2093,15 +2087,15 @@ def test_output_that_cannot_be_written_ends_no_run(tiny, tmp_path, monkeypatch):
 
     hung_up = []
 
-    def noted(*inputs, main=rloo.main):
+    def noted(*inputs, collect=rloo.collect):
         hung_up.append(signal.getsignal(signal.SIGHUP))
-        return main(*inputs)
+        return collect(*inputs)
 
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(sys, "stderr", Closed())
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        rloo.command_line(command(tiny, tmp_path / "out", num_eval_prompts=2), main=noted)
+        rloo.command_line(command(tiny, tmp_path / "out", num_eval_prompts=2), collect=noted)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert hung_up == [signal.SIG_IGN] and len(read_metrics(tmp_path / "out", "evaluations")) == 2
@@ -2319,7 +2313,7 @@ def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(ti
     rloo.command_line(command(tiny, tmp_path / "without"))
     assert called == calls
     assert json.loads((tmp_path / "without/args.json").read_text())["replaced"] == {}
-    with pytest.raises(SystemExit, match="there is no advantge to replace"):
+    with pytest.raises(SystemExit, match="rloo.py has no advantge to replace"):
         rloo.command_line([], advantge=max)
 
 
@@ -2540,8 +2534,8 @@ def noise(prompts, completions, completion_ids, **columns):
     return [random.random() + torch.rand(1).item() for _ in completions]
 
 
-def run(tiny: Path, output: Path, signals=(), **flags) -> Path:
-    rloo.main(Args(**run_flags(tiny, output, **LONG | flags)), signals)
+def run(tiny: Path, output: Path, **flags) -> Path:
+    rloo.main(Args(**run_flags(tiny, output, **LONG | flags)))
     return output
 
 
@@ -2606,21 +2600,21 @@ INTERRUPTED = {  # a function, its call, what happens there -> the newest checkp
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_an_interrupted_run_that_is_resumed_ends_like_a_whole_one(whole, tiny, tmp_path, monkeypatch, where):
     name, call, event, newest = INTERRUPTED[where]
-    output, calls, signals = tmp_path / "out", itertools.count(1), []
+    output, calls = tmp_path / "out", itertools.count(1)
     owner = torch if name.startswith("torch.") else rloo
     original = getattr(owner, name.removeprefix("torch."))
 
     def interrupted(*inputs, **options):
         now = next(calls) == call
         if now and event == 15:
-            signals.append(event)
+            signal.raise_signal(event)
         elif now:
             raise event()
         return original(*inputs, **options)
 
     with monkeypatch.context() as patch, pytest.raises((Exception, SystemExit, KeyboardInterrupt)) as end:
         patch.setattr(owner, name.removeprefix("torch."), interrupted)
-        run(tiny, output, signals)
+        run(tiny, output)
     assert event != 15 or end.value.code == 143
     if where == "a signal in an update":  # the evaluation that is due after it waits
         assert len(read_metrics(output, "evaluations")) == 1
@@ -2681,24 +2675,18 @@ def test_a_run_that_is_killed_again_and_again_leaves_each_update_once(whole, tin
     what the one before has written."""
     output = tmp_path / "out"
 
-    def start(update, signals=()):
-        """Ends in the given update of this start: by a signal or, in the middle of changing weights, by an error."""
+    def start(update, end):
+        """Ends in the given update of this start, in the middle of changing weights."""
         calls = itertools.count(1)
-
-        def end(inputs, found):
-            if next(calls) == update:
-                signals.append(15) if signals == [] else no_space()
-            return found
-
         with monkeypatch.context() as patch, pytest.raises((OSError, SystemExit)):
-            spy(patch, "improve", end)
-            run(tiny, output, signals, save_steps=0, resume=True)
+            spy(patch, "improve", lambda inputs, found: end() if next(calls) == update else found)
+            run(tiny, output, save_steps=0, resume=True)
 
-    start(4)
+    start(4, no_space)
     assert not saved_updates(output) and len(read_metrics(output)) == 3
-    start(2, signals=[])
+    start(2, lambda: signal.raise_signal(signal.SIGTERM))
     (output / "metrics.jsonl").open("a").write('{"update": 3, "obj')  # a line that was cut when the power failed
-    start(3)
+    start(3, no_space)
     assert saved_updates(output) == [2] and len(read_metrics(output)) == 4
     assert end_of(run(tiny, output, save_steps=0, resume=True)) == end_of(whole)
 
