@@ -2944,6 +2944,18 @@ def test_a_weight_without_a_gradient_on_some_ranks_is_trained(two_processes, tin
     assert (idle - begin * (1 - 1e-3 * 0.5) ** 2).abs().max() > 1e-5  # by more than weight decay
 
 
+def test_a_weight_without_a_gradient_on_every_rank_gets_none(monkeypatch):
+    """... not 0, by which AdamW would let it decay."""
+    fakes = {"is_initialized": lambda: True, "all_reduce": lambda x: None, "get_world_size": lambda: 1}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(rloo.dist, name, fake)
+    model = tiny_model()
+    head = model.get_output_embeddings().weight
+    head.grad = torch.ones_like(head)
+    rloo.average_gradients(model)
+    assert [weight for weight in model.parameters() if weight.grad is not None] == [head]
+
+
 def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):
     folder, _ = two_processes
     assert read_metrics(folder / "two, one held-out row", "evaluations") == []
