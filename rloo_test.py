@@ -96,26 +96,25 @@ FAMILIES = {  # multi-head, multi-query, grouped-query attention, and a mixture 
 }
 GROUP_ROWS = {  # others that can run group rows
     "cohere": HEADS | {"logit_scale": 0.4},
-    "gemma3n_text": HEADS  # its last two layers have no keys of their own
-    | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "laurel_rank": 4}
-    | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": None},
     "granite": HEADS | {"logits_scaling": 3.0},
     # Is its own base_model, and its routers are linear layers that return a tuple.
     "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 32, "layer_types": ["full_attention"] * 2},
     "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "init_std": 0.3}
     | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
-    "stablelm": HEADS,
 }
 PLAIN_ROWS = {  # and those that cannot
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},  # ALiBi
     "falcon": SIZE,  # attention of its own
     "gemma2": HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 12},  # no sdpa
+    "gemma3n_text": HEADS  # its last two layers have no keys of their own
+    | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "laurel_rank": 4}
+    | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": None},
     "mistral": HEADS | {"sliding_window": 12},  # a window shorter than prompt and completion
+    "stablelm": HEADS,  # its layers do not hand on how rows are laid out
 }
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 0)
 if OLD:
-    PLAIN_ROWS["stablelm"] = GROUP_ROWS.pop("stablelm")  # there its attention is its own
-    del GROUP_ROWS["gemma3n_text"]  # there it is refused: without a cache its logits are other ones
+    del PLAIN_ROWS["gemma3n_text"]  # there it is refused: without a cache its logits are other ones
 ARCHITECTURES = FAMILIES | GROUP_ROWS | PLAIN_ROWS
 
 
@@ -1431,7 +1430,7 @@ def test_a_weight_without_a_gradient_has_no_moments_and_its_run_resumes(train, t
     flags = {"total_episodes": 48, "save_steps": 1, "save_total_limit": 9, "lr_scheduler_type": "constant"}
     metrics, output = train(**flags)
     moments = torch.load(output / "checkpoint-1" / "optimizer.pt", weights_only=True)
-    assert sorted(len(state) for state in moments.values()) == [0] + [3] * (len(moments) - 1)
+    assert [len(state) for state in moments.values()] == [3] * (len([*tiny_model().parameters()]) - 1)
     again, resumed = train(**flags, **resumed_at(output, 1, tmp_path / "again"))
     assert without_times(again) == without_times(metrics)
     assert torch.equal(final_weights(resumed), final_weights(output))
@@ -1852,8 +1851,9 @@ POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches"
 MISTAKES = {  # what the line must say -> what is added to a command line that works
     "at least 2": "--rloo_k 1; --rloo_k 0",
     "must be finite and above 0": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --learning_rate -1",
-    "must be finite and at least 0": "--total_episodes -1; --cliprange -0.1; --save_steps -1; --seed -1; "
-    "--kl_coef nan; --num_sample_generations -1; --missing_eos_penalty inf",
+    "must be at least 0": "--total_episodes -1",
+    "must be finite and at least 0": "--cliprange -0.1; --save_steps -1; --seed -1; "
+    "--kl_coef nan; --num_sample_generations -1",
     "must be a multiple of --rloo_k 2": "--per_device_train_batch_size 7",
     "must be below 1": "--warmup_ratio 2; --warmup_ratio 1",
     "must be one token, is 3": "--stop_token a:b",
@@ -2282,7 +2282,7 @@ def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd)
 
 SEAMS = ["resolve_args", "load_policy", "load_reference", "load_sampler", "update_sampler", "rollout", "collect"]
 SEAMS += ["advantage", "policy_loss", "kl_penalty", "completion_loss", "completion_logprobs", "average_gradients"]
-SEAMS += ["clip_gradients", "moments_of", "placed_like", "save_policy", "metrics_of", "attention"]
+SEAMS += ["clip_gradients", "save_optimizer", "load_optimizer", "save_policy", "metrics_of", "attention"]
 
 
 def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(tiny, tmp_path):
@@ -2303,12 +2303,12 @@ def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(ti
 
     replacements = {name: noting(name, getattr(rloo, name)) for name in SEAMS}
     for episodes in (16, 32):
-        line = [*command(tiny, tmp_path / "out", total_episodes=episodes, mine=5), "--no_kl_in_reward", "--resume"]
+        line = [*command(tiny, tmp_path / "out", total_episodes=episodes, mine=-5), "--no_kl_in_reward", "--resume"]
         rloo.command_line(line, Args=OtherArgs, **replacements)
         assert [name for name, x in vars(rloo).items() if x is not before.get(name)] == []
     assert [name for name in SEAMS if not called[name]] == []
     written = json.loads((tmp_path / "out/args.json").read_text())
-    assert written["mine"] == 5 and written["replaced"]["rollout"] == "rloo:rollout"
+    assert written["mine"] == -5 and written["replaced"]["rollout"] == "rloo:rollout"
     calls = dict(called)
     rloo.command_line(command(tiny, tmp_path / "without"))
     assert called == calls
