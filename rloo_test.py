@@ -980,7 +980,7 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
         }
 
     before = state()
-    assert before["signals"] == [signal.default_int_handler, signal.SIG_DFL] and before["cuDNN"]
+    assert before["cuDNN"]  # as PyTorch has it: nor has the first import changed it
     again = types.ModuleType("again")
     again.__file__ = rloo.__file__
     try:
