@@ -1708,11 +1708,12 @@ def never(prompts, completions, completion_ids, **columns):
     return [None] * len(prompts)
 
 
-def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train):
+def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train, capsys):
     functions = {"reward_fns": (spec("never"), spec("constant_reward")), "reward_weights": (1.0, 0.0)}
     (metrics,), _ = train(reward_model_path=None, kl_coef=0.0, **functions)
     assert metrics["rewards/constant_reward/mean"] == 1
     assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
+    assert capsys.readouterr().out.count("update 1 has learned nothing") == 1
 
 
 def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
@@ -2125,7 +2126,7 @@ def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch, updat
     monkeypatch.setattr(rloo, "evaluate", evaluate)
     monkeypatch.setattr(rloo, "collect", lambda *inputs: types.SimpleNamespace(times={}))
     monkeypatch.setattr(rloo, "improve", lambda *inputs: made.append(1))
-    monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"grad_norm": 1.0})
+    monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"completions/in_loss": 1.0})
     _, output = train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
     assert [update for update, _ in found] == expected
     assert all(("greedy" in modes) == (update in (0, updates)) and "sampled" in modes for update, modes in found)
