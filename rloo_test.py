@@ -1660,8 +1660,8 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
     columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
     assert [row["columns"] for part in loaded for row in part] == columns
     functions = {"reward_fns": (spec("wants_n_and_m"),), "reward_model_path": None, "num_eval_prompts": 9}
-    metrics, output = train(dataset_name=data, per_device_train_batch_size=2, total_episodes=38, **functions)
-    assert sum("rewards/wants_n_and_m/mean" in update for update in metrics) == 1 < len(metrics)
+    (metrics,), output = train(dataset_name=data, per_device_train_batch_size=38, total_episodes=38, **functions)
+    assert metrics["rewards/wants_n_and_m/mean"] == 1 and metrics["completions/in_loss"] == pytest.approx(1 / 19)
     assert len(read_metrics(output, "completions")) == 8
 
 
