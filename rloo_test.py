@@ -1510,9 +1510,8 @@ ANY_TOOLS = chat_tokenizer("{% if tools is not none %}e {% endif %}" + CHAT)
 BERT = llama_tokenizer(add_eos=True, eos=None, sep="</s>")
 TEXTS = [  # tokenizer, row, the text that is read, and its ids
     (tiny_tokenizer(), {"prompt": "b c", "completion": " d"}, "b c", [4, 5]),
-    (tiny_tokenizer(), {"messages": [USER, ASSISTANT]}, "b c", [4, 5]),
+    (chat_tokenizer(), {"messages": [USER, ASSISTANT]}, "u b c a", [2, 4, 5, 3]),
     (tiny_tokenizer(), {"prompt": "b c", "messages": [ASSISTANT]}, "b c", [4, 5]),
-    (tiny_tokenizer(), {"prompt": [USER]}, "b c", [4, 5]),
     (chat_tokenizer(), {"prompt": "b c"}, "b c", [4, 5]),  # a text is read as it is
     (chat_tokenizer(), {"prompt": [USER]}, "u b c a", [2, 4, 5, 3]),
     (chat_tokenizer(), {"messages": [SYSTEM, USER, ASSISTANT, USER]}, "s e u b c a", [2, 7, 2, 4, 5, 3]),
@@ -1526,7 +1525,6 @@ TEXTS = [  # tokenizer, row, the text that is read, and its ids
     (ANY_TOOLS, {"prompt": [USER], "tools": []}, "u b c a", [2, 4, 5, 3]),
     (llama_tokenizer(), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "<s> b"}, "<s> b", [1, 8]),
-    (llama_tokenizer(), {"prompt": [{"role": "user", "content": "b"}]}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "the cats"}, "the cats", [1, 5, 6, 7]),
     (llama_tokenizer(add_eos=True), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(add_eos=True), {"prompt": "b</s>"}, "b</s>", None),
