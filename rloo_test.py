@@ -905,7 +905,10 @@ def test_mistakes_in_an_edit_of_group_rows_or_the_decoder_are_seen_by_the_trial(
     name, returned, words = EDITS[mistake]
     spy(monkeypatch, name, returned)
     assert layout_of(tiny_model(as_it_comes=True), 6, 4) == "plain"
-    assert f"GPTNeoXForCausalLM: one row per completion, because in group rows {words}" in capsys.readouterr().out
+    assert (
+        f"GPTNeoXForCausalLM: one row per completion, and sampling by `generate`, because in group rows {words}"
+        in capsys.readouterr().out
+    )
     with pytest.raises(InputError, match=f"^--layout group: GPTNeoXForCausalLM cannot: {words}"):
         layout_of(tiny_model(as_it_comes=True), 6, 4, layout="group")
 
