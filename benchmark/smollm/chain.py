@@ -1,0 +1,268 @@
+"""TL;DR with real text: SFT, reward model, RLOO and judges, on the synopses of packages (see README.md).
+
+    python benchmark/smollm/chain.py --quick                  # all steps, small, in ten minutes; prints the table
+    python benchmark/smollm/chain.py --trl trl1/bin/python    # all that has no record yet, and the page
+    python benchmark/smollm/chain.py --names learned-seed1 --again      # one step, compared with its record
+
+prepare.py comes first. A step that has its record in records.json is not made again; one that was stopped goes on. With
+--again, steps are made although they have a record, and compared with it. Models are in runs/smollm, 0.5 GB each.
+"""
+
+import argparse
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import models
+import report
+import torch
+import transformers
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+from common import Records, folder_of_runs, read_lines, require, run_logged  # noqa: E402
+
+PREPARED = HERE / "prepared"
+SAME = 1e-4  # judged values closer than this are a tie
+COUNTS = (4, 16)  # best of so many
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Sizes, and where models are. A step reads the models of others from `models` and writes to `folder`, which is the
+    same unless it is made again."""
+
+    folder: Path
+    models: Path
+    trl: str | None = None  # python of an environment that has it
+    sft: int = 1_600  # pairs
+    reward: int = 1_000  # prompts, with 4 completions each
+    updates: int = 80
+    trial: int = 30  # updates of the runs that choose β
+    course: int = 200  # test packages that are judged during a run
+    test: int = 500
+
+
+# ---- Judging ---------------------------------------------------------------------------------------------------------
+
+
+def win_rate(ours: list[float], theirs: list[float]) -> float:
+    """Share of the packages for which ours is better; ties count half."""
+    margins = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return mean(0.5 if abs(margin) < SAME else float(margin > 0) for margin in margins)
+
+
+def compared(ours: dict[str, dict], theirs: dict[str, dict]) -> dict:
+    """Grades of completions by package: their means, and by each judge the win rate against others."""
+    names = [name for name in ours if name in theirs]
+    found = {}
+    for grade in ("closeness", "rouge_l", "ended", "length"):
+        found[grade] = round(mean(ours[name][grade] for name in names), 4)
+    for judge in ("closeness", "rouge_l"):
+        values = [[side[name][judge] for name in names] for side in (ours, theirs)]
+        found[f"{judge}_wins"] = round(win_rate(*values), 4)
+    return found
+
+
+def of_mode(samples: list[dict], mode: str, update: int = 0) -> dict[str, dict]:
+    """Grades and text by package, of the lines of completions.jsonl."""
+    chosen = [sample for sample in samples if sample["mode"] == mode and sample["update"] == update]
+    return {x["columns"]["package"]: x["grades"] | {"text": x["completion"].strip()} for x in chosen}
+
+
+def evaluation_flags(split: str, prompts: int) -> list[str]:
+    judges = [f"{HERE / 'judges.py'}:{name}" for name in ("closeness", "rouge_l", "ended")]
+    return ["--eval_fns", *judges, f"--dataset_test_split={split}", f"--num_eval_prompts={prompts}"]
+
+
+def completions_of(policy: Path, out: Path, prompts: int, split: str = "test") -> list[dict]:
+    """A sampled and a greedy completion of each prompt, graded: rloo.py's evaluation without training."""
+    file = out / "completions.jsonl"
+    if not file.is_file() or not file.stat().st_size:
+        flags = [*shared_flags(), f"--sft_model_path={policy}", "--total_episodes=0", f"--output_dir={out}", "--resume"]
+        run_logged([sys.executable, "rloo.py", *flags, *evaluation_flags(split, prompts)], Path(f"{out}.log"))
+    return read_lines(file)
+
+
+def judged(chain: Chain, name: str, policy: Path) -> dict:
+    """By mode, on the test packages, against the SFT model; and the greedy completions of the first packages."""
+    samples = completions_of(policy, chain.folder / "judged" / name, chain.test)
+    sft = read_lines(chain.models / "judged" / "sft" / "completions.jsonl")
+    found = {mode: compared(of_mode(samples, mode), of_mode(sft, mode)) for mode in ("sampled", "greedy")}
+    greedy = of_mode(samples, "greedy")
+    first = [row["package"] for row in read_lines(PREPARED / "test.jsonl")[: report.EXAMPLES]]
+    return found | {"examples": {package: greedy[package]["text"] for package in first}}
+
+
+# ---- SFT and the reward model ----------------------------------------------------------------------------------------
+
+
+def make_sft(chain: Chain) -> dict:
+    out = chain.folder / "sft"
+    if not (out / "model.safetensors").is_file():
+        models.sft(PREPARED / "base", PREPARED, out, chain.sft)
+    held_out = [line for line in read_lines(out / "log.jsonl") if "held_out_loss" in line]
+    found = {"pairs": held_out[0]["pairs"], "held_out_loss": [line["held_out_loss"] for line in held_out]}
+    return found | judged(chain, "sft", out)
+
+
+def sampled(chain: Chain, split: str, k: int, limit: int | None = None) -> list[dict]:
+    """k completions of each prompt of a split, by the SFT model."""
+    file = chain.folder / f"samples-{split}.jsonl"
+    if not file.is_file():
+        models.sample(chain.models / "sft", PREPARED / f"{split}.jsonl", k, file, limit)
+    return read_lines(file)
+
+
+def make_reward(chain: Chain) -> dict:
+    """The reward model: how often it agrees with the annotator on held-out pairs, and best-of-n by it."""
+    out = chain.folder / "reward"
+    training = sampled(chain, "reward", models.K, chain.reward)
+    if not (out / "model.safetensors").is_file():
+        models.reward_model(chain.models / "sft", training, out)
+    kind = transformers.AutoModelForSequenceClassification
+    model, tokenizer = models.load(out, torch.bfloat16, kind, num_labels=1)
+    held_out, test = sampled(chain, "validation", models.K), sampled(chain, "test", max(COUNTS), chain.test)
+    found = {"prompts": len(training)}
+    scores = models.score_samples(model, held_out, tokenizer)
+    for judge in ("closeness", "rouge_l"):
+        gold = torch.tensor([row[judge] for row in held_out]).T
+        found[f"agreement_{judge}"] = round(models.agreement(scores, gold), 4)
+    gold = torch.tensor([row["closeness"] for row in held_out]).T
+    found["score_std"], found["closeness_std"] = (round(x.std(0).mean().item(), 4) for x in (scores, gold))
+    sft = of_mode(read_lines(chain.models / "judged" / "sft" / "completions.jsonl"), "sampled")
+    scores = models.score_samples(model, test, tokenizer).T.tolist()
+    for n in COUNTS:
+        found[f"best_of_{n}"] = best_of(n, test, scores, sft)
+    closest = [row["closeness"] for row in test]
+    return found | {f"closest_of_{max(COUNTS)}": best_of(max(COUNTS), test, closest, sft)}
+
+
+def best_of(n: int, rows: list[dict], scores: list[list[float]], sft: dict[str, dict]) -> dict:
+    """The completion with the best score in each n of a package, against the SFT model's own."""
+    parts = []
+    for begin in range(0, len(scores[0]) - n + 1, n):
+        chosen = {}
+        for row, own in zip(rows, scores, strict=True):
+            i = max(range(begin, begin + n), key=lambda j: own[j])
+            grades = {"closeness": row["closeness"][i], "rouge_l": row["rouge_l"][i], "length": len(row["ids"][i])}
+            chosen[row["package"]] = grades | {"ended": float(row["ids"][i][-1] == models.STOP)}
+        parts.append(compared(chosen, sft))
+    return {grade: round(mean(part[grade] for part in parts), 4) for grade in parts[0]}
+
+
+# ---- RLOO ------------------------------------------------------------------------------------------------------------
+
+
+def shared_flags() -> list[str]:
+    return [f"--dataset_name={PREPARED}", f"--response_length={models.T}", f"--temperature={models.TEMPERATURE}"]
+
+
+def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str]:
+    """Of rloo.py and of benchmark/trl/run.py. kind: learned, annotator, trl, or beta and a number"""
+    beta = float(kind.removeprefix("beta")) if kind.startswith("beta") else report.BETA
+    reward = f"--reward_model_path={chain.models / 'reward'}"
+    if kind == "annotator":
+        beta, reward = report.ANNOTATOR_BETA, f"--reward_fns={HERE / 'judges.py'}:closeness"
+    size = {"rloo_k": models.K, "per_device_train_batch_size": report.SIZE, "total_episodes": updates * report.SIZE}
+    values = size | {"learning_rate": 2e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
+    policy = f"--sft_model_path={chain.models / 'sft'}"
+    return [*shared_flags(), policy, reward, "--dtype=bfloat16", *(f"--{name}={x:g}" for name, x in values.items())]
+
+
+def train(chain: Chain, name: str, flags: list[str], evaluation: list[str]) -> Path:
+    """The folder with the trained policy."""
+    out = chain.folder / name
+    if not (out / "model.safetensors").is_file():
+        command = [sys.executable, "rloo.py", "--resume", "--save_steps=20", "--save_total_limit=1", *evaluation]
+        if name.startswith("trl"):
+            command = [chain.trl, "benchmark/trl/run.py", "rloo"]
+        run_logged([*command, *flags, f"--output_dir={out}"], chain.folder / f"{name}.log")
+    for checkpoint in out.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return out
+
+
+def seconds(line: dict) -> float:
+    return sum(value for name, value in line.items() if name.startswith("time/"))
+
+
+def make_run(chain: Chain, name: str) -> dict:
+    kind, _, seed = name.partition("-seed")
+    trial = kind.startswith("beta")
+    flags = training_flags(chain, kind, int(seed), chain.trial if trial else chain.updates)
+    evaluation = evaluation_flags(*(("validation", 200) if trial else ("test", chain.course)))
+    if trial:
+        evaluation.append("--num_sample_generations=0")
+    policy = train(chain, name, flags, evaluation)
+    words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
+    found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
+    lines = read_lines(policy / "metrics.jsonl")
+    found["scores"] = [round(line["objective/scores"], 3) for line in lines]
+    found["seconds_per_update"] = round(median(map(seconds, lines[1:])), 2)
+    if "objective/kl" in lines[-1]:
+        found["kl"] = round(mean(line["objective/kl"] for line in lines[-10:]), 2)
+    if kind != "trl":  # which evaluates nothing
+        samples = read_lines(policy / "completions.jsonl")
+        updates, sft = sorted({sample["update"] for sample in samples}), of_mode(samples, "sampled")
+        found["course"] = {done: compared(of_mode(samples, "sampled", done), sft) for done in updates}
+    return found if trial else found | judged(chain, name, policy)
+
+
+def make_speed(chain: Chain, updates: int = 6, rounds: int = 3) -> dict:
+    """Seconds of an update by rloo.py and TRL, in turns; the first update of each run does not count."""
+    found = {"rloo": [], "trl": []}
+    for _ in range(rounds):
+        for kind, of_kind in found.items():
+            shutil.rmtree(chain.folder / f"{kind}-speed", ignore_errors=True)
+            flags = training_flags(chain, "trl", 1, updates)
+            policy = train(chain, f"{kind}-speed", flags, evaluation_flags("validation", 1))
+            of_kind.append(round(median(map(seconds, read_lines(policy / "metrics.jsonl")[1:])), 2))
+    return found | {"ratio": [round(trl / ours, 2) for ours, trl in zip(*found.values(), strict=True)]}
+
+
+# ---- All steps -------------------------------------------------------------------------------------------------------
+
+
+def make(chain: Chain, names: list[str], records: Records):
+    """Makes the steps that have no record, or are made again."""
+    for name in [name for name in names if records.needs(name)]:
+        if (name.startswith("trl") or name == "speed") and not chain.trl:
+            print(f"{name}: left out, needs --trl (see benchmark/requirements.txt)")
+            continue
+        print(f"making {name}", flush=True)
+        steps = {"sft": make_sft, "reward": make_reward, "speed": make_speed}
+        records.add(name, **(steps[name](chain) if name in steps else make_run(chain, name)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="all steps but TRL's, small, in records of their own")
+    parser.add_argument("--trl", help="python of an environment with TRL 1.16")
+    parser.add_argument("--names", nargs="+", choices=report.NAMES, default=report.NAMES, metavar="NAME", help="steps")
+    parser.add_argument("--again", action="store_true", help="make steps that have a record, compare, write nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not (PREPARED / "base" / "model.safetensors").is_file():
+        sys.exit("chain.py: no model yet; run this first: python benchmark/smollm/prepare.py")
+    if args.quick:
+        folder = folder_of_runs("smollm-quick")
+        shutil.rmtree(folder, ignore_errors=True)
+        records = Records(folder / "records.json")
+        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, course=16, test=48)
+        make(chain, ["sft", "reward", "learned-seed1", "annotator-seed1"], records)
+        print(report.tables(records)["results"])
+        return
+    if not args.again:
+        require(matplotlib="matplotlib")
+    records = Records(report.RECORDS, args.again)
+    make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm"), args.trl), args.names, records)
+    report.show(records, args.names)
+    if not args.again:
+        report.report()
+
+
+if __name__ == "__main__":
+    main()

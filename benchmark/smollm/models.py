@@ -1,0 +1,200 @@
+"""What the chain needs besides RLOO: SFT, samples, and a reward model that learns from pairs of them. All by functions of
+rloo.py, so that a prompt is read once for all its completions."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+import judges  # noqa: E402
+from common import read_lines  # noqa: E402
+
+import rloo  # noqa: E402
+
+T, K, TEMPERATURE = 24, 4, 0.7  # tokens of a completion at most, completions of a prompt
+LONGEST = 256  # tokens of a prompt; the few longer ones are left out here
+STOP = 2  # <|im_end|>
+
+
+def flags(layout: str = "group", k: int = K) -> rloo.Args:
+    lengths = {"response_length": T, "max_prompt_length": LONGEST, "local_rollout_forward_batch_size": 64}
+    return rloo.Args(layout=layout, rloo_k=k, dtype="bfloat16", device="cpu", **lengths)
+
+
+def load(path: Path, dtype=torch.float32, kind=transformers.AutoModelForCausalLM, layout="group", **options):
+    """A model as rloo.py loads it, and its tokenizer."""
+    model = rloo.read_model(flags(), path, dtype, kind, **options)
+    model.layout = rloo.choose_layout(flags(layout), model, LONGEST)
+    return model, transformers.AutoTokenizer.from_pretrained(path)
+
+
+def read_examples(file: Path, tokenizer, limit: int | None = None) -> list[dict]:
+    """The examples of a split whose prompts are short enough."""
+    examples = [rloo.prepare_example(row, tokenizer) for row in read_lines(file)[:limit]]
+    return [example for example in examples if len(example["prompt_ids"]) <= LONGEST]
+
+
+def batch_of(examples: list[dict], completions: list[list[list[int]]]) -> rloo.Batch:
+    """Prompts with k completions each, as token ids."""
+    k = len(completions[0])
+    rows = [own[j] + [STOP] * (T - len(own[j])) for j in range(k) for own in completions]  # in the order (k, B)
+    return rloo.make_batch(examples, torch.tensor(rows).view(k, -1, T), [STOP])  # which drops all but the first stop
+
+
+def of_like_length(items: list, size: int, seed: int) -> list[list]:
+    """All items in random batches, each of prompts of like length, which need little padding."""
+    random = np.random.default_rng(seed)
+    order, batches = random.permutation(len(items)), []
+    for begin in range(0, len(items), 8 * size):
+        part = sorted((items[i] for i in order[begin : begin + 8 * size]), key=lambda item: len(item[0]["prompt_ids"]))
+        batches += [part[i : i + size] for i in range(0, len(part), size)]
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def fit(model, items: list, loss_of: Callable, size: int, learning_rate: float, seed: int, log: Path):
+    """One epoch of AdamW; `loss_of` (model, items) is a sum over items. items: (example, completions, ...)."""
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    batches = of_like_length(items, size, seed)
+    begin = time.perf_counter()
+    for step, chosen in enumerate(batches):
+        with rloo.training_dtype(flags(), torch.device("cpu")):
+            loss = loss_of(model, chosen) / len(chosen)
+        loss.backward()
+        rise, fall = (step + 1) / max(1, len(batches) // 20), 1 - step / len(batches)
+        optimizer.param_groups[0]["lr"] = learning_rate * min(rise, fall)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        passed = round(time.perf_counter() - begin, 1)
+        append(log, {"step": step + 1, "loss": round(loss.item(), 4), "seconds": passed})
+    model.requires_grad_(False)
+
+
+def append(file: Path, line: dict):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as log:
+        log.write(json.dumps(line) + "\n")
+
+
+def save(model, tokenizer, folder: Path):
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def sft_loss(model, items) -> torch.Tensor:
+    """Sum over items of the mean over its tokens of -log π(token)."""
+    examples, completions = zip(*items, strict=True)
+    batch = batch_of(list(examples), list(completions))
+    logprobs, _ = rloo.completion_logprobs(model, batch, 1.0)
+    return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
+
+
+def sft(source: Path, data: Path, out: Path, pairs: int, learning_rate: float = 1e-4, size: int = 16):
+    """Trains on prompts and synopses for one epoch."""
+    model, tokenizer = load(source, layout="plain")  # a prompt has one completion
+
+    def pairs_of(split, limit):
+        examples = read_examples(data / f"{split}.jsonl", tokenizer, limit)
+        texts = [" " + example["columns"]["synopsis"] for example in examples]
+        return [(x, [tokenizer(text)["input_ids"][: T - 1] + [STOP]]) for x, text in zip(examples, texts, strict=True)]
+
+    pairs, held_out = pairs_of("sft", pairs), pairs_of("validation", 200)
+
+    def validate():
+        with torch.no_grad(), rloo.training_dtype(flags(), torch.device("cpu")):
+            parts = [held_out[i : i + 16] for i in range(0, len(held_out), 16)]
+            loss = sum(sft_loss(model, part).item() for part in parts) / len(held_out)
+        append(out / "log.jsonl", {"pairs": len(pairs), "held_out_loss": round(loss, 4)})
+
+    validate()
+    fit(model, pairs, sft_loss, size, learning_rate, 1, out / "log.jsonl")
+    validate()
+    save(model, tokenizer, out)
+
+
+# ---- Samples ---------------------------------------------------------------------------------------------------------
+
+
+def sample(policy: Path, file: Path, k: int, out: Path, limit: int | None = None, seed: int = 1):
+    """k completions of each prompt of a split, with the annotator's closeness to the maintainer's synopsis."""
+    model, tokenizer = load(policy, torch.bfloat16)
+    examples = read_examples(file, tokenizer, limit)
+    rloo.set_seed(seed)
+    rows = []
+    for begin in range(0, len(examples), 100):
+        part = sorted(examples[begin : begin + 100], key=lambda example: len(example["prompt_ids"]))
+        batch, _ = rloo.rollout(flags(k=k), model, part, k, TEMPERATURE, [STOP])
+        ids, texts = batch.completion_ids(), rloo.completion_texts(batch, tokenizer)
+        synopses = [example["columns"]["synopsis"] for example in batch.examples]
+        close = judges.closeness(texts, synopses * k)
+        rouge = judges.rouge_l(texts, synopses * k)
+        for b, example in enumerate(batch.examples):
+            row = {"package": example["columns"]["package"], "prompt": example["prompt"], "synopsis": synopses[b]}
+            for name, values in (("ids", ids), ("text", texts), ("closeness", close), ("rouge_l", rouge)):
+                row[name] = [values[j * len(synopses) + b] for j in range(k)]
+            rows.append(row)
+    unfinished = out.with_suffix(".unfinished")
+    unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    unfinished.replace(out)
+
+
+# ---- The reward model ------------------------------------------------------------------------------------------------
+
+
+def bradley_terry(scores: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
+    """Mean over the pairs of a prompt of -log σ(score of the better one - score of the other), (B,), for (k, B). Which
+    one is better is what `gold` says; pairs that are equal there do not count."""
+    margin = scores[:, None] - scores[None]  # (k, k, B)
+    better = gold[:, None] > gold[None]
+    return -(F.logsigmoid(margin) * better).sum((0, 1)) / better.sum((0, 1)).clamp(min=1)
+
+
+def agreement(scores: torch.Tensor, gold: torch.Tensor) -> float:
+    """Share of the pairs of (k, B) that both order alike; equal scores count half."""
+    better = gold[:, None] > gold[None]
+    margin = scores[:, None] - scores[None]
+    return (((margin > 0) + 0.5 * (margin == 0)) * better).sum().item() / better.sum().item()
+
+
+def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
+    """Scores (k, B) of the completions of rows as `sample` writes them."""
+    scores = []
+    with torch.no_grad():
+        for begin in range(0, len(rows), 8):
+            part = rows[begin : begin + 8]
+            examples = [{"prompt_ids": tokenizer(row["prompt"])["input_ids"]} for row in part]
+            scores.append(rloo.model_scores(model, batch_of(examples, [row["ids"] for row in part])))
+    return torch.cat(scores, dim=1).float()
+
+
+def reward_model(source: Path, samples: Path, out: Path, learning_rate: float = 3e-5, size: int = 16):
+    """Trains the SFT model's body with a head of zeros on all pairs of the completions of each prompt."""
+    rloo.set_seed(1)
+    kind = transformers.AutoModelForSequenceClassification
+    model, tokenizer = load(source, kind=kind, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.01)
+
+    def loss_of(model, items):
+        examples, completions, gold = zip(*items, strict=True)
+        scores = rloo.model_scores(model, batch_of(list(examples), list(completions)))
+        return bradley_terry(scores, torch.tensor(gold).T).sum()
+
+    items = [
+        ({"prompt_ids": tokenizer(row["prompt"])["input_ids"]}, row["ids"], row["closeness"])
+        for row in read_lines(samples)
+    ]
+    fit(model, items, loss_of, size, learning_rate, 1, out / "log.jsonl")
+    save(model, tokenizer, out)
