@@ -2,7 +2,7 @@
 
     python benchmark/smollm/chain.py --quick                  # all steps, small, in ten minutes; prints the table
     python benchmark/smollm/chain.py --trl trl1/bin/python    # all that has no record yet, and the page
-    python benchmark/smollm/chain.py --names learned-seed1 --again      # one step, compared with its record
+    python benchmark/smollm/chain.py --names beta0.03-seed1 --again      # one step, compared with its record
 
 prepare.py comes first. A step that has its record in records.json is not made again; one that was stopped goes on. With
 --again, steps are made although they have a record, and compared with it. Models are in runs/smollm, 0.5 GB each.
@@ -39,9 +39,9 @@ class Chain:
     trl: str | None = None  # python of an environment that has it
     sft: int = 1_600  # pairs
     reward: int = 1_000  # prompts, with 4 completions each
-    updates: int = 80
-    trial: int = 30  # updates of the runs that choose β
-    course: int = 200  # test packages that are judged during a run
+    updates: int = 50
+    course: int = 100  # test packages that are judged during a run
+    validation: int = 200
     test: int = 500
 
 
@@ -157,11 +157,16 @@ def best_of(n: int, rows: list[dict], scores: list[list[float]], sft: dict[str, 
 
 
 def shared_flags() -> list[str]:
-    return [f"--dataset_name={PREPARED}", f"--response_length={models.T}", f"--temperature={models.TEMPERATURE}"]
+    return [
+        f"--dataset_name={PREPARED}",
+        f"--response_length={models.T}",
+        f"--temperature={models.TEMPERATURE}",
+        "--dtype=bfloat16",
+    ]
 
 
 def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str]:
-    """Of rloo.py and of benchmark/trl/run.py. kind: learned, annotator, trl, or beta and a number"""
+    """Of rloo.py and of benchmark/trl/run.py. kind: beta and a number, annotator or trl"""
     beta = float(kind.removeprefix("beta")) if kind.startswith("beta") else report.BETA
     reward = f"--reward_model_path={chain.models / 'reward'}"
     if kind == "annotator":
@@ -169,7 +174,7 @@ def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str
     size = {"rloo_k": models.K, "per_device_train_batch_size": report.SIZE, "total_episodes": updates * report.SIZE}
     values = size | {"learning_rate": 2e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
     policy = f"--sft_model_path={chain.models / 'sft'}"
-    return [*shared_flags(), policy, reward, "--dtype=bfloat16", *(f"--{name}={x:g}" for name, x in values.items())]
+    return [*shared_flags(), policy, reward, *(f"--{name}={x:g}" for name, x in values.items())]
 
 
 def train(chain: Chain, name: str, flags: list[str], evaluation: list[str]) -> Path:
@@ -191,24 +196,25 @@ def seconds(line: dict) -> float:
 
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
-    trial = kind.startswith("beta")
-    flags = training_flags(chain, kind, int(seed), chain.trial if trial else chain.updates)
-    evaluation = evaluation_flags(*(("validation", 200) if trial else ("test", chain.course)))
-    if trial:
-        evaluation.append("--num_sample_generations=0")
-    policy = train(chain, name, flags, evaluation)
+    flags = training_flags(chain, kind, int(seed), chain.updates)
+    policy = train(chain, name, flags, [*evaluation_flags("test", chain.course), "--num_sample_generations=3"])
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
-    found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
     lines = read_lines(policy / "metrics.jsonl")
+    found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
     found["scores"] = [round(line["objective/scores"], 3) for line in lines]
     found["seconds_per_update"] = round(median(map(seconds, lines[1:])), 2)
-    if "objective/kl" in lines[-1]:
+    if kind != "trl":  # which writes less
         found["kl"] = round(mean(line["objective/kl"] for line in lines[-10:]), 2)
-    if kind != "trl":  # which evaluates nothing
         samples = read_lines(policy / "completions.jsonl")
         updates, sft = sorted({sample["update"] for sample in samples}), of_mode(samples, "sampled")
         found["course"] = {done: compared(of_mode(samples, "sampled", done), sft) for done in updates}
-    return found if trial else found | judged(chain, name, policy)
+    if name in report.TRIALS:
+        sides = [
+            completions_of(x, chain.folder / "validated" / x.name, chain.validation, "validation")
+            for x in (policy, chain.models / "sft")
+        ]
+        found["validation"] = compared(*(of_mode(samples, "sampled") for samples in sides))
+    return found | judged(chain, name, policy)
 
 
 def make_speed(chain: Chain, updates: int = 6, rounds: int = 3) -> dict:
@@ -251,8 +257,8 @@ def main():
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
-        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, course=16, test=48)
-        make(chain, ["sft", "reward", "learned-seed1", "annotator-seed1"], records)
+        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, course=16, validation=16, test=48)
+        make(chain, ["sft", "reward", "beta0.03-seed1", "annotator-seed1"], records)
         print(report.tables(records)["results"])
         return
     if not args.again:

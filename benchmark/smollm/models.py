@@ -1,5 +1,5 @@
-"""What the chain needs besides RLOO: SFT, samples, and a reward model that learns from pairs of them. All by functions of
-rloo.py, so that a prompt is read once for all its completions."""
+"""What the chain needs besides RLOO: SFT, samples, a reward model that learns from pairs of them. All by functions of
+rloo.py, so that a prompt is read once for its completions."""
 
 import json
 import sys

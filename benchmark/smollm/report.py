@@ -13,13 +13,14 @@ BETA, ANNOTATOR_BETA = 0.03, 0.02  # BETA: the best of the trials
 EXAMPLES = 5  # of the first test packages, which are in a random order
 SEEDS = (1, 2, 3)
 TRIALS = [f"beta{beta}-seed1" for beta in (0.01, 0.03, 0.1)]
+LEARNED = f"beta{BETA}"
 RUNS = {  # kind -> row of the table
-    "learned": "RLOO, learned reward model",
+    LEARNED: "RLOO, learned reward model",
     "annotator": "RLOO, the annotator as reward",
     "trl": "TRL 1.16, learned reward model",
 }
-NAMES = ["sft", "reward", *TRIALS, *(f"{kind}-seed{seed}" for seed in SEEDS for kind in ("learned", "annotator"))]
-NAMES += ["trl-seed1", "speed"]
+NAMES = ["sft", "reward", *TRIALS, "annotator-seed1", f"{LEARNED}-seed2", f"{LEARNED}-seed3", "trl-seed1", "speed"]
+NAMES += ["annotator-seed2", "annotator-seed3"]
 BEST_OF = {
     "best_of_4": "best of 4 of SFT's by the reward model",
     "best_of_16": "best of 16 of SFT's by the reward model",
