@@ -11,7 +11,7 @@ prepare.py comes first. A step that has its record in records.json is not made a
 import argparse
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -43,6 +43,7 @@ class Chain:
     course: int = 100  # test packages that are judged during a run
     validation: int = 200
     test: int = 500
+    best_of: int = 500  # test packages with samples to choose from
 
 
 # ---- Judging ---------------------------------------------------------------------------------------------------------
@@ -86,26 +87,31 @@ def completions_of(policy: Path, out: Path, prompts: int, split: str = "test") -
     return read_lines(file)
 
 
-def judged(chain: Chain, name: str, policy: Path) -> dict:
-    """By mode, on the test packages, against the SFT model; and the greedy completions of the first packages."""
-    samples = completions_of(policy, chain.folder / "judged" / name, chain.test)
+def judged(chain: Chain, name: str) -> dict:
+    """By mode, on the test packages, against the SFT model; and human and greedy synopses of the first packages."""
+    samples = completions_of(chain.folder / name, chain.folder / "judged" / name, chain.test)
     sft = read_lines(chain.models / "judged" / "sft" / "completions.jsonl")
     found = {mode: compared(of_mode(samples, mode), of_mode(sft, mode)) for mode in ("sampled", "greedy")}
     greedy = of_mode(samples, "greedy")
-    first = [row["package"] for row in read_lines(PREPARED / "test.jsonl")[: report.EXAMPLES]]
-    return found | {"examples": {package: greedy[package]["text"] for package in first}}
+    first = read_lines(PREPARED / "test.jsonl")[: report.EXAMPLES]
+    return found | {"examples": {x["package"]: [x["synopsis"], greedy[x["package"]]["text"]] for x in first}}
 
 
 # ---- SFT and the reward model ----------------------------------------------------------------------------------------
 
 
-def make_sft(chain: Chain) -> dict:
+def train_sft(chain: Chain) -> Path:
     out = chain.folder / "sft"
     if not (out / "model.safetensors").is_file():
         models.sft(PREPARED / "base", PREPARED, out, chain.sft)
-    held_out = [line for line in read_lines(out / "log.jsonl") if "held_out_loss" in line]
+    completions_of(out, chain.folder / "judged" / "sft", chain.test)  # which others are compared with
+    return out
+
+
+def make_sft(chain: Chain) -> dict:
+    held_out = [line for line in read_lines(train_sft(chain) / "log.jsonl") if "held_out_loss" in line]
     found = {"pairs": held_out[0]["pairs"], "held_out_loss": [line["held_out_loss"] for line in held_out]}
-    return found | judged(chain, "sft", out)
+    return found | judged(chain, "sft")
 
 
 def sampled(chain: Chain, split: str, k: int, limit: int | None = None) -> list[dict]:
@@ -116,22 +122,23 @@ def sampled(chain: Chain, split: str, k: int, limit: int | None = None) -> list[
     return read_lines(file)
 
 
-def make_reward(chain: Chain) -> dict:
-    """The reward model: how often it agrees with the annotator on held-out pairs, and best-of-n by it."""
+def train_reward(chain: Chain) -> Path:
     out = chain.folder / "reward"
-    training = sampled(chain, "reward", models.K, chain.reward)
     if not (out / "model.safetensors").is_file():
-        models.reward_model(chain.models / "sft", training, out)
+        models.reward_model(chain.models / "sft", sampled(chain, "reward", models.K, chain.reward), out)
+    return out
+
+
+def make_reward(chain: Chain) -> dict:
+    """How often the reward model agrees with the judges on held-out pairs, and best-of-n by it."""
     kind = transformers.AutoModelForSequenceClassification
-    model, tokenizer = models.load(out, torch.bfloat16, kind, num_labels=1)
-    held_out, test = sampled(chain, "validation", models.K), sampled(chain, "test", max(COUNTS), chain.test)
-    found = {"prompts": len(training)}
+    model, tokenizer = models.load(train_reward(chain), torch.bfloat16, kind, num_labels=1)
+    held_out = sampled(chain, "validation", models.K, chain.validation)
     scores = models.score_samples(model, held_out, tokenizer)
-    for judge in ("closeness", "rouge_l"):
-        gold = torch.tensor([row[judge] for row in held_out]).T
-        found[f"agreement_{judge}"] = round(models.agreement(scores, gold), 4)
-    gold = torch.tensor([row["closeness"] for row in held_out]).T
-    found["score_std"], found["closeness_std"] = (round(x.std(0).mean().item(), 4) for x in (scores, gold))
+    gold = {judge: torch.tensor([row[judge] for row in held_out]).T for judge in ("closeness", "rouge_l")}
+    found = {f"agreement_{judge}": round(models.agreement(scores, of_judge), 4) for judge, of_judge in gold.items()}
+    found |= {"score_std": scores.std(0).mean().item(), "closeness_std": gold["closeness"].std(0).mean().item()}
+    test = sampled(chain, "test", max(COUNTS), chain.best_of)
     sft = of_mode(read_lines(chain.models / "judged" / "sft" / "completions.jsonl"), "sampled")
     scores = models.score_samples(model, test, tokenizer).T.tolist()
     for n in COUNTS:
@@ -214,7 +221,7 @@ def make_run(chain: Chain, name: str) -> dict:
             for x in (policy, chain.models / "sft")
         ]
         found["validation"] = compared(*(of_mode(samples, "sampled") for samples in sides))
-    return found | judged(chain, name, policy)
+    return found | judged(chain, name)
 
 
 def make_speed(chain: Chain, updates: int = 6, rounds: int = 3) -> dict:
@@ -233,13 +240,18 @@ def make_speed(chain: Chain, updates: int = 6, rounds: int = 3) -> dict:
 
 
 def make(chain: Chain, names: list[str], records: Records):
-    """Makes the steps that have no record, or are made again."""
+    """Makes the steps that have no record, or are made again, and the models that they need."""
+    steps = {"sft": make_sft, "reward": make_reward, "speed": make_speed}
+    ready = replace(chain, folder=chain.models)
     for name in [name for name in names if records.needs(name)]:
         if (name.startswith("trl") or name == "speed") and not chain.trl:
             print(f"{name}: left out, needs --trl (see benchmark/requirements.txt)")
             continue
         print(f"making {name}", flush=True)
-        steps = {"sft": make_sft, "reward": make_reward, "speed": make_speed}
+        if name != "sft":
+            train_sft(ready)
+            if name != "reward":
+                train_reward(ready)
         records.add(name, **(steps[name](chain) if name in steps else make_run(chain, name)))
 
 
@@ -257,7 +269,9 @@ def main():
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
-        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, course=16, validation=16, test=48)
+        chain = Chain(
+            folder, folder, None, sft=160, reward=48, updates=8, course=16, validation=16, test=48, best_of=24
+        )
         make(chain, ["sft", "reward", "beta0.03-seed1", "annotator-seed1"], records)
         print(report.tables(records)["results"])
         return

@@ -50,7 +50,7 @@ def row(source: str, text: str, synopsis: str | None = None, package: str | None
 
 
 def text_of(source: str, n: int = 50) -> str:
-    return " ".join(f"{source}{i}" for i in range(n))
+    return " ".join(f"{source}word{i}" for i in range(n))
 
 
 def test_one_package_of_a_source_the_one_with_its_name_and_of_the_right_length():
@@ -176,7 +176,7 @@ def test_sft_learns_and_the_reward_model_learns_what_the_annotator_prefers(tiny,
     rows = models.read_lines(tiny / "samples.jsonl")
     assert [len(x["ids"]) for x in rows] == [4] * 24 and len({x["package"] for x in rows}) == 24
     assert all(-len(text) == close for x in rows for text, close in zip(x["text"], x["closeness"], strict=True))
-    models.reward_model(MINI / "sft", tiny / "samples.jsonl", tiny / "reward", learning_rate=3e-3, size=4)
+    models.reward_model(MINI / "sft", rows, tiny / "reward", learning_rate=3e-3, size=4)
     kind = models.transformers.AutoModelForSequenceClassification
     model, tokenizer = models.load(tiny / "reward", kind=kind, num_labels=1)
     scores = models.score_samples(model, rows, tokenizer)
@@ -184,13 +184,15 @@ def test_sft_learns_and_the_reward_model_learns_what_the_annotator_prefers(tiny,
 
 
 def test_steps_with_a_record_are_not_made_again(tmp_path, monkeypatch, capsys):
-    made = []
+    made, needed = [], []
     monkeypatch.setattr(chain, "make_run", lambda _, name: made.append(name) or {"kl": 1.0})
+    for step in ("train_sft", "train_reward"):
+        monkeypatch.setattr(chain, step, lambda steps: needed.append(steps.folder))
     records = chain.Records(tmp_path / "records.json")
-    steps = chain.Chain(tmp_path, tmp_path)
+    steps = chain.Chain(tmp_path / "again", tmp_path)
     for _ in range(2):
         chain.make(steps, ["annotator-seed1", "annotator-seed2", "trl-seed1"], records)
-    assert made == ["annotator-seed1", "annotator-seed2"]
+    assert made == ["annotator-seed1", "annotator-seed2"] and set(needed) == {tmp_path}
     assert "needs --trl" in capsys.readouterr().out
     chain.make(steps, ["annotator-seed1"], chain.Records(tmp_path / "records.json", again=True))
     assert made[2:] == ["annotator-seed1"] and "recorded 1, now 1" in capsys.readouterr().out

@@ -180,8 +180,8 @@ def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
     return torch.cat(scores, dim=1).float()
 
 
-def reward_model(source: Path, samples: Path, out: Path, learning_rate: float = 3e-5, size: int = 16):
-    """Trains the SFT model's body with a head of zeros on all pairs of the completions of each prompt."""
+def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: float = 3e-5, size: int = 16):
+    """Trains the SFT model's body with a new head, on all pairs of the completions of each prompt."""
     rloo.set_seed(1)
     kind = transformers.AutoModelForSequenceClassification
     model, tokenizer = load(source, kind=kind, num_labels=1)
@@ -192,9 +192,6 @@ def reward_model(source: Path, samples: Path, out: Path, learning_rate: float = 
         scores = rloo.model_scores(model, batch_of(list(examples), list(completions)))
         return bradley_terry(scores, torch.tensor(gold).T).sum()
 
-    items = [
-        ({"prompt_ids": tokenizer(row["prompt"])["input_ids"]}, row["ids"], row["closeness"])
-        for row in read_lines(samples)
-    ]
+    items = [({"prompt_ids": tokenizer(x["prompt"])["input_ids"]}, x["ids"], x["closeness"]) for x in samples]
     fit(model, items, loss_of, size, learning_rate, 1, out / "log.jsonl")
     save(model, tokenizer, out)

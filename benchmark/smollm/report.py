@@ -6,6 +6,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402
+import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
 SIZE = 32  # completions of an update
@@ -17,14 +18,14 @@ LEARNED = f"beta{BETA}"
 RUNS = {  # kind -> row of the table
     LEARNED: "RLOO, learned reward model",
     "annotator": "RLOO, the annotator as reward",
-    "trl": "TRL 1.16, learned reward model",
+    "trl": "TRL 1.16's RLOO, learned reward model",
 }
 NAMES = ["sft", "reward", *TRIALS, "annotator-seed1", f"{LEARNED}-seed2", f"{LEARNED}-seed3", "trl-seed1", "speed"]
 NAMES += ["annotator-seed2", "annotator-seed3"]
-BEST_OF = {
-    "best_of_4": "best of 4 of SFT's by the reward model",
-    "best_of_16": "best of 16 of SFT's by the reward model",
-    "closest_of_16": "best of 16 of SFT's by the annotator",
+BEST_OF = {  # entry of the record `reward` -> row of the table
+    "best_of_4": "SFT, best of 4 by the reward model",
+    "best_of_16": "SFT, best of 16 by the reward model",
+    "closest_of_16": "SFT, best of 16 by the annotator",
 }
 JUDGES = {"closeness_wins": "annotator", "rouge_l_wins": "ROUGE-L"}
 
@@ -34,9 +35,8 @@ def of_kind(records: common.Records, kind: str) -> list[dict]:
     return [records.all[f"{kind}-seed{seed}"] for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
 
 
-def row(title: str, found: list[dict], difference: str = "") -> list[str]:
-    """A row of the table of results: win rates by each judge, sampled and greedy, and what the sampled ones are like.
-    found: records with the modes; best-of-n has no greedy completions."""
+def row(title: str, found: list[dict]) -> list[str]:
+    """Win rates by each judge, and what the sampled completions are like; best-of-n has no greedy completions."""
 
     def cell(mode: str, entry: str, factor: float = 100, decimals: int = 1) -> str:
         return common.plus_minus([x[mode][entry] for x in found if mode in x], factor, decimals)
@@ -46,27 +46,89 @@ def row(title: str, found: list[dict], difference: str = "") -> list[str]:
     return [title, *wins, cell("sampled", "ended", 100, 0), cell("sampled", "length", 1, 1), kl]
 
 
-def tables(records: common.Records) -> dict[str, str]:
-    head = [
-        "of the test packages",
-        *(f"{judge}, {mode}" for judge in JUDGES.values() for mode in ("sampled", "greedy")),
-    ]
-    rows = [[*head, "end, %", "tokens", "KL"], row("SFT model", [records.all["sft"]])]
+def results(records: common.Records) -> str:
+    wins = [f"{judge}, {mode}" for judge in JUDGES.values() for mode in ("sampled", "greedy")]
+    rows = [["beats SFT's own, %: policy", *wins, "end, %", "tokens", "KL"], row("SFT", [records.all["sft"]])]
     rows += [row(title, of_kind(records, kind)) for kind, title in RUNS.items() if of_kind(records, kind)]
     rows += [row(title, [{"sampled": records.all["reward"][name]}]) for name, title in BEST_OF.items()]
-    return {"results": common.markdown(rows)}
+    return common.markdown(rows)
+
+
+def compared(records: common.Records) -> str:
+    """The runs with enough seeds, less those with the learned reward model."""
+    rows = [["annotator, sampled: points", f"minus {RUNS[LEARNED]}"]]
+    wins = {kind: [100 * x["sampled"]["closeness_wins"] for x in of_kind(records, kind)] for kind in RUNS}
+    for kind, found in common.differences(wins, LEARNED).items():
+        rows.append([RUNS[kind], f"{common.with_interval(found)}: {found.verdict}"])
+    return common.markdown(rows)
+
+
+def trials(records: common.Records) -> str:
+    rows = [["β", "beats SFT on validation packages, by the annotator, %", "ROUGE-L, %", "end, %", "KL"]]
+    for name in TRIALS:
+        found = records.all[name]["validation"]
+        cells = [f"{100 * found[entry]:.1f}" for entry in (*JUDGES, "ended")]
+        rows.append([name.removeprefix("beta").partition("-")[0], *cells, f"{records.all[name]['kl']:.1f}"])
+    return common.markdown(rows)
+
+
+def examples(records: common.Records) -> str:
+    rows = [["package", "maintainer", "SFT", "RLOO"]]
+    ours = records.all[f"{LEARNED}-seed1"]["examples"]
+    for package, (human, sft) in records.all["sft"]["examples"].items():
+        rows.append([package, *(text.replace("|", "\\|") for text in (human, sft, ours[package][1]))])
+    return common.markdown(rows)
+
+
+def speed(records: common.Records) -> str:
+    found = records.all["speed"]
+    rows = [["seconds of an update", "median of rounds", "range"]]
+    for kind, title in {"rloo": "rloo.py", "trl": "TRL 1.16", "ratio": "TRL / rloo.py"}.items():
+        values = sorted(found[kind])
+        rows.append([title, f"{values[len(values) // 2]:.2f}", f"{values[0]:.2f} to {values[-1]:.2f}"])
+    return common.markdown(rows)
+
+
+def tables(records: common.Records) -> dict[str, str]:
+    return {table.__name__: table(records) for table in (results, compared, trials, examples, speed)}
 
 
 def show(records: common.Records, names: list[str]):
-    """Prints what is recorded, by which commit of rloo.py and when."""
-    for name in names:
-        if name in records.all:
-            made = records.all[name]["made"]
-            print(f"{name}: recorded on {made['date']} with rloo.py of {made['rloo.py']}")
-    print(*tables(records).values(), sep="\n\n")
+    """Prints by which commit of rloo.py and when steps were made, and the table if all that it needs is there."""
+    for name in [name for name in names if name in records.all]:
+        made = records.all[name]["made"]
+        print(f"{name}: recorded {made['date']}, rloo.py {made['rloo.py']}")
+    if {"sft", "reward"} <= records.all.keys():
+        print(results(records))
+
+
+def draw(records: common.Records):
+    figure, (axes,) = common.canvas(1, 7, 4)
+    axis = axes[0]
+    for number, kind in enumerate((LEARNED, "annotator")):
+        courses = [x["course"] for x in of_kind(records, kind)]
+        wins = [[100 * point["closeness_wins"] for point in course.values()] for course in courses]
+        plot.course(axis, [int(done) for done in courses[0]], wins, color=f"C{number}", marker="o", label=RUNS[kind])
+    for style, (name, title) in zip(("--", "-.", ":"), BEST_OF.items(), strict=True):
+        axis.axhline(100 * records.all["reward"][name]["closeness_wins"], color="0.4", ls=style, label=title)
+    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel="beats SFT's synopsis, %")
+    figure.suptitle("Sampled synopses of test packages, judged by the annotator. Mean and range of seeds", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=2)
+    common.save(figure, HERE / "wins.png")
 
 
 def report():
     records = common.Records(RECORDS)
-    if records.complete(NAMES, "tables and picture of benchmark/smollm"):
+    if records.complete(NAMES, "smollm/README.md's tables, wins.png"):
         common.insert(HERE / "README.md", tables(records))
+        draw(records)
+
+
+def headline() -> list[list[str]]:
+    """Rows of benchmark/README.md's table."""
+    records, rows = common.Records(RECORDS), []
+    for kind in (LEARNED, "annotator"):
+        found = [x["sampled"]["closeness_wins"] for x in of_kind(records, kind)]
+        title = f"real text, SmolLM2-135M (4-bit weights), {RUNS[kind]}: beats SFT by the annotator, sampled, %"
+        rows.append([title, common.plus_minus(found, 100), str(len(found)), "`python benchmark/smollm/chain.py`"])
+    return rows
