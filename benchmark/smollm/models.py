@@ -22,6 +22,7 @@ import rloo  # noqa: E402
 T, K, TEMPERATURE = 24, 4, 0.7  # tokens of a completion at most, completions of a prompt
 LONGEST = 256  # tokens of a prompt; the few longer ones are left out here
 STOP = 2  # <|im_end|>
+UNDECIDED = 0.1  # the reward model does not learn from pairs whose closeness differs by less
 
 
 def flags(layout: str = "group", k: int = K) -> rloo.Args:
@@ -156,15 +157,15 @@ def sample(policy: Path, file: Path, k: int, out: Path, limit: int | None = None
 
 def bradley_terry(scores: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
     """Mean over the pairs of a prompt of -log σ(score of the better one - score of the other), (B,), for (k, B). Which
-    one is better is what `gold` says; pairs that are equal there do not count."""
+    one is better is what `gold` says; pairs that are nearly equal there do not count."""
     margin = scores[:, None] - scores[None]  # (k, k, B)
-    better = gold[:, None] > gold[None]
+    better = gold[:, None] > gold[None] + UNDECIDED
     return -(F.logsigmoid(margin) * better).sum((0, 1)) / better.sum((0, 1)).clamp(min=1)
 
 
-def agreement(scores: torch.Tensor, gold: torch.Tensor) -> float:
-    """Share of the pairs of (k, B) that both order alike; equal scores count half."""
-    better = gold[:, None] > gold[None]
+def agreement(scores: torch.Tensor, gold: torch.Tensor, undecided: float = 0.0) -> float:
+    """Share of the pairs of (k, B), `undecided` ones aside, that both order alike; equal scores count half."""
+    better = gold[:, None] > gold[None] + undecided
     margin = scores[:, None] - scores[None]
     return (((margin > 0) + 0.5 * (margin == 0)) * better).sum().item() / better.sum().item()
 
@@ -180,7 +181,7 @@ def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
     return torch.cat(scores, dim=1).float()
 
 
-def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: float = 3e-5, size: int = 16):
+def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
     """Trains the SFT model's body with a new head, on all pairs of the completions of each prompt."""
     rloo.set_seed(1)
     kind = transformers.AutoModelForSequenceClassification

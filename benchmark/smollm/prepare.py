@@ -100,38 +100,30 @@ def choose(packages: list[dict]) -> list[dict]:
 
 
 def split(rows: list[dict]) -> dict[str, list[dict]]:
-    """Prompts and synopses; no source is in two splits."""
-    rows = [
-        {"prompt": f"{row['text']}\n\nTL;DR:", "synopsis": row["synopsis"], "package": row["package"]} for row in rows
-    ]
+    """Prompts and synopses of each split; no source is in two of them."""
+    examples = [{"prompt": f"{x['text']}\n\nTL;DR:"} | {key: x[key] for key in ("synopsis", "package")} for x in rows]
     splits, begin = {}, 0
     for name, count in SPLITS.items():
-        splits[name] = rows[begin : begin + count]
+        splits[name] = examples[begin : begin + count]
         begin += count
-    return splits | {"train": rows[begin:]}
+    return splits | {"train": examples[begin:]}
 
 
-def package_lists() -> tuple[str, str]:
-    """What apt knows: the list of packages, and the English descriptions."""
-
-    def output(*command: str) -> str:
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
-
-    english = ("-o", "Acquire::Languages=en")
-    files = output("apt-get", "indextargets", *english, "--format", "$(FILENAME)", "Created-By: Translations")
-    files = [file for file in files.split("\n") if Path(file).is_file()]
-    if not files:
-        sys.exit("no English descriptions yet; as root: apt-get update -o Acquire::Languages=en")
-    return output("apt-cache", "dumpavail"), output("/usr/lib/apt/apt-helper", "cat-file", *files)
+def output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
 def write_texts(folder: Path):
-    rows = choose(read_packages(*package_lists()))
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, of_split in split(rows).items():
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in of_split]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-        print(f"{folder}/{name}.jsonl: {len(of_split):,} packages")
+    english = ("-o", "Acquire::Languages=en")
+    lists = output("apt-get", "indextargets", *english, "--format", "$(FILENAME)", "Created-By: Translations").split()
+    lists = [file for file in lists if Path(file).is_file()]
+    if not lists:
+        sys.exit("no English descriptions yet; as root: apt-get update -o Acquire::Languages=en")
+    translations = output("/usr/lib/apt/apt-helper", "cat-file", *lists)
+    for name, rows in split(choose(read_packages(output("apt-cache", "dumpavail"), translations))).items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{folder}/{name}.jsonl: {len(rows):,} packages")
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -179,6 +171,7 @@ def write_annotator(folder: Path):
 
 def main():
     require(gguf="gguf", accelerate="accelerate")
+    PREPARED.mkdir(exist_ok=True)
     if not (PREPARED / "train.jsonl").is_file():
         write_texts(PREPARED)
     if not (PREPARED / "annotator" / "model.safetensors").is_file():
