@@ -39,11 +39,10 @@ class Chain:
     trl: str | None = None  # python of an environment that has it
     sft: int = 1_600  # pairs
     reward: int = 1_000  # prompts, with 4 completions each
-    updates: int = 50
+    updates: int = 40
     course: int = 100  # test packages that are judged during a run
     validation: int = 200
-    test: int = 500
-    best_of: int = 500  # test packages with samples to choose from
+    test: int = 300
 
 
 # ---- Judging ---------------------------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ def make_reward(chain: Chain) -> dict:
     gold = {judge: torch.tensor([row[judge] for row in held_out]).T for judge in ("closeness", "rouge_l")}
     found = {f"agreement_{judge}": round(models.agreement(scores, of_judge), 4) for judge, of_judge in gold.items()}
     found |= {"score_std": scores.std(0).mean().item(), "closeness_std": gold["closeness"].std(0).mean().item()}
-    test = sampled(chain, "test", max(COUNTS), chain.best_of)
+    test = sampled(chain, "test", max(COUNTS), chain.test)
     sft = of_mode(read_lines(chain.models / "judged" / "sft" / "completions.jsonl"), "sampled")
     scores = models.score_samples(model, test, tokenizer).T.tolist()
     for n in COUNTS:
@@ -179,7 +178,7 @@ def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str
     if kind == "annotator":
         beta, reward = report.ANNOTATOR_BETA, f"--reward_fns={HERE / 'judges.py'}:closeness"
     size = {"rloo_k": models.K, "per_device_train_batch_size": report.SIZE, "total_episodes": updates * report.SIZE}
-    values = size | {"learning_rate": 2e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
+    values = size | {"learning_rate": 3e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
     policy = f"--sft_model_path={chain.models / 'sft'}"
     return [*shared_flags(), policy, reward, *(f"--{name}={x:g}" for name, x in values.items())]
 
@@ -204,7 +203,7 @@ def seconds(line: dict) -> float:
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
     flags = training_flags(chain, kind, int(seed), chain.updates)
-    policy = train(chain, name, flags, [*evaluation_flags("test", chain.course), "--num_sample_generations=3"])
+    policy = train(chain, name, flags, [*evaluation_flags("test", chain.course), "--num_sample_generations=2"])
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
     lines = read_lines(policy / "metrics.jsonl")
     found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
