@@ -40,8 +40,7 @@ class Chain:
     sft: int = 1_600  # pairs
     reward: int = 1_000  # prompts, with 4 completions each
     updates: int = 40
-    course: int = 100  # test packages that are judged during a run
-    validation: int = 200
+    validation: int = 100  # packages judged during a run
     test: int = 300
 
 
@@ -89,7 +88,7 @@ def completions_of(policy: Path, out: Path, prompts: int, split: str = "test") -
 def judged(chain: Chain, name: str) -> dict:
     """By mode, on the test packages, against the SFT model; and human and greedy synopses of the first packages."""
     samples = completions_of(chain.folder / name, chain.folder / "judged" / name, chain.test)
-    sft = read_lines(chain.models / "judged" / "sft" / "completions.jsonl")
+    sft = sft_completions(chain, "test", chain.test)
     found = {mode: compared(of_mode(samples, mode), of_mode(sft, mode)) for mode in ("sampled", "greedy")}
     greedy = of_mode(samples, "greedy")
     first = read_lines(PREPARED / "test.jsonl")[: report.EXAMPLES]
@@ -103,8 +102,12 @@ def train_sft(chain: Chain) -> Path:
     out = chain.folder / "sft"
     if not (out / "model.safetensors").is_file():
         models.sft(PREPARED / "base", PREPARED, out, chain.sft)
-    completions_of(out, chain.folder / "judged" / "sft", chain.test)  # which others are compared with
     return out
+
+
+def sft_completions(chain: Chain, split: str, prompts: int) -> list[dict]:
+    """What others are compared with."""
+    return completions_of(chain.models / "sft", chain.models / "judged" / f"sft-{split}", prompts, split)
 
 
 def make_sft(chain: Chain) -> dict:
@@ -132,18 +135,21 @@ def make_reward(chain: Chain) -> dict:
     """How often the reward model agrees with the judges on held-out pairs, and best-of-n by it."""
     kind = transformers.AutoModelForSequenceClassification
     model, tokenizer = models.load(train_reward(chain), torch.bfloat16, kind, num_labels=1)
-    held_out = sampled(chain, "validation", models.K, chain.validation)
-    scores = models.score_samples(model, held_out, tokenizer)
-    gold = {judge: torch.tensor([row[judge] for row in held_out]).T for judge in ("closeness", "rouge_l")}
-    found = {f"agreement_{judge}": round(models.agreement(scores, of_judge), 4) for judge, of_judge in gold.items()}
-    found |= {"score_std": scores.std(0).mean().item(), "closeness_std": gold["closeness"].std(0).mean().item()}
-    test = sampled(chain, "test", max(COUNTS), chain.test)
-    sft = of_mode(read_lines(chain.models / "judged" / "sft" / "completions.jsonl"), "sampled")
-    scores = models.score_samples(model, test, tokenizer).T.tolist()
-    for n in COUNTS:
-        found[f"best_of_{n}"] = best_of(n, test, scores, sft)
-    closest = [row["closeness"] for row in test]
-    return found | {f"closest_of_{max(COUNTS)}": best_of(max(COUNTS), test, closest, sft)}
+    found = {}
+    for split, prompts in (("validation", chain.validation), ("test", chain.test)):
+        rows = sampled(chain, split, max(COUNTS), prompts)
+        scores = models.score_samples(model, rows, tokenizer)
+        gold = {judge: torch.tensor([row[judge] for row in rows]).T for judge in ("closeness", "rouge_l")}
+        sft = of_mode(sft_completions(chain, split, prompts), "sampled")
+        found[split] = {f"best_of_{n}": best_of(n, rows, scores.T.tolist(), sft) for n in COUNTS}
+        found[split]["closest_of_16"] = best_of(max(COUNTS), rows, gold["closeness"].T.tolist(), sft)
+        found[split] |= {f"agreement_{judge}": models.agreement(scores, of_judge) for judge, of_judge in gold.items()}
+        found[split]["agreement_decided"] = models.agreement(scores, gold["closeness"], models.UNDECIDED)
+        found[split] |= {
+            "score_std": scores.std(0).mean().item(),
+            "closeness_std": gold["closeness"].std(0).mean().item(),
+        }
+    return found
 
 
 def best_of(n: int, rows: list[dict], scores: list[list[float]], sft: dict[str, dict]) -> dict:
@@ -203,23 +209,20 @@ def seconds(line: dict) -> float:
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
     flags = training_flags(chain, kind, int(seed), chain.updates)
-    policy = train(chain, name, flags, [*evaluation_flags("test", chain.course), "--num_sample_generations=2"])
+    policy = train(
+        chain, name, flags, [*evaluation_flags("validation", chain.validation), "--num_sample_generations=2"]
+    )
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
     lines = read_lines(policy / "metrics.jsonl")
     found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
     found["scores"] = [round(line["objective/scores"], 3) for line in lines]
     found["seconds_per_update"] = round(median(map(seconds, lines[1:])), 2)
-    if kind != "trl":  # which writes less
+    if kind != "trl":  # which evaluates nothing
         found["kl"] = round(mean(line["objective/kl"] for line in lines[-10:]), 2)
         samples = read_lines(policy / "completions.jsonl")
-        updates, sft = sorted({sample["update"] for sample in samples}), of_mode(samples, "sampled")
-        found["course"] = {done: compared(of_mode(samples, "sampled", done), sft) for done in updates}
-    if name in report.TRIALS:
-        sides = [
-            completions_of(x, chain.folder / "validated" / x.name, chain.validation, "validation")
-            for x in (policy, chain.models / "sft")
-        ]
-        found["validation"] = compared(*(of_mode(samples, "sampled") for samples in sides))
+        for mode in ("sampled", "greedy"):
+            updates = sorted({sample["update"] for sample in samples if sample["mode"] == mode})
+            found[f"course_{mode}"] = {n: compared(of_mode(samples, mode, n), of_mode(samples, mode)) for n in updates}
     return found | judged(chain, name)
 
 

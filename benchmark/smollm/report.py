@@ -50,7 +50,7 @@ def results(records: common.Records) -> str:
     wins = [f"{judge}, {mode}" for judge in JUDGES.values() for mode in ("sampled", "greedy")]
     rows = [["beats SFT's own, %: policy", *wins, "end, %", "tokens", "KL"], row("SFT", [records.all["sft"]])]
     rows += [row(title, of_kind(records, kind)) for kind, title in RUNS.items() if of_kind(records, kind)]
-    rows += [row(title, [{"sampled": records.all["reward"][name]}]) for name, title in BEST_OF.items()]
+    rows += [row(title, [{"sampled": records.all["reward"]["test"][name]}]) for name, title in BEST_OF.items()]
     return common.markdown(rows)
 
 
@@ -64,11 +64,14 @@ def compared(records: common.Records) -> str:
 
 
 def trials(records: common.Records) -> str:
-    rows = [["β", "beats SFT on validation packages, by the annotator, %", "ROUGE-L, %", "end, %", "KL"]]
+    """The last evaluations on validation packages, sampled and greedy ones together."""
+    rows = [["β", "closeness", "annotator, %", "ROUGE-L, %", "end, %", "KL"]]
     for name in TRIALS:
-        found = records.all[name]["validation"]
-        cells = [f"{100 * found[entry]:.1f}" for entry in (*JUDGES, "ended")]
-        rows.append([name.removeprefix("beta").partition("-")[0], *cells, f"{records.all[name]['kl']:.1f}"])
+        record = records.all[name]
+        last = [list(record[f"course_{mode}"].values())[-1] for mode in ("sampled", "greedy")]
+        means = [sum(x[entry] for x in last) / 2 for entry in ("closeness", *JUDGES, "ended")]
+        cells = [f"{100 * value:.1f}" for value in means[1:]]
+        rows.append([name.removeprefix("beta").partition("-")[0], f"{means[0]:.3f}", *cells, f"{record['kl']:.1f}"])
     return common.markdown(rows)
 
 
@@ -106,13 +109,17 @@ def draw(records: common.Records):
     figure, (axes,) = common.canvas(1, 7, 4)
     axis = axes[0]
     for number, kind in enumerate((LEARNED, "annotator")):
-        courses = [x["course"] for x in of_kind(records, kind)]
+        courses = [x["course_sampled"] for x in of_kind(records, kind)]
         wins = [[100 * point["closeness_wins"] for point in course.values()] for course in courses]
         plot.course(axis, [int(done) for done in courses[0]], wins, color=f"C{number}", marker="o", label=RUNS[kind])
     for style, (name, title) in zip(("--", "-.", ":"), BEST_OF.items(), strict=True):
-        axis.axhline(100 * records.all["reward"][name]["closeness_wins"], color="0.4", ls=style, label=title)
+        axis.axhline(
+            100 * records.all["reward"]["validation"][name]["closeness_wins"], color="0.4", ls=style, label=title
+        )
     axis.set(xlabel=f"update ({SIZE} completions each)", ylabel="beats SFT's synopsis, %")
-    figure.suptitle("Sampled synopses of test packages, judged by the annotator. Mean and range of seeds", fontsize=10)
+    figure.suptitle(
+        "Sampled synopses of 100 validation packages, judged by the annotator. Mean and range of seeds", fontsize=10
+    )
     figure.legend(loc="outside lower center", ncols=2)
     common.save(figure, HERE / "wins.png")
 
