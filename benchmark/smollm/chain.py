@@ -87,7 +87,7 @@ def completions_of(policy: Path, out: Path, prompts: int, split: str = "test") -
 
 def judged(chain: Chain, name: str) -> dict:
     """By mode, on the test packages, against the SFT model; and human and greedy synopses of the first packages."""
-    samples = completions_of(chain.folder / name, chain.folder / "judged" / name, chain.test)
+    samples = completions_of(chain.folder / name, chain.folder / "judged" / f"{name}-test", chain.test)
     sft = sft_completions(chain, "test", chain.test)
     found = {mode: compared(of_mode(samples, mode), of_mode(sft, mode)) for mode in ("sampled", "greedy")}
     greedy = of_mode(samples, "greedy")
