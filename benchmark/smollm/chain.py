@@ -223,7 +223,7 @@ def make_run(chain: Chain, name: str) -> dict:
         for mode in ("sampled", "greedy"):
             updates = sorted({sample["update"] for sample in samples if sample["mode"] == mode})
             found[f"course_{mode}"] = {n: compared(of_mode(samples, mode, n), of_mode(samples, mode)) for n in updates}
-    return found | judged(chain, name)
+    return found | judged(chain, name) if kind in report.RUNS else found
 
 
 def make_speed(chain: Chain, updates: int = 6, rounds: int = 3) -> dict:
