@@ -169,12 +169,8 @@ def best_of(n: int, rows: list[dict], scores: list[list[float]], sft: dict[str, 
 
 
 def shared_flags() -> list[str]:
-    return [
-        f"--dataset_name={PREPARED}",
-        f"--response_length={models.T}",
-        f"--temperature={models.TEMPERATURE}",
-        "--dtype=bfloat16",
-    ]
+    flags = {"dataset_name": PREPARED, "response_length": models.T, "temperature": models.TEMPERATURE}
+    return [f"--{name}={value}" for name, value in (flags | {"dtype": "bfloat16"}).items()]
 
 
 def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str]:
@@ -209,9 +205,8 @@ def seconds(line: dict) -> float:
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
     flags = training_flags(chain, kind, int(seed), chain.updates)
-    policy = train(
-        chain, name, flags, [*evaluation_flags("validation", chain.validation), "--num_sample_generations=2"]
-    )
+    evaluation = [*evaluation_flags("validation", chain.validation), "--num_sample_generations=2"]
+    policy = train(chain, name, flags, evaluation)
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
     lines = read_lines(policy / "metrics.jsonl")
     found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
@@ -221,8 +216,9 @@ def make_run(chain: Chain, name: str) -> dict:
         found["kl"] = round(mean(line["objective/kl"] for line in lines[-10:]), 2)
         samples = read_lines(policy / "completions.jsonl")
         for mode in ("sampled", "greedy"):
-            updates = sorted({sample["update"] for sample in samples if sample["mode"] == mode})
-            found[f"course_{mode}"] = {n: compared(of_mode(samples, mode, n), of_mode(samples, mode)) for n in updates}
+            done = sorted({sample["update"] for sample in samples if sample["mode"] == mode})
+            grades = {str(n): of_mode(samples, mode, n) for n in done}
+            found[f"course_{mode}"] = {n: compared(own, grades["0"]) for n, own in grades.items()}
     return found | judged(chain, name) if kind in report.RUNS else found
 
 
@@ -271,11 +267,9 @@ def main():
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
-        chain = Chain(
-            folder, folder, None, sft=160, reward=48, updates=8, course=16, validation=16, test=48, best_of=24
-        )
-        make(chain, ["sft", "reward", "beta0.03-seed1", "annotator-seed1"], records)
-        print(report.tables(records)["results"])
+        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, validation=16, test=32)
+        make(chain, ["sft", "reward", f"{report.LEARNED}-seed1", "annotator-seed1"], records)
+        print(report.results(records))
         return
     if not args.again:
         require(matplotlib="matplotlib")
