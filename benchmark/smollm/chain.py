@@ -38,10 +38,10 @@ class Chain:
     models: Path
     trl: str | None = None  # python of an environment that has it
     sft: int = 1_600  # pairs
-    reward: int = 1_000  # prompts, with 4 completions each
-    updates: int = 40
-    validation: int = 100  # packages judged during a run
-    test: int = 300
+    reward: int = 800  # prompts, with 4 completions each
+    updates: int = 30
+    validation: int = 64  # packages judged during a run
+    test: int = 200
 
 
 # ---- Judging ---------------------------------------------------------------------------------------------------------
@@ -57,8 +57,9 @@ def compared(ours: dict[str, dict], theirs: dict[str, dict]) -> dict:
     """Grades of completions by package: their means, and by each judge the win rate against others."""
     names = [name for name in ours if name in theirs]
     found = {}
-    for grade in ("closeness", "rouge_l", "ended", "length"):
+    for grade in ("closeness", "rouge_l", "length"):
         found[grade] = round(mean(ours[name][grade] for name in names), 4)
+    found["ended"] = mean(ours[name]["length"] < models.T for name in names)
     for judge in ("closeness", "rouge_l"):
         values = [[side[name][judge] for name in names] for side in (ours, theirs)]
         found[f"{judge}_wins"] = round(win_rate(*values), 4)
@@ -72,7 +73,7 @@ def of_mode(samples: list[dict], mode: str, update: int = 0) -> dict[str, dict]:
 
 
 def evaluation_flags(split: str, prompts: int) -> list[str]:
-    judges = [f"{HERE / 'judges.py'}:{name}" for name in ("closeness", "rouge_l", "ended")]
+    judges = [f"{HERE / 'judges.py'}:{name}" for name in ("closeness", "rouge_l")]
     return ["--eval_fns", *judges, f"--dataset_test_split={split}", f"--num_eval_prompts={prompts}"]
 
 
@@ -101,7 +102,7 @@ def judged(chain: Chain, name: str) -> dict:
 def train_sft(chain: Chain) -> Path:
     out = chain.folder / "sft"
     if not (out / "model.safetensors").is_file():
-        models.sft(PREPARED / "base", PREPARED, out, chain.sft)
+        models.sft(PREPARED / "base", PREPARED / "sft.jsonl", out, chain.sft)
     return out
 
 
@@ -111,8 +112,8 @@ def sft_completions(chain: Chain, split: str, prompts: int) -> list[dict]:
 
 
 def make_sft(chain: Chain) -> dict:
-    held_out = [line for line in read_lines(train_sft(chain) / "log.jsonl") if "held_out_loss" in line]
-    found = {"pairs": held_out[0]["pairs"], "held_out_loss": [line["held_out_loss"] for line in held_out]}
+    log = read_lines(train_sft(chain) / "log.jsonl")
+    found = {"pairs": sum(line["items"] for line in log), "seconds": round(sum(line["seconds"] for line in log))}
     return found | judged(chain, "sft")
 
 
@@ -160,7 +161,7 @@ def best_of(n: int, rows: list[dict], scores: list[list[float]], sft: dict[str, 
         for row, own in zip(rows, scores, strict=True):
             i = max(range(begin, begin + n), key=lambda j: own[j])
             grades = {"closeness": row["closeness"][i], "rouge_l": row["rouge_l"][i], "length": len(row["ids"][i])}
-            chosen[row["package"]] = grades | {"ended": float(row["ids"][i][-1] == models.STOP)}
+            chosen[row["package"]] = grades
         parts.append(compared(chosen, sft))
     return {grade: round(mean(part[grade] for part in parts), 4) for grade in parts[0]}
 
@@ -180,7 +181,7 @@ def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str
     if kind == "annotator":
         beta, reward = report.ANNOTATOR_BETA, f"--reward_fns={HERE / 'judges.py'}:closeness"
     size = {"rloo_k": models.K, "per_device_train_batch_size": report.SIZE, "total_episodes": updates * report.SIZE}
-    values = size | {"learning_rate": 3e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
+    values = size | {"learning_rate": 4e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
     policy = f"--sft_model_path={chain.models / 'sft'}"
     return [*shared_flags(), policy, reward, *(f"--{name}={x:g}" for name, x in values.items())]
 
@@ -205,7 +206,7 @@ def seconds(line: dict) -> float:
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
     flags = training_flags(chain, kind, int(seed), chain.updates)
-    evaluation = [*evaluation_flags("validation", chain.validation), "--num_sample_generations=2"]
+    evaluation = [*evaluation_flags("validation", chain.validation), "--num_sample_generations=1"]
     policy = train(chain, name, flags, evaluation)
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
     lines = read_lines(policy / "metrics.jsonl")

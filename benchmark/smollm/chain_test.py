@@ -94,19 +94,15 @@ def test_closeness_is_by_package_and_ignores_spaces_around(monkeypatch):
     assert judges.closeness([" a", "a ", "b", "a"], ["a", "b", "b", "a"]) == [1, 0, 1, 1]
 
 
-def test_ended_is_the_stop_token():
-    assert judges.ended(["a", "a"], [[5, models.STOP], [5, 6]]) == [1, 0]
-
-
 def test_ties_count_half():
     assert chain.win_rate([0.5, 0.2, 0.9, 0.1], [0.5 + 1e-6, 0.1, 1.0, 0.1]) == (0.5 + 1 + 0 + 0.5) / 4
 
 
 def test_only_packages_of_both_sides_are_compared():
-    grades = {"closeness": 0.5, "rouge_l": 0.2, "ended": 1.0, "length": 10.0}
+    grades = {"closeness": 0.5, "rouge_l": 0.2, "length": 10.0}
     ours = {"a": grades | {"closeness": 0.7}, "b": grades, "only ours": grades | {"length": 1_000.0}}
     found = chain.compared(ours, {"b": grades, "a": grades | {"rouge_l": 0.3}})
-    assert found["length"] == 10 and found["closeness"] == 0.6
+    assert found["length"] == 10 and found["ended"] == 1 and found["closeness"] == 0.6
     assert (found["closeness_wins"], found["rouge_l_wins"]) == (0.75, 0.25)
 
 
@@ -117,7 +113,7 @@ def test_best_of_n_takes_the_best_score_of_each_n():
     sft = {"a": {"closeness": 0.25, "rouge_l": 0.0}}
     found = chain.best_of(2, rows, [[0, 9, 8, 7]], sft)  # the second, then the third
     assert found["closeness"] == 0.25 and found["closeness_wins"] == 0.5 and found["length"] == 1.5
-    assert found["ended"] == 0.5 and found["rouge_l_wins"] == 0.5
+    assert found["rouge_l_wins"] == 0.5
     assert chain.best_of(4, rows, [[0, 9, 8, 7]], sft)["closeness"] == 0.2
 
 
@@ -162,16 +158,15 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "STOP", tokenizer.eos_token_id)
     lines = models.read_lines(MINI / "train.jsonl")[:24]
     rows = [{"prompt": x["prompt"], "synopsis": "the same for all", "package": f"p{i}"} for i, x in enumerate(lines)]
-    for name, part in (("sft", rows), ("validation", rows[:8])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in part))
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
     return tmp_path
 
 
 def test_sft_learns_and_the_reward_model_learns_what_the_annotator_prefers(tiny, monkeypatch):
     monkeypatch.setattr(judges, "closeness", lambda texts, synopses: [float(-len(text)) for text in texts])
-    models.sft(MINI / "sft", tiny, tiny / "policy", pairs=24, learning_rate=1e-3, size=4)
-    before, after = (x["held_out_loss"] for x in models.read_lines(tiny / "policy" / "log.jsonl") if "pairs" in x)
-    assert after < before - 0.5
+    models.sft(MINI / "sft", tiny / "sft.jsonl", tiny / "policy", 24, learning_rate=1e-3, size=4)
+    log = models.read_lines(tiny / "policy" / "log.jsonl")
+    assert sum(line["items"] for line in log) == 24 and log[-1]["loss"] < log[0]["loss"] - 0.5
     models.sample(MINI / "sft", tiny / "sft.jsonl", 4, tiny / "samples.jsonl")
     rows = models.read_lines(tiny / "samples.jsonl")
     assert [len(x["ids"]) for x in rows] == [4] * 24 and len({x["package"] for x in rows}) == 24

@@ -23,13 +23,9 @@ def annotator():
 def embed(texts: list[str]) -> torch.Tensor:
     """Sentence embeddings (n, H) of norm 1: the mean of the last hidden states of a text's tokens."""
     tokenizer, model = annotator()
-    parts = []
-    for begin in range(0, len(texts), 64):
-        inputs = tokenizer(texts[begin : begin + 64], padding=True, truncation=True, max_length=64, return_tensors="pt")
-        mask = inputs["attention_mask"][..., None]
-        hidden = model(**inputs).last_hidden_state
-        parts.append((hidden * mask).sum(1) / mask.sum(1))
-    return torch.nn.functional.normalize(torch.cat(parts), dim=-1)
+    inputs = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt")
+    mask = inputs["attention_mask"][..., None]
+    return torch.nn.functional.normalize((model(**inputs).last_hidden_state * mask).sum(1), dim=-1)
 
 
 def closeness(completions, synopsis, **columns) -> list[float]:
@@ -58,8 +54,3 @@ def rouge_l(completions, synopsis, **columns) -> list[float]:
     """F1 of the longest common subsequence of words, 0 to 1 (Lin 2004)."""
     pairs = [(words(ours), words(theirs)) for ours, theirs in zip(completions, synopsis, strict=True)]
     return [2 * longest_common(a, b) / max(1, len(a) + len(b)) for a, b in pairs]
-
-
-def ended(completions, completion_ids, **columns) -> list[float]:
-    """Whether a completion has its stop token, <|im_end|>, whose id is 2."""
-    return [float(ids[-1] == 2) for ids in completion_ids]

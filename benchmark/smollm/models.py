@@ -60,36 +60,28 @@ def of_like_length(items: list, size: int, seed: int) -> list[list]:
     return [batches[i] for i in random.permutation(len(batches))]
 
 
-def fit(model, items: list, loss_of: Callable, size: int, learning_rate: float, seed: int, log: Path):
-    """One epoch of AdamW; `loss_of` (model, items) is a sum over items. items: (example, completions, ...)."""
-    model.requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
-    batches = of_like_length(items, size, seed)
-    begin = time.perf_counter()
-    for step, chosen in enumerate(batches):
-        with rloo.training_dtype(flags(), torch.device("cpu")):
-            loss = loss_of(model, chosen) / len(chosen)
-        loss.backward()
-        rise, fall = (step + 1) / max(1, len(batches) // 20), 1 - step / len(batches)
-        optimizer.param_groups[0]["lr"] = learning_rate * min(rise, fall)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        passed = round(time.perf_counter() - begin, 1)
-        append(log, {"step": step + 1, "loss": round(loss.item(), 4), "seconds": passed})
-    model.requires_grad_(False)
-
-
-def append(file: Path, line: dict):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as log:
-        log.write(json.dumps(line) + "\n")
-
-
-def save(model, tokenizer, folder: Path):
+def fit(model, tokenizer, items: list, loss_of: Callable, size: int, learning_rate: float, out: Path):
+    """One epoch of AdamW, and saves. `loss_of` (model, items) is a sum over items: (example, completions, ...)."""
+    out.mkdir(parents=True, exist_ok=True)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, fused=True)
+    batches = of_like_length(items, size, seed=1)
+    with (out / "log.jsonl").open("w", buffering=1) as log:
+        for step, chosen in enumerate(batches):
+            begin = time.perf_counter()
+            with rloo.training_dtype(flags(), torch.device("cpu")):
+                loss = loss_of(model, chosen) / len(chosen)
+            loss.backward()
+            rise, fall = (step + 1) / max(1, len(batches) // 20), 1 - step / len(batches)
+            optimizer.param_groups[0]["lr"] = learning_rate * min(rise, fall)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            line = {"step": step + 1, "items": len(chosen), "loss": loss.item(), "seconds": time.perf_counter() - begin}
+            log.write(json.dumps(line) + "\n")
     model.set_attn_implementation("sdpa")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 # ---- SFT -------------------------------------------------------------------------------------------------------------
@@ -103,27 +95,14 @@ def sft_loss(model, items) -> torch.Tensor:
     return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
 
 
-def sft(source: Path, data: Path, out: Path, pairs: int, learning_rate: float = 1e-4, size: int = 16):
-    """Trains on prompts and synopses for one epoch."""
+def sft(source: Path, file: Path, out: Path, limit: int, learning_rate: float = 1e-4, size: int = 16):
+    """Trains on prompts and synopses."""
     model, tokenizer = load(source, layout="plain")  # a prompt has one completion
-
-    def pairs_of(split, limit):
-        examples = read_examples(data / f"{split}.jsonl", tokenizer, limit)
-        texts = [" " + example["columns"]["synopsis"] for example in examples]
-        return [(x, [tokenizer(text)["input_ids"][: T - 1] + [STOP]]) for x, text in zip(examples, texts, strict=True)]
-
-    pairs, held_out = pairs_of("sft", pairs), pairs_of("validation", 200)
-
-    def validate():
-        with torch.no_grad(), rloo.training_dtype(flags(), torch.device("cpu")):
-            parts = [held_out[i : i + 16] for i in range(0, len(held_out), 16)]
-            loss = sum(sft_loss(model, part).item() for part in parts) / len(held_out)
-        append(out / "log.jsonl", {"pairs": len(pairs), "held_out_loss": round(loss, 4)})
-
-    validate()
-    fit(model, pairs, sft_loss, size, learning_rate, 1, out / "log.jsonl")
-    validate()
-    save(model, tokenizer, out)
+    model.requires_grad_(True)
+    examples = read_examples(file, tokenizer, limit)
+    texts = tokenizer([" " + example["columns"]["synopsis"] for example in examples])["input_ids"]
+    items = [(example, [ids[: T - 1] + [STOP]]) for example, ids in zip(examples, texts, strict=True)]
+    fit(model, tokenizer, items, sft_loss, size, learning_rate, out)
 
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
@@ -182,11 +161,14 @@ def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
 
 
 def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
-    """Trains the SFT model's body with a new head, on all pairs of the completions of each prompt."""
+    """Trains a new head and the upper half of the SFT model's layers, on the pairs of completions of each prompt."""
     rloo.set_seed(1)
     kind = transformers.AutoModelForSequenceClassification
     model, tokenizer = load(source, kind=kind, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=0.01)
+    layers = rloo.layers_of(model)
+    for module in (model.score, *layers[len(layers) // 2 :]):
+        module.requires_grad_(True)
 
     def loss_of(model, items):
         examples, completions, gold = zip(*items, strict=True)
@@ -194,5 +176,4 @@ def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: fl
         return bradley_terry(scores, torch.tensor(gold).T).sum()
 
     items = [({"prompt_ids": tokenizer(x["prompt"])["input_ids"]}, x["ids"], x["closeness"]) for x in samples]
-    fit(model, items, loss_of, size, learning_rate, 1, out / "log.jsonl")
-    save(model, tokenizer, out)
+    fit(model, tokenizer, items, loss_of, size, learning_rate, out)
