@@ -1,9 +1,12 @@
 """Tests of rloo.py. They build tiny random models, need no network and no GPU, and read from top to bottom.
 
 First the formulas against loops, and whole updates against a second implementation in the plainest Python; then group
-rows and the decoder against a row per completion, what other trainers got wrong, and LoRA; at the end whole runs.
+rows and the decoder against a row per completion, and what other trainers got wrong; at the end whole runs. Extensions
+have their tests in benchmark/extensions.
 """
 
+import ast
+import asyncio
 import contextlib
 import functools
 import gc
@@ -14,6 +17,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import runpy
@@ -29,7 +33,7 @@ import types
 import weakref
 from collections import defaultdict
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -39,9 +43,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -52,6 +55,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     get_scheduler,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import rloo
 from rloo import Args, Batch, InputError
@@ -115,7 +120,8 @@ if OLD:
 ARCHITECTURES = FAMILIES | GROUP_ROWS | PLAIN_ROWS
 
 
-def tiny_model(family: str = "gpt_neox", seed: int = 0, classifier: bool = False, **config):
+def tiny_model(family: str = "gpt_neox", seed: int = 0, classifier: bool = False, as_it_comes: bool = False, **config):
+    """With random weights, in group rows if the family can, unless it is wanted as transformers makes it."""
     torch.manual_seed(seed)
     tokens = {"vocab_size": 3 + len(WORDS), "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
     config = AutoConfig.for_model(family, **ARCHITECTURES.get(family, {}) | tokens | config)
@@ -123,7 +129,10 @@ def tiny_model(family: str = "gpt_neox", seed: int = 0, classifier: bool = False
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     model = auto.from_config(config).eval()
-    model.layout = "plain" if family in PLAIN_ROWS else "group"
+    model.layout = "plain"
+    if family not in PLAIN_ROWS and not as_it_comes:
+        model.layout = "group"
+        model.set_attn_implementation(rloo.GROUP_KERNEL)
     return model
 
 
@@ -141,10 +150,8 @@ def random_batch(k: int = 3, B: int = 4, T: int = 6, vocab: int = 16, seed: int 
 
 def sample_batch(model, rows, k: int, temperature: float, T: int, stop_ids: list[int], **flags):
     """k completions of each row's prompt by a rollout: a Batch and the log-probs of its tokens."""
-    if model.layout == "plain" and flags.get("rollout_engine", "group") == "group":
-        flags["rollout_engine"] = "hf"  # as choose_engine does
     args = Args(response_length=T, temperature=temperature or 1.0, device="cpu", dtype="float32", **flags)
-    return rloo.rollout(args, model, rows, k, temperature, stop_ids, version=0)
+    return rloo.rollout(args, model, rows, k, temperature, stop_ids)
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:
@@ -161,7 +168,7 @@ def save(folder: Path, *parts) -> str:
 
 def spec(name: str) -> str:
     """A function of this file as a flag's value."""
-    return f"{__file__}:{name}"
+    return f"{__name__}:{name}"
 
 
 @pytest.fixture(scope="session")
@@ -205,7 +212,6 @@ def train(tiny, tmp_path):
             "device": "cpu",
             "output_dir": str(output),
         }
-        rloo.say_once.cache_clear()
         rloo.main(Args(**{**defaults, **flags}), signals)
         return read_metrics(output), output
 
@@ -280,8 +286,8 @@ def advantages_of(scores, kl, mask, kl_coef: float, token_level: bool, normalize
     """As in `collect`: (k, B, 1), or (k, B, T) at token level."""
     advantages = rloo.advantage(rloo.rlhf_reward(scores, kl, kl_coef, token_level), estimator)
     advantages = advantages.view(*scores.shape, -1)
-    usable = mask[..., : advantages.shape[-1]] & ~advantages.isnan()
-    return (rloo.standardize(advantages, usable) if normalize else advantages).masked_fill(~usable, 0.0)
+    advantages = advantages.masked_fill(~mask[..., : advantages.shape[-1]], math.nan)
+    return (rloo.standardize(advantages) if normalize else advantages).nan_to_num(0.0)
 
 
 def test_baseline_is_the_one_of_trl_s_documented_example():
@@ -347,21 +353,17 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
 def test_policy_loss_equals_the_formula_in_loops(ratio_level, per_token):
     torch.manual_seed(0)
     k, B, T, low, high = 2, 3, 4, 0.1, 0.4
-    new, old = torch.randn(k, B, T) * 0.2, torch.randn(k, B, T) * 0.2
+    new, old, advantages = torch.randn(k, B, T) * 0.2, torch.randn(k, B, T) * 0.2, torch.randn(k, B, T)
     mask = torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
-    advantages = torch.randn(k, B, T if per_token else 1)
+    advantages = advantages if per_token else advantages[..., :1]
     losses, log_ratio, clipped = rloo.policy_loss(new, old, advantages, mask, low, high, ratio_level)
-    log_ratios, clips = [], []
-    for j, b in itertools.product(range(k), range(B)):
-        x = [(new - old)[j, b, t].item() for t in range(T) if mask[j, b, t]]
-        x = [sum(x)] if ratio_level == "sequence" else x
-        a = advantages[j, b].tolist() if per_token else advantages[j, b].tolist() * len(x)
-        terms = [(-a * math.exp(x), -a * min(max(math.exp(x), 1 - low), 1 + high)) for x, a in zip(x, a)]
-        assert losses[j, b].item() == pytest.approx(sum(max(pair) for pair in terms), abs=1e-5)
-        log_ratios += x
-        clips += [clip > plain for plain, clip in terms]
-    assert log_ratio.tolist() == pytest.approx(log_ratios, abs=1e-6) and clipped.tolist() == clips
-    assert any(clips) and not all(clips)
+    args, notes = Args(ratio_level=ratio_level, cliprange=low, cliprange_high=high), defaultdict(list)
+    for c in itertools.product(range(k), range(B)):
+        real = mask[c]
+        expected = completion_loss(args, new[c][real], old[c][real], None, advantages[c].tolist(), notes)
+        assert losses[c].item() == pytest.approx(expected.item(), abs=1e-5)
+    assert clipped.tolist() == notes["policy/clipfrac_avg"] and 0 < sum(clipped) < len(clipped)
+    assert (0.5 * log_ratio**2).tolist() == pytest.approx(notes["policy/approxkl_avg"], abs=1e-6)
 
 
 def test_weights_make_the_loss_a_mean_in_which_tokens_outside_the_loss_do_not_count():
@@ -373,34 +375,9 @@ def test_weights_make_the_loss_a_mean_in_which_tokens_outside_the_loss_do_not_co
         ("token", sums[in_loss].sum() / (2 + 3 + 5)),
         ("sequence-mean", (sums / lengths)[in_loss].sum() / 4),
     ):
-        weight = rloo.loss_scale(lengths, in_loss, aggregation)
-        assert weight[1, 0] == 0 and (weight * sums).mean().item() == pytest.approx(expected.item(), rel=1e-6)
-        assert not rloo.loss_scale(lengths, in_loss & ~in_loss, aggregation).any()  # nobody left
-
-
-@pytest.mark.parametrize("level", ["sequence", "token"])
-@pytest.mark.parametrize("correction", ["off", "truncate", "mask"])
-def test_the_weights_of_a_mismatch_equal_the_formula_in_loops(correction, level):
-    torch.manual_seed(0)
-    old, sampled, cap = torch.randn(2, 3, 4), torch.randn(2, 3, 4), 1.5
-    mask = torch.arange(4) < torch.randint(1, 5, (2, 3, 1))
-    weight = rloo.importance_weight(old, sampled, mask, correction, cap, level)
-    for j, b in itertools.product(range(2), range(3)):
-        logs = [(old - sampled)[j, b, t].item() for t in range(4) if mask[j, b, t]]
-        exact = [math.exp(x) for x in ([sum(logs)] if level == "sequence" else logs)]
-        expected = {
-            "off": [1.0 for _ in exact],
-            "truncate": [min(x, cap) for x in exact],
-            "mask": [x if 1 / cap <= x <= cap else 0.0 for x in exact],
-        }[correction]
-        assert weight[j, b, : len(expected)].tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_weight_beyond_float32_is_finite_and_masked():
-    """A completion that the sampler all but excluded: e^100 is no float32, and infinity times 0 would be NaN."""
-    old, mask = torch.full((2, 1, 1), 100.0), torch.ones(2, 1, 1, dtype=torch.bool)
-    for correction, expected in (("truncate", 2.0), ("mask", 0.0)):
-        assert (rloo.importance_weight(old, torch.zeros(2, 1, 1), mask, correction, 2.0) == expected).all()
+        weights = rloo.loss_weights(lengths, in_loss, aggregation)
+        assert weights[1, 0] == 0 and (weights * sums).sum().item() == pytest.approx(expected.item(), rel=1e-6)
+        assert not rloo.loss_weights(lengths, in_loss & ~in_loss, aggregation).any()  # nobody left
 
 
 # Log-probs and entropies
@@ -506,9 +483,9 @@ def one_completion_each(prompt_ids: list[int], completions: list[list[int]]) -> 
 
 
 class AllPairs:
-    """Every pair of completions (k = 2) of a vocabulary of 3 and T = 3, each with its probability under a sampler."""
+    """Every pair of completions (k = 2) of a vocabulary of 3 and T = 3, each with its probability."""
 
-    def __init__(self, beta: float, from_reference: bool):
+    def __init__(self, beta: float):
         self.policy, reference = tiny_model(vocab_size=3), tiny_model(vocab_size=3, seed=1)
         batch = one_completion_each([2, 0], enumerate_completions(3, 3))
         n = len(batch.examples)  # 1 + 2 + 4 + 8
@@ -523,15 +500,14 @@ class AllPairs:
 
         # As k = 2 completions of n² prompts, for the functions that training uses.
         self.pairs = torch.stack([x.flatten() for x in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")])
-        self.new, self.mu = self.logprobs[0][self.pairs], ref[0][self.pairs]
+        self.new = self.logprobs[0][self.pairs]
         self.mask, self.scores = batch.response_mask[0][self.pairs], scores[0][self.pairs]
-        self.kl = ((self.new - self.mu) * self.mask).detach()
-        self.weight = (self.mu if from_reference else self.new).detach().sum(-1).exp().prod(0)
+        self.kl = ((self.new - ref[0][self.pairs]) * self.mask).detach()
+        self.weight = self.new.detach().sum(-1).exp().prod(0)
 
-    def error(self, advantages, ratio_level="sequence", correction=1.0) -> float:
+    def error(self, advantages, ratio_level) -> float:
         """of the expected update, relative to the largest entry of the exact one"""
-        old = self.new.detach()
-        losses, _, _ = rloo.policy_loss(self.new, old, advantages, self.mask, 0.2, 0.2, ratio_level, correction)
+        losses, _, _ = rloo.policy_loss(self.new, self.new.detach(), advantages, self.mask, 0.2, 0.2, ratio_level)
         update = flat_grad((losses.mean(0) * self.weight).sum(), self.policy)
         return ((update - self.exact).abs().max() / self.exact.abs().max()).item()
 
@@ -539,7 +515,7 @@ class AllPairs:
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_variance(level):
     """The mean gradient of the loss over all pairs, weighted by their probabilities, is exact to rounding."""
-    beta, token_level, x = 0.4, level == "token", AllPairs(0.4, from_reference=False)
+    beta, token_level, x = 0.4, level == "token", AllPairs(0.4)
     without_baseline = rloo.rlhf_reward(x.scores, x.kl, beta, token_level).view(*x.scores.shape, -1)
     with_baseline = advantages_of(x.scores, x.kl, x.mask, beta, token_level)
     without_kl = advantages_of(x.scores, x.kl, x.mask, 0.0, token_level)
@@ -560,14 +536,6 @@ def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_v
         return (x.weight * (c @ gram * c).sum(1)).sum()
 
     assert second_moment(with_baseline) < 0.9 * second_moment(without_baseline)
-
-
-def test_untruncated_weights_make_the_update_of_another_samplers_completions_exact():
-    """The pairs come from the reference μ: without weights the mean gradient is wrong, with them that under π."""
-    x = AllPairs(0.4, from_reference=True)
-    rewards = rloo.rlhf_reward(x.scores, x.kl, 0.4)[..., None]
-    weights = rloo.importance_weight(x.new.detach(), x.mu, x.mask, "truncate", math.inf)  # which truncates nothing
-    assert x.error(rewards, correction=weights) < 2e-5 and x.error(rewards) > 0.05
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -594,8 +562,9 @@ def plain_scores(args, raw: dict, ended: dict) -> dict:
     """The penalty first, then normalisation, then the clip: each from {c: score} to {c: score}."""
     scores = {c: x - (args.missing_eos_penalty or 0.0) * (not ended[c]) for c, x in raw.items()}
     scores = standardized(scores) if args.normalize_reward else scores
-    most = math.inf if args.reward_clip_range is None else args.reward_clip_range
-    return {c: min(max(x, -most), most) for c, x in scores.items()}
+    limits = args.reward_clip_range or (math.inf,)
+    low, high = limits if len(limits) == 2 else (-limits[0], limits[0])
+    return {c: min(max(x, low), high) for c, x in scores.items()}
 
 
 def plain_advantages(args, scores: dict, kl: dict) -> dict:
@@ -706,7 +675,7 @@ def plain_update(args, policy, reference, found, prompts, completions, ended, or
         {name: mean(map(float, x)) for name, x in metrics.items() if x}
         | {name: stdev(x) for name, x in spreads.items() if len(x) > 1}
         | {"val/ratio_var": stdev(notes["val/ratio"]) ** 2, "val/num_eos_tokens": sum(ended.values()), "lr": lr}
-        | {"val/rollout_logprob_gap": 0.0, "val/rollout_weight": 1.0}
+        | {"val/rollout_logprob_gap": 0.0}
     )
 
 
@@ -787,7 +756,7 @@ def flags_drawn(seed: int) -> dict:
         "loss_aggregation": one_of("sequence", "sequence", "token", "sequence-mean"),
         "missing_eos_penalty": one_of(None, 1.0),
         "normalize_reward": one_of(False, True),
-        "reward_clip_range": one_of(None, None, 1.2),
+        "reward_clip_range": one_of(None, None, (1.2,), (-0.5, 1.2)),
         "normalize_advantage": one_of(False, False, True),
         "mask_truncated_completions": one_of(False, False, True),
         "cliprange": one_of(0.05, 0.2),
@@ -798,24 +767,27 @@ def flags_drawn(seed: int) -> dict:
         "lr_scheduler_type": one_of("linear", "cosine", "constant"),
         "warmup_ratio": one_of(0.0, 0.0, 0.5),
         "max_grad_norm": one_of(0.0, 0.1, 1.0),
-        "rollout_engine": one_of("group", "hf"),
         "layout": one_of("group", "plain"),
         "ratio_level": one_of(None, None, "token"),
         "local_rollout_forward_batch_size": one_of(64, 4),
     }
 
 
-@pytest.mark.parametrize("seed", [*range(20), 49])
+@pytest.mark.parametrize("seed", range(18))
 def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, tiny, tmp_path, monkeypatch, seed):
-    """Weights and metrics of two updates; prompts of unequal length, one of them twice."""
+    """Weights and metrics of two updates; prompts of unequal length, one of them twice. The reference is another model,
+    since a KL that is 0 but for rounding would decide about advantages where all scores are equal."""
     flags = flags_drawn(seed)
     stop_ids, with_model, family, pad = (flags.pop(name) for name in ("stop_ids", "with_model", "family", "pad"))
-    model = tiny_model(family)
+    model, reference = tiny_model(family), tiny_model(family)
+    for weight, other in zip(reference.parameters(), tiny_model(family, seed=1).parameters()):
+        weight.data.lerp_(other.data, 0.1)
     model.generation_config.eos_token_id = stop_ids if len(stop_ids) > 1 else 0
     flags |= {"stop_token_id": 5} if stop_ids == [5] else {}
     rows = [{"prompt": "a b c d e f g"[: 2 * i % 14 + 1], "n": i} for i in range(9)]  # of 1 to 7 tokens
     collected, orders, randperm = spy(monkeypatch, "collect"), [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n: orders.append(randperm(n)) or orders[-1])
+    monkeypatch.setattr(rloo, "load_reference", lambda args, policy: reference)
     metrics, output = train(
         dataset_name=write_rows(tmp_path / "rows.jsonl", rows),
         sft_model_path=save(tmp_path / "sft", model, tiny_tokenizer(pad)),
@@ -823,7 +795,7 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
         **flags,
     )
 
-    policy, reference, scorer = (x.double() for x in (model, tiny_model(family), tiny_model(classifier=True, seed=1)))
+    policy, reference, scorer = (x.double() for x in (model, reference, tiny_model(classifier=True, seed=1)))
     rewards = {}
     if with_model:  # the score of the last token
         rewards["reward_model"] = lambda row, ids: scorer.score(
@@ -910,124 +882,141 @@ def test_group_layout_equals_plain_rows(family, k):
         policy.layout = reward.layout = layout
         logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7)
         gradient = flat_grad((logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum(), policy)
-        results.append((logprobs, entropy, rloo.model_scores(reward, batch), gradient))
+        results.append((logprobs, entropy, rloo.reward_of_model(reward, 64, batch), gradient))
     for plain, group in zip(*results):
         assert (plain - group).abs().max() < 1e-5 * max(1, plain.abs().max())
 
 
-@torch.no_grad()
 def layout_of(model, longest: int, T: int, **flags) -> str:
     """The layout that is chosen for prompts of up to `longest` tokens."""
     args = Args(**{"rloo_k": 3, "response_length": T, "device": "cpu", "dtype": "float32", **flags})
-    rloo.say_once.cache_clear()
-    return rloo.choose_layout(args, model, rloo.check_lengths(model, [[3] * longest, [4]], T))
-
-
-def engine_of(model, layout: str, **flags) -> str:
-    """The rollout engine that is chosen for a model with a layout."""
-    model.layout = layout
-    return rloo.choose_engine(Args(rloo_k=3, device="cpu", dtype="float32", **flags), model)
+    return rloo.choose_layout(args, model, longest)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
-    model = tiny_model(name)
-    layout = layout_of(model, 12, 8)
-    assert layout == ("plain" if name in PLAIN_ROWS else "group")
-    assert engine_of(model, layout) == ("hf" if name in PLAIN_ROWS else "group")
+    model = tiny_model(name, as_it_comes=True)
+    assert layout_of(model, 12, 8) == ("plain" if name in PLAIN_ROWS else "group")
     assert layout_of(model, 12, 8, layout="plain") == "plain"
     if name == "mistral":  # a prompt and a completion, not the whole row, must fit into its window of 12 tokens
         assert layout_of(model, 6, 6) == "group"
-        assert {layout_of(model, 6, 7), layout_of(model, 6, 7, dtype="bfloat16")} == {"plain"}  # one is out of sight
+        assert layout_of(model, 6, 7) == "plain"  # one is out of sight
 
 
-EDITS = {  # mistakes in an edit of rloo.py: a function, what it returns
-    "a hundredth": ("completion_hidden", lambda inputs, x: x * (1.01 if inputs[0].layout == "group" else 1.0)),
-    "order": ("lanes_as_heads", lambda inputs, x: x.flip(1)),
-    "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:]),  # a RuntimeError
-}
-EDITS_OF_THE_DECODER = {
-    "step": ("step_attention", lambda inputs, x: 0.5 * x),
-    "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1)),
-    "shape": ("step_attention", lambda inputs, x: x[:, :, 1:]),
+EDITS = {  # mistakes in an edit of group rows or the decoder: a function, what it returns, what is said of the model
+    "a hundredth": ("group_hidden", lambda inputs, x: 1.01 * x, "its results differ from those of a completion alone"),
+    "order": ("lanes_as_heads", lambda inputs, x: x.flip(1), "its results differ from those of a completion alone"),
+    "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:], "its layers raise RuntimeError"),
+    "step": ("step_attention", lambda inputs, x: 0.5 * x, "the decoder of this file gives other log-probs"),
+    "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1), "the decoder of this file gives other log-probs"),
+    "shape of a step": ("step_attention", lambda inputs, x: x[:, :, 1:], "its layers raise RuntimeError"),
 }
 
 
 @pytest.mark.parametrize("mistake", EDITS)
-def test_mistakes_in_an_edit_of_group_rows_are_seen_by_the_trial(monkeypatch, capsys, mistake):
-    spy(monkeypatch, *EDITS[mistake])
-    assert layout_of(tiny_model(), 6, 4) == "plain"
-    assert "GPTNeoXForCausalLM: one row per completion, because" in capsys.readouterr().out
-    with pytest.raises(InputError, match="^--layout group: GPTNeoXForCausalLM cannot, because"):
-        layout_of(tiny_model(), 6, 4, layout="group")
+def test_mistakes_in_an_edit_of_group_rows_or_the_decoder_are_seen_by_the_trial(monkeypatch, capsys, mistake):
+    name, returned, words = EDITS[mistake]
+    spy(monkeypatch, name, returned)
+    assert layout_of(tiny_model(as_it_comes=True), 6, 4) == "plain"
+    assert f"GPTNeoXForCausalLM: one row per completion, because in group rows {words}" in capsys.readouterr().out
+    with pytest.raises(InputError, match=f"^--layout group: GPTNeoXForCausalLM cannot: {words}"):
+        layout_of(tiny_model(as_it_comes=True), 6, 4, layout="group")
 
 
-@pytest.mark.parametrize("mistake", EDITS_OF_THE_DECODER)
-def test_mistakes_in_an_edit_of_the_decoder_are_seen_by_the_trial(monkeypatch, capsys, mistake):
-    """Group rows are right, and stay."""
-    spy(monkeypatch, *EDITS_OF_THE_DECODER[mistake])
-    assert layout_of(tiny_model(), 6, 4) == "group" and engine_of(tiny_model(), "group") == "hf"
-    assert "GPTNeoXForCausalLM: --rollout_engine hf, because" in capsys.readouterr().out
+def test_a_step_that_cannot_be_recorded_is_a_reason_for_plain_rows_but_too_little_memory_is_none(monkeypatch, capsys):
+    fake_cuda(monkeypatch)
+
+    def fail(step):
+        raise errors.pop()
+
+    monkeypatch.setattr(rloo, "cuda_graph", fail)
+    errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("operation not permitted when capturing")]
+    assert layout_of(tiny_model(as_it_comes=True), 6, 4) == "plain"
+    assert "in group rows its layers raise RuntimeError: operation not permitted" in capsys.readouterr().out
+    with pytest.raises(torch.OutOfMemoryError):
+        layout_of(tiny_model(as_it_comes=True), 6, 4)
 
 
-def test_what_one_rank_cannot_run_no_rank_runs(monkeypatch, capsys):
-    there = iter([None, *["it cannot there"] * 2, None])  # plain rows and `generate` run on all ranks
-    monkeypatch.setattr(rloo, "gather", lambda items: [*items, next(there)])
-    assert layout_of(tiny_model(), 6, 4) == "plain" and engine_of(tiny_model(), "group") == "hf"
-    assert capsys.readouterr().out.count("because it cannot there\n") == 2
+def names_in(*nodes) -> set[str]:
+    return {x.id for node in nodes for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
-def test_an_error_of_cuda_is_no_reason_for_another_engine(monkeypatch):
-    """... such as a capture that fails: nothing that runs on the device afterwards can be trusted."""
-    error = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
-    spy(monkeypatch, "group_engine", lambda inputs, output: (_ for _ in ()).throw(error))
-    with pytest.raises(torch.AcceleratorError, match="not permitted"):
-        engine_of(tiny_model(), "group")
+class WithoutGroupRows(ast.NodeTransformer):
+    """Takes the other branch where one uses a name of the block, and `plain` in place of a choice."""
+
+    def __init__(self, names: set[str]):
+        self.names = names
+
+    def visit_If(self, node):
+        return node.orelse or None if names_in(*node.body) & self.names else self.generic_visit(node)
+
+    def visit_Call(self, node):
+        return ast.Constant("plain") if "choose_layout" in names_in(node.func) else self.generic_visit(node)
 
 
-REFUSED = {  # T, config, words of the refusal
-    "rwkv": (4, {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99}, "padding|position_ids"),
-    "phi3": (14, HEADS | {"original_max_position_embeddings": 16}, "has 16 positions"),
-    "minimax": (4, HEADS | {"layer_types": ["linear_attention", "full_attention"], "block_size": 4}, "`generate`"),
-}
+def test_group_rows_can_be_cut_out(tiny, tmp_path, monkeypatch):
+    """The block, two calls into it and the two choices of a layout: two updates in plain rows end as with them."""
+    source = Path(rloo.__file__).read_text()
+    begin, end = source.index("# ---- Group rows"), source.index("# ---- Evaluation")
+    names = {node.name for node in ast.parse(source[begin:end]).body if hasattr(node, "name")}
+    left = ast.parse(source[:begin] + source[end:])
+    assert names_in(left) & names == {"choose_layout", "group_hidden", "Decoder"}
+    left = WithoutGroupRows(names).visit(left)
+    assert not names_in(left) & names
+    (tmp_path / "without_group_rows.py").write_text(ast.unparse(left))
+    monkeypatch.syspath_prepend(tmp_path)
+    import without_group_rows
+
+    ends = []
+    for module in (rloo, without_group_rows):
+        output = tmp_path / module.__name__
+        module.main(Args(**run_flags(tiny, output, layout="plain", total_episodes=32, num_eval_prompts=2)))
+        ends.append(end_of(output))
+    assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_would_give_wrong_numbers_are_refused(name):
-    """RWKV ignores the mask. With long-RoPE, positions beyond the original ones change the frequencies of all rows of a
-    forward pass. MiniMax's `generate` reads padding, though its forward pass does not."""
-    T, config, words = REFUSED[name]
-    with pytest.raises((InputError, TypeError), match=words):  # a TypeError before transformers 5
-        model = tiny_model(name, **config)
-        engine_of(model, layout_of(model, 3, T))
+def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_again():
+    """... as importlib.reload or the autoreload of a notebook do it: other models keep their attention, and the
+    process its signals, random numbers, paths and settings of PyTorch."""
+    kernels, masks = (x._global_mapping for x in (transformers.AttentionInterface, transformers.AttentionMaskInterface))
+    ours = kernels[rloo.GROUP_KERNEL]
 
+    def state():
+        return {
+            "kernels": kernels | {rloo.GROUP_KERNEL: None},
+            "masks": masks | {rloo.GROUP_KERNEL: None},
+            "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+            "random": (random.getstate(), torch.get_rng_state().tolist()),
+            "paths": [*sys.path],
+            "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+            "cuDNN": torch.backends.cuda.cudnn_sdp_enabled(),
+        }
 
-def test_the_file_may_be_loaded_again():
-    """By importlib.reload, or the autoreload of a notebook."""
-    loader = importlib.util.spec_from_file_location("again", rloo.__file__).loader
+    before = state()
     again = types.ModuleType("again")
     again.__file__ = rloo.__file__
     try:
         for _ in range(2):
-            loader.exec_module(again)
-        for layout in ("group", "plain"):
-            model = tiny_model()
-            model.layout = layout
-            logprobs, expected = (x.completion_logprobs(model, random_batch(), 1.0)[0] for x in (again, rloo))
-            assert torch.equal(logprobs, expected)
+            importlib.util.spec_from_file_location("again", rloo.__file__).loader.exec_module(again)
+        assert state() == before
+        assert kernels["sdpa"] is sdpa_attention_forward and masks["sdpa"] is sdpa_mask
+        logprobs, expected = (x.completion_logprobs(tiny_model(), random_batch(), 1.0)[0] for x in (again, rloo))
+        assert torch.equal(logprobs, expected)
     finally:
-        transformers.AttentionInterface.register("sdpa", rloo.attention)
+        transformers.AttentionInterface.register(rloo.GROUP_KERNEL, ours)
 
 
 # The decoder
 
 
-@pytest.mark.parametrize("engine", ["group", "hf"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, engine):
-    model, rows = tiny_model(name), random_batch().examples
-    batch, _ = sample_batch(model, rows, 2, 0.0, 8, [0], rollout_engine=engine, local_rollout_forward_batch_size=6)
-    model = tiny_model(name)  # as it comes
+@pytest.mark.parametrize(
+    "name, layout", [*itertools.product(ARCHITECTURES, ["plain"]), *itertools.product(FAMILIES | GROUP_ROWS, ["group"])]
+)
+def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, layout):
+    """By the decoder and by `generate`."""
+    model, rows = tiny_model(name, as_it_comes=layout == "plain"), random_batch().examples
+    batch, _ = sample_batch(model, rows, 2, 0.0, 8, [0], local_rollout_forward_batch_size=6)
+    model = tiny_model(name, as_it_comes=True)
     for b, row in enumerate(rows):
         ids = row["prompt_ids"]
         while len(ids) < len(row["prompt_ids"]) + 8 and ids[len(row["prompt_ids"]) :][-1:] != [0]:
@@ -1091,33 +1080,26 @@ def test_completions_do_not_depend_on_which_lanes_have_left(k, monkeypatch):
 
 def test_a_rollout_holds_the_caches_of_one_chunk_and_old_and_new_of_one_layer(monkeypatch):
     """... without waiting for Python's garbage collector."""
-    caches, old, alive, pad = [], [], [], F.pad
-    new_cache, grow = rloo.LaneCache.__init__, rloo.LaneCache.grow
-
-    def noted_cache(cache, *inputs):
-        new_cache(cache, *inputs)
-        caches.append(weakref.ref(cache))
-        assert all(other() is None for other in caches[:-1])
+    caches, alive, pad = [], [], F.pad
+    grow = rloo.LaneCache.grow
 
     def noted_grow(cache, *inputs):
-        old[:] = [weakref.ref(x) for pair in cache.own.values() for x in pair]
+        assert all(other() is None for other in caches)
+        caches.append(weakref.ref(cache))
+        old = [weakref.ref(x) for pair in cache.own.values() for x in pair]
+        monkeypatch.setattr(F, "pad", lambda *x, **y: alive.append(sum(z() is not None for z in old)) or pad(*x, **y))
         grow(cache, *inputs)
+        monkeypatch.setattr(F, "pad", pad)
         assert all(x() is None for x in old)
 
-    def noted_pad(*inputs, **options):
-        alive.append(sum(x() is not None for x in old))
-        return pad(*inputs, **options)
-
     monkeypatch.setattr(rloo, "FIRST_SLOTS", 4)
-    monkeypatch.setattr(rloo.LaneCache, "__init__", noted_cache)
     monkeypatch.setattr(rloo.LaneCache, "grow", noted_grow)
-    monkeypatch.setattr(F, "pad", noted_pad)
     gc.disable()
     try:
         sample_batch(tiny_model(), random_batch().examples, 3, 1.0, 6, [99], local_rollout_forward_batch_size=6)
     finally:
         gc.enable()
-    assert len(caches) == 2 and alive[-4:] == [4, 4, 2, 2]  # keys and values of two layers
+    assert len(caches) == 2 and alive == [4, 4, 2, 2] * 2  # keys and values of two layers
 
 
 class Graph:
@@ -1135,31 +1117,37 @@ class Graph:
 
 
 class Recording(TorchDispatchMode):
+    """Writes the operations into a graph and, at its end, undoes what they have changed."""
+
     def __init__(self, graph: Graph):
         super().__init__()
         self.graph = graph
+        self.changed = []
 
     def __torch_dispatch__(self, operation, types, inputs=(), options=None):
+        if operation._schema.is_mutable:
+            self.changed.append((inputs[0], inputs[0].clone()))
         found = operation(*inputs, **(options or {}))
         self.graph.operations.append((operation, inputs, options or {}, tree_leaves(found)))
         return found
 
+    def undo(self):
+        for x, before in reversed(self.changed):
+            x.copy_(before)
 
-def fake_cuda(monkeypatch) -> list[str]:
-    """Lets Decoder.capture work on the CPU; returns the debug modes that will be set."""
-    modes, fork_rng = [], torch.random.fork_rng
+
+def fake_cuda(monkeypatch):
+    """Lets cuda_graph work on the CPU."""
 
     @contextlib.contextmanager
     def recording(graph, capture_error_mode):
-        with fork_rng(devices=[]), Recording(graph):  # CUDA would only record
+        with torch.random.fork_rng(devices=[]), Recording(graph) as mode:
             yield
+        mode.undo()  # CUDA only records
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda *inputs, **options: fork_rng(devices=[]))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    return modes
 
 
 @torch.no_grad()
@@ -1174,31 +1162,27 @@ def decoded(model, T: int) -> tuple:
 def test_replayed_graphs_sample_what_steps_sample(family, monkeypatch):
     """... bit for bit. A step is recorded when it has run once with the same shapes."""
     model = tiny_model(family, seed=3, vocab_size=128)
-    left, drop_ended, capture = [], rloo.Decoder.drop_ended, rloo.Decoder.capture
+    left, drop_ended, cuda_graph = [], rloo.Decoder.drop_ended, rloo.cuda_graph
 
     def noted_drop(decoder, alive):
         drop_ended(decoder, alive)
         left.append(decoder.running.numel())
 
-    def noted_capture(decoder):
-        graph = capture(decoder)
-        captured.append((decoder.t.item(), bool(graph)))
-        return graph
+    def noted_graph(step):
+        captured.append(step.__self__.t.item())
+        return cuda_graph(step)
 
     monkeypatch.setattr(rloo.Decoder, "drop_ended", noted_drop)
-    cases = [(8, 2, []), (8, 3, [1]), (8, 20, [1, 8, 16]), (64, 20, [1])]
-    if family in ("gpt_neox", "llama"):  # they take longer
-        cases += [(8, 90, [1, 8, 16, 32, 64]), (64, 90, [1, 64])]
-    for slots, T, at in cases:
+    monkeypatch.setattr(rloo, "cuda_graph", noted_graph)
+    for slots, T, at in ((8, 3, [0]), (8, 20, [0, 7, 15]), (64, 90, [0, 63])):
         monkeypatch.setattr(rloo, "FIRST_SLOTS", slots)
         plain, captured = decoded(model, T), []
         with monkeypatch.context() as patch:
             fake_cuda(patch)
-            patch.setattr(rloo.Decoder, "capture", noted_capture)
             replayed = decoded(model, T)
-        assert captured == [(t, True) for t in at]
+        assert captured == at
         assert all(torch.equal(*pair) for pair in zip(plain, replayed, strict=True)), (slots, T)
-        assert len(left) == 2 * sum(t > 1 for t in at) and (T < 90 or min(left) < 18)  # lanes have left
+        assert len(left) == 2 * (len(at) - 1) and (T < 90 or min(left) < 18)  # lanes have left
         left.clear()
 
 
@@ -1231,26 +1215,6 @@ def test_a_rollout_waits_for_nothing_on_the_device(family):
     assert all(x.is_meta for x in decoder.run())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, RuntimeError])
-@pytest.mark.parametrize("recording", [False, True])
-def test_only_a_step_that_waits_goes_without_a_graph_and_the_debug_mode_is_reset(monkeypatch, error, recording):
-    """Any error while the graph is recorded ends the run: it would leave the process on the stream of the capture."""
-    batch, steps = random_batch(), itertools.count(1)
-    decoder = rloo.Decoder(tiny_model(), batch.prompt_ids, batch.prompt_mask, 3, 4, 1.0, stop_ids=[99])
-
-    def fail_at_the_last():
-        if next(steps) == (2 if recording else 1):
-            raise error("called a synchronizing CUDA operation")
-
-    modes = fake_cuda(monkeypatch)
-    decoder.step = fail_at_the_last
-    goes_on = error is RuntimeError and not recording
-    with contextlib.nullcontext() if goes_on else pytest.raises((error, InputError)):
-        assert decoder.capture() is None
-    assert modes == ["error", "default"]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What others got wrong, where neither the formulas nor the random updates above show it
 
@@ -1266,10 +1230,10 @@ def test_token_level_kl_is_not_the_sequence_level_in_disguise():
     assert torch.allclose(G[..., 0], rloo.rlhf_reward(scores, kl, 1.0))
 
 
-@pytest.mark.parametrize("engine", ["group", "hf"])
+@pytest.mark.parametrize("layout", ["group", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, engine):
-    metrics, _ = train(dtype=dtype, rollout_engine=engine, total_episodes=32, response_length=32)
+def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, layout):
+    metrics, _ = train(dtype=dtype, layout=layout, total_episodes=32, response_length=32)
     for update in metrics:
         assert update["val/ratio"] == 1 and update["val/ratio_var"] == 0
         assert update["policy/clipfrac_avg"] == 0 and update["policy/approxkl_avg"] == 0
@@ -1277,73 +1241,42 @@ def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, engine):
         assert 0 <= gap < 1e-5 if dtype == "float32" else 1e-4 < gap < 0.5
 
 
-@pytest.mark.parametrize("correction", ["off", "truncate", "mask"])
-def test_a_mismatch_of_sampler_and_policy_is_corrected_and_logged(train, monkeypatch, correction):
-    """The log-probs at sampling are changed by up to 0.3: the KL is that of training's log-probs, the loss is weighted,
-    and the ratio of the first step stays 1. Each micro-batch has its part of the weights."""
-    noise = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)) * 0.6 - 0.3
-    monkeypatch.setattr(rloo, "choose_layout", lambda *inputs: "group")
-    monkeypatch.setattr(rloo, "choose_engine", lambda args, policy: args.rollout_engine)
-    spy(monkeypatch, "rollout", lambda inputs, output: (output[0], (output[1] + noise) * output[0].response_mask))
-    losses, collected = spy(monkeypatch, "policy_loss"), spy(monkeypatch, "collect")
-    flags = {"rollout_correction": correction, "rollout_correction_cap": 1.2}
-    (metrics,), _ = train(**flags, per_device_train_batch_size=4, gradient_accumulation_steps=4)
-    experience = collected[0][1]
-    old, mask = experience.old_logprobs, experience.batch.response_mask
-    weight = rloo.importance_weight(old, experience.sampler_logprobs, mask, correction, 1.2)
-    assert torch.equal(torch.cat([inputs[7] for inputs, _ in losses], dim=1), weight)
-    assert metrics["val/ratio"] == 1 and 0.1 < metrics["val/rollout_logprob_gap"] < 0.2
-    assert metrics["val/rollout_weight"] == pytest.approx(weight.mean().item())
-    corrected = correction != "off"
-    assert (experience.kl.abs().max() < 1e-5) == corrected
-    assert (abs(metrics["objective/kl"]) < 1e-5) == corrected and (weight != 1).any() == corrected
-    assert weight.max() <= 1.2001 and (weight == 0).any() == (correction == "mask")
-
-
-@pytest.mark.parametrize(
-    "flags", [{"num_mini_batches": 2, "per_device_train_batch_size": 8}, {"rollout_correction": "truncate"}]
-)
-def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_is_in_float32(train, monkeypatch, flags):
-    loads, collected, rollouts = (spy(monkeypatch, name) for name in ("load_model", "collect", "rollout"))
-    (metrics,), _ = train(dtype="bfloat16", learning_rate=0.0, num_eval_prompts=2, **flags)
+def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_is_in_float32(train, monkeypatch):
+    loads, losses, rollouts = (spy(monkeypatch, name) for name in ("read_model", "policy_loss", "rollout"))
+    halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8}
+    (metrics,), _ = train(dtype="bfloat16", learning_rate=1e-20, num_eval_prompts=2, **halves)
     assert {inputs[1].dtype for inputs, _ in rollouts} == {torch.bfloat16}  # those of evaluations as well
-    assert [model.dtype for _, model in loads] == [torch.float32, torch.bfloat16, torch.bfloat16]  # reference, reward
-    (((args, policy, *_), experience),) = collected
-    with torch.no_grad():
-        exact, _ = rloo.completion_logprobs(policy, experience.batch, 1.0)
-        with rloo.training_dtype(args, CPU):
-            training, _ = rloo.completion_logprobs(policy, experience.batch, 1.0)
-    assert (experience.old_logprobs - training).abs().max() < 1e-6 and (
-        experience.old_logprobs - exact
-    ).abs().max() > 1e-3
-    assert metrics["val/ratio_var"] < 1e-9  # of each mini-batch, since no step changes anything
+    assert [model.dtype for _, model in loads] == [torch.float32] + [torch.bfloat16] * 3  # sampler, reference, reward
+    assert len(losses) == 2 and all(torch.equal(new, old) for (new, old, *_), _ in losses)  # no step changes anything
+    assert metrics["val/ratio_var"] == 0 and metrics["val/rollout_logprob_gap"] > 1e-3
 
 
-@pytest.mark.parametrize("engine", ["group", "hf", "ranked"])
-def test_a_forward_pass_has_a_whole_group_at_least(train, engine):
-    """... where --local_rollout_forward_batch_size is less than k; and nothing depends on that flag."""
-    flags = {"rollout_engine": spec("ranked_engine") if engine == "ranked" else engine, "rloo_k": 4}
-    metrics, _ = train(**flags, local_rollout_forward_batch_size=1, num_eval_prompts=2, rollout_correction="truncate")
+@pytest.mark.parametrize("layout", ["group", "plain"])
+def test_a_forward_pass_has_a_whole_group_at_least(train, layout):
+    """... where --local_rollout_forward_batch_size is less than k."""
+    metrics, _ = train(layout=layout, rloo_k=4, local_rollout_forward_batch_size=1, num_eval_prompts=2)
     assert all(update["val/ratio"] == 1 and update["val/rollout_logprob_gap"] < 1e-5 for update in metrics)
-    if engine == "ranked":
-        (expected,), _ = train(**flags, rollout_correction="truncate")
-        assert without_times(metrics)[0] == pytest.approx(without_times([expected])[0], rel=1e-4, abs=1e-5)
 
 
 def test_no_forward_pass_is_repeated(train, monkeypatch):
-    """Old log-probs cost one only for a correction or for several optimizer steps per epoch. Without a KL no reference
-    is loaded."""
+    """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded."""
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
-    correction = {"rollout_correction": "truncate"}
-    monkeypatch.setattr(rloo, "choose_layout", lambda *inputs: "group")
-    monkeypatch.setattr(rloo, "choose_engine", lambda args, policy: args.rollout_engine)
-    loads, seen = spy(monkeypatch, "load_model"), spy(monkeypatch, "completion_logprobs")
+    original = rloo.choose_layout
+
+    def chosen(*inputs):  # without the trial, which runs the models too
+        with monkeypatch.context() as patch:
+            patch.setattr(rloo, "completion_logprobs", logprobs)
+            return original(*inputs)
+
+    logprobs = rloo.completion_logprobs
+    loads, seen = spy(monkeypatch, "read_model"), spy(monkeypatch, "completion_logprobs")
+    monkeypatch.setattr(rloo, "choose_layout", chosen)
     for flags, passes, loaded in (
         ({}, [False, True], 3),  # whether they have a gradient: the reference, training
         ({"kl_coef": 0.0}, [True], 2),
-        ({"num_ppo_epochs": 2}, [False, True, True], 3),
-        (halves | correction, [False, False, True, True], 3),
-        (correction, [False, False, True], 3),
+        ({"num_ppo_epochs": 2}, [False, False, True, True], 3),
+        (halves, [False, False, False, True, True], 3),
+        ({"layout": "plain"}, [False, False, True], 3),  # `generate` returns no log-probs
     ):
         loads.clear()
         seen.clear()
@@ -1351,22 +1284,21 @@ def test_no_forward_pass_is_repeated(train, monkeypatch):
         assert [output[0].requires_grad for _, output in seen] == passes and len(loads) == loaded, flags
 
 
-@pytest.mark.parametrize("engine", ["group", "hf"])
-def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings(engine, tmp_path):
+@pytest.mark.parametrize("layout", ["group", "plain"])
+def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings(layout, tmp_path):
     """The model's own generation config asks for top-k, a repetition penalty and another temperature: all are ignored,
     and the frequencies of the sampled tokens are those of the softmax that scores them."""
     path, example, n = save(tmp_path, tiny_model(vocab_size=6)), {"prompt_ids": [3, 4, 5]}, 20_000
     hidden = {"top_k": 1, "repetition_penalty": 3.0, "temperature": 0.1, "do_sample": True, "eos_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(hidden))
-    model = rloo.load_model(Args(dtype="float32", device="cpu"), path, [example])
+    args = Args(sft_model_path=path, dtype="float32", device="cpu", response_length=2, layout=layout)
+    model = rloo.load_policy(args, 3, None)
     torch.manual_seed(0)
-    flags = {"rollout_engine": engine, "local_rollout_forward_batch_size": n}
-    batch, sampled = sample_batch(model, [example] * 200, n // 200, 1.7, 2, [0], **flags)
-    model.layout = "plain"
+    batch, sampled = sample_batch(model, [example] * 200, n // 200, 1.7, 2, [0], local_rollout_forward_batch_size=n)
     with torch.no_grad():
-        if engine == "group":  # the other has no log-probs
+        completions, model = enumerate_completions(6, 2), tiny_model(vocab_size=6, as_it_comes=True)
+        if layout == "group":  # `generate` returns no log-probs
             assert torch.allclose(sampled, rloo.completion_logprobs(model, batch, 1.7)[0], atol=1e-5)
-        completions = enumerate_completions(6, 2)
         exact = rloo.completion_logprobs(model, one_completion_each([3, 4, 5], completions), 1.7)[0][0].sum(-1).exp()
     assert exact.sum().item() == pytest.approx(1, abs=1e-4)
     found = batch.completion_ids()
@@ -1375,13 +1307,13 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     assert chi2 < freedom + 5 * math.sqrt(2 * freedom)  # five standard deviations of the chi-squared distribution
 
 
-@pytest.mark.parametrize("engine", ["group", "hf"])
-def test_any_token_may_be_sampled_however_large_the_vocabulary(engine):
-    """`generate` keeps the likeliest 50 by default."""
-    model = tiny_model(vocab_size=100)
+@pytest.mark.parametrize("as_it_comes", [False, True])
+def test_any_token_may_be_sampled_however_large_the_vocabulary(as_it_comes):
+    """`generate`, which a model as it comes is sampled from by, keeps the likeliest 50 by default."""
+    model = tiny_model(vocab_size=100, as_it_comes=as_it_comes)
     model.get_output_embeddings().weight.data.mul_(0.01)  # nearly alike
     torch.manual_seed(0)
-    batch, _ = sample_batch(model, [{"prompt_ids": [3]}], 1000, 1.0, 1, [0], rollout_engine=engine)
+    batch, _ = sample_batch(model, [{"prompt_ids": [3]}], 1000, 1.0, 1, [0])
     assert len(set(batch.responses.flatten().tolist())) == 100
 
 
@@ -1435,7 +1367,7 @@ def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored
         policy.layout = reward.layout = layout
         logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0)
         assert (logprobs[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
-        results.append((logprobs, rloo.model_scores(reward, b), flat_grad(logprobs.sum(), policy)))
+        results.append((logprobs, rloo.reward_of_model(reward, 64, b), flat_grad(logprobs.sum(), policy)))
     assert all(torch.allclose(x, xs[0], atol=1e-5) for xs in zip(*results) for x in xs)
 
 
@@ -1445,11 +1377,11 @@ def test_padded_equals_unpadded(name):
     comes gives each sequence alone, with logits that it scales (Cohere, Granite) or caps (Gemma 2)."""
     batch, policy = random_batch(), tiny_model(name)
     family = name if name in FAMILIES else "gpt2"  # of the reward model
-    reward = tiny_model(family, 1, classifier=True, pad_token_id=None)  # a single row: the head at its end
+    reward = tiny_model(family, 1, classifier=True, as_it_comes=True, pad_token_id=None)  # a row: the head at its end
     with torch.no_grad():
         logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7)
-        scores = rloo.model_scores(tiny_model(family, 1, classifier=True), batch)
-        policy = tiny_model(name)
+        scores = rloo.reward_of_model(tiny_model(family, 1, classifier=True), 64, batch)
+        policy = tiny_model(name, as_it_comes=True)
         for j, b in itertools.product(range(3), range(4)):
             prompt, completion = batch.examples[b]["prompt_ids"], batch.completion_ids()[j * 4 + b]
             ids, n = torch.tensor([prompt + completion]), len(completion)
@@ -1490,167 +1422,36 @@ def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
     runs = []
     for name, dropout in (("off", 0.0), ("on", 0.5)):
         model = tiny_model(hidden_dropout=dropout, attention_dropout=dropout)
-        runs.append(train(sft_model_path=save(tmp_path / name, model, tiny_tokenizer()), total_episodes=32))
+        path = save(tmp_path / name, model, tiny_tokenizer())
+        runs.append(train(sft_model_path=path, total_episodes=32, dtype="bfloat16"))
     assert without_times(runs[0][0]) == without_times(runs[1][0])
     assert AutoModelForCausalLM.from_pretrained(runs[1][1]).config.hidden_dropout == 0.5
-    assert not rloo.sampling_model(tiny_model(hidden_dropout=0.5), torch.bfloat16).training
-
-
-@pytest.mark.parametrize("engine", ["group", "hf"])
-def test_the_saved_model_keeps_its_generation_config(train, tmp_path, engine):
-    """... and says nothing of the attention that it was trained by."""
-    path = save(tmp_path / "sft", tiny_model(), tiny_tokenizer())
-    config = {"eos_token_id": [0, 9], "pad_token_id": 1, "do_sample": True, "top_k": 7, "temperature": 0.3}
-    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
-    _, output = train(sft_model_path=path, rollout_engine=engine)
-    assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
-    assert "group_sizes" not in (output / "config.json").read_text()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# LoRA
-
-LORA = {"lora_rank": 3, "lora_alpha": 6}
-EXPERTS = SIZE | {"num_key_value_heads": 2, "intermediate_size": 32}
-ADAPTABLE = [name for name in ARCHITECTURES if name not in ("gpt2", "falcon")]  # whose layers are no torch.nn.Linear
-
-
-def with_adapters(model):
-    """The model with adapters that change what it says: their B is not 0."""
-    rloo.add_adapters(model, Args(**LORA), None)
-    for linear in rloo.adapted_layers(model).values():
-        torch.nn.init.normal_(linear.lora_B.weight, std=0.3)
-    return model
-
-
-def weights_with_adapters(base, adapter: Path, dtype=torch.float32) -> dict:
-    """The state dict of a model with the adapters of a folder merged, by PEFT's names and formula."""
-    weights, config = base.state_dict(), json.loads((adapter / "adapter_config.json").read_text())
-    saved = load_file(adapter / "adapter_model.safetensors")
-    for name in {name.rpartition(".lora_")[0] for name in saved}:
-        A, B = (saved[f"{name}.lora_{x}.weight"] for x in "AB")
-        assert A.dtype == B.dtype == torch.float32 and len(A) == B.shape[1] == config["r"]
-        own = name.removeprefix("base_model.model.") + ".weight"
-        weights[own] = (weights[own].float() + config["lora_alpha"] / config["r"] * (B @ A)).to(dtype)
-    return weights
-
-
-@pytest.mark.parametrize("name", ADAPTABLE)
-def test_adapters_change_nothing_at_first_and_nothing_while_they_are_off(name):
-    new, policy, tokens = tiny_model(name), with_adapters(tiny_model(name)), torch.tensor([[5, 3, 8, 4]])
-    expected = new(tokens).logits
-    rloo.add_adapters(new, Args(**LORA), None)
-    assert torch.equal(new(tokens).logits, expected)
-    with pytest.raises(ZeroDivisionError), rloo.without_adapters(policy):
-        assert torch.equal(policy(tokens).logits, expected)
-        raise ZeroDivisionError
-    assert (policy(tokens).logits - expected).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("name", ADAPTABLE)
-def test_what_samples_has_the_merged_weights_and_the_policy_keeps_its_own(name):
-    policy = with_adapters(tiny_model(name, tie_word_embeddings=True))
-    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
-    for _ in range(3):
-        copy = rloo.sampling_model(policy, torch.float32)
-    assert [*copy.state_dict()] == [*tiny_model(name).state_dict()] and not rloo.adapted_layers(copy)
-    assert copy.get_output_embeddings().weight is copy.get_input_embeddings().weight
-    assert all(torch.equal(weight, before[name]) for name, weight in policy.state_dict().items())
-    with torch.no_grad():
-        ours, theirs = (rloo.completion_logprobs(model, random_batch(), 0.7)[0] for model in (policy, copy))
-    assert (ours - theirs).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "llama", "qwen3", "mixtral", "cohere"])
-def test_every_linear_layer_of_the_layers_has_an_adapter_and_nothing_else_has(name, capsys):
-    """... and the share of the weights that have one is said: experts in tensors of three axes have none."""
-    base, policy = tiny_model(name), with_adapters(tiny_model(name))
-    linears = {name: module for name, module in base.named_modules() if type(module) is torch.nn.Linear}
-    inside = {name for name in linears if ".layers." in name or ".h." in name}
-    assert set(rloo.adapted_layers(policy)) == inside and len(inside) >= 2 * 4 and linears.keys() - inside
-    trained = rloo.trained_weights(policy)
-    assert {name.rpartition(".lora_")[0] for name in trained} == inside and len(trained) == 2 * len(inside)
-    whole = sum(x.numel() for name, x in base.named_parameters() if ".layers." in name or ".h." in name)
-    share = sum(linears[name].weight.numel() for name in inside) / whole
-    assert f"{len(inside)} linear layers, {share:.0%} of the layers' weights" in capsys.readouterr().out
-    assert share > 0.9 or name == "mixtral" and not OLD and share < 0.5
-
-
-def test_linear_layers_whose_weights_are_read_directly_have_no_adapter():
-    """Those called dt_proj in Mamba's layers: an adapter would have no gradient."""
-    config = EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "use_mamba_kernels": False}
-    policy = with_adapters(tiny_model("jamba", **config))
-    assert "dt_proj" in str(policy) and not any("dt_proj" in name for name in rloo.adapted_layers(policy))
-    policy.layout = "plain"
-    rloo.completion_logprobs(policy, random_batch(), 1.0)[0].sum().backward()
-    assert all(weight.grad.any() for weight in rloo.trained_weights(policy).values())
-
-
-def test_adapters_begin_as_in_peft_and_depend_on_the_seed_alone():
-    first = {}
-    for seed, other in ((1, 0), (1, 5), (2, 0)):
-        model = tiny_model("llama", seed=other)
-        rloo.add_adapters(model, Args(lora_rank=4, seed=seed), None)
-        for name, linear in rloo.adapted_layers(model).items():
-            A, B = linear.lora_A.weight, linear.lora_B.weight
-            assert (A.shape, B.shape) == ((4, linear.in_features), (linear.out_features, 4)) and not B.any()
-            assert 0.8 < A.abs().max() * linear.in_features**0.5 <= 1  # uniform within ± 1 / √in
-            assert torch.equal(A, first.setdefault(name, A)) == (seed == 1)
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_stays_the_base_model_bit_by_bit(train, tiny, monkeypatch, dtype, layout):
-    """... and is not loaded. The policy moves away from it."""
-    loads, collected = spy(monkeypatch, "load_model"), spy(monkeypatch, "collect")
-    metrics, _ = train(**LORA, dtype=dtype, layout=layout, total_episodes=64)
-    assert len(loads) == 2  # policy and reward model
-    assert abs(metrics[0]["objective/kl"]) < 0.02 < abs(metrics[-1]["objective/kl"])
-    (args, policy, *_), experience = collected[-1]
-    base = AutoModelForCausalLM.from_pretrained(tiny / "sft", dtype=dtype).eval()
-    base.layout = layout
-    assert torch.equal(rloo.chunked_logprobs(base, experience.batch, 1.0, 64), experience.ref_logprobs)
-    with rloo.training_dtype(args, CPU):
-        assert not torch.equal(rloo.chunked_logprobs(policy, experience.batch, 1.0, 64), experience.ref_logprobs)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_run_with_adapters_leaves(train, tmp_path, monkeypatch, dtype):
-    """The merged policy, from which the last evaluation has sampled, and the adapters beside it; weight decay takes
-    nothing off the base."""
+def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_saved(train, tmp_path, layout):
+    """... by transformers, such as sampling settings of a greedy model; and it says nothing of how it was trained."""
     path = save(tmp_path / "sft", tiny_model(), tiny_tokenizer())
-    generation = {"eos_token_id": [0, 9], "top_k": 7, "do_sample": True}
-    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(generation))
-    loads, rollouts = spy(monkeypatch, "load_model"), spy(monkeypatch, "rollout")
-    flags = LORA | {"total_episodes": 64, "weight_decay": 0.5, "num_eval_prompts": 4}
-    metrics, output = train(**flags, sft_model_path=path, dtype=dtype)
-    policy, dtype = loads[0][1], getattr(torch, dtype)
-    assert policy.dtype == dtype and {x.dtype for x in rloo.trained_weights(policy).values()} == {torch.float32}
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    expected = weights_with_adapters(base, output / "adapter", dtype)
-    found = AutoModelForCausalLM.from_pretrained(output, dtype="auto")
-    for weights in (found.state_dict(), rollouts[-1][0][1].state_dict()):
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
-    assert generation.items() <= json.loads((output / "generation_config.json").read_text()).items()
-    assert AutoTokenizer.from_pretrained(output).eos_token == "<eos>"
-    assert json.loads((output / "adapter" / "adapter_config.json").read_text()) == {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": path,
-        "target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"],
-        "r": 3,
-        "lora_alpha": 6,
-    }
-    for update in metrics:
-        assert update["val/ratio"] == 1 and update["grad_norm"] > 0
-        assert update["val/rollout_logprob_gap"] < (0.1 if dtype == torch.bfloat16 else 1e-5)
+    config = {"eos_token_id": [0, 9], "pad_token_id": -1, "do_sample": False, "top_k": 7, "temperature": 0.3}
+    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
+    _, output = train(sft_model_path=path, layout=layout)
+    assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
+    assert AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").generation_config.eos_token_id == [0, 9]
+    assert "group" not in (output / "config.json").read_text()
 
 
-@pytest.mark.parametrize("lora", [{}, LORA])
-def test_runs_end_alike_in_both_layouts_and_with_activations_computed_again(train, lora):
+def test_runs_end_alike_in_both_layouts_and_with_activations_computed_again(train, monkeypatch):
     """Three updates from the same completions: those of `generate`, so that the layouts share their random numbers."""
-    flags = {**lora, "rollout_engine": "hf", "total_episodes": 48, "adam_eps": 1e-3}
+    original = rloo.rollout
+
+    def by_generate(args, model, *inputs):
+        layout, model.layout = model.layout, "plain"
+        batch, logprobs = original(args, model, *inputs)
+        model.layout = layout
+        return batch, logprobs
+
+    monkeypatch.setattr(rloo, "rollout", by_generate)
+    flags = {"total_episodes": 48, "adam_eps": 1e-3}
     (metrics, output), *others = (
         train(**flags, layout=layout, gradient_checkpointing=again)
         for layout, again in (("group", False), ("plain", False), ("group", True))
@@ -1671,23 +1472,6 @@ def resumed_at(output: Path, update: int, to: Path) -> dict:
     return {"output_dir": str(to), "resume": True}
 
 
-def test_checkpoints_hold_the_adapters_only_and_resumed_runs_end_like_others(train, tmp_path):
-    flags = {**LORA, "total_episodes": 48, "save_steps": 1, "save_total_limit": 9, "weight_decay": 0.1}
-    metrics, output = train(**flags)
-    files = {path.name for path in (output / "checkpoint-1").iterdir()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "state.json"}
-    again, resumed = train(**flags, **resumed_at(output, 1, tmp_path / "again"))
-    assert without_times(again) == without_times(metrics)
-    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (resumed / file).read_bytes() == (output / file).read_bytes()
-
-    more = resumed_at(output, 1, tmp_path / "more")  # as written where experts are linear layers
-    file = tmp_path / "more" / "checkpoint-1" / "adapter_model.safetensors"
-    save_file(load_file(file) | {"base_model.model.experts.0.lora_A.weight": torch.zeros(3, 8)}, file)
-    with pytest.raises(InputError, match="weights differ: .'base_model.model.experts.0.lora_A.weight'"):
-        train(**flags, **more)
-
-
 def test_a_weight_without_a_gradient_has_no_moments_and_its_run_resumes(train, tmp_path, monkeypatch):
     """... such as those of an expert without tokens: its first step is as long as in a run that was not resumed."""
     updates = itertools.count(1)
@@ -1706,50 +1490,33 @@ def test_a_weight_without_a_gradient_has_no_moments_and_its_run_resumes(train, t
     assert torch.equal(final_weights(resumed), final_weights(output))
 
 
-def test_a_model_whose_layers_have_no_linear_is_refused():
-    with pytest.raises(InputError, match="^--lora_rank: GPT2LMHeadModel has no torch.nn.Linear in its layers$"):
-        with_adapters(tiny_model("gpt2"))
-
-
-def test_the_learning_rate_of_adapters_is_ten_times_that_of_all_weights_unless_given():
-    for model, rate in ((None, 2.5e-4), ("a model", 1e-6)):
-        flags = {"device": "cpu", "sft_model_path": model}
-        assert rloo.resolve_args(Args(**flags)).learning_rate == rate
-        assert rloo.resolve_args(Args(**flags, lora_rank=1)).learning_rate == pytest.approx(10 * rate)
-        assert rloo.resolve_args(Args(**flags, lora_rank=1, learning_rate=3e-4)).learning_rate == 3e-4
-
-
-# What a model keeps in float32: a buffer and parameters of routers
-
-IN_FLOAT32 = {"ernie4_5_moe": EXPERTS | {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}}
-if not OLD:  # which rounds it
-    routed = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    IN_FLOAT32["dots1"] = EXPERTS | routed | {"n_routed_experts": 4, "first_k_dense_replace": 0, "n_shared_experts": 1}
+ERNIE = SIZE | {"num_key_value_heads": 2, "intermediate_size": 32}
+ERNIE |= {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
 
 
 def named_tensors(model) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("lora", [{}, LORA])
-@pytest.mark.parametrize("name", IN_FLOAT32)
-def test_what_a_model_keeps_in_float32_is_not_rounded_in_copies_and_what_is_saved(name, lora, tmp_path):
-    """The copy that samples, and with LoRA the policy that is saved, are as from_pretrained gives them in bfloat16."""
-    model = tiny_model(name, **IN_FLOAT32[name])
-    for tensor_name, tensor in named_tensors(model).items():
-        if "correction_bias" in tensor_name:
+@torch.no_grad()
+def test_what_a_model_keeps_in_float32_is_not_rounded_in_the_sampler(tmp_path):
+    """In bfloat16 it samples from what from_pretrained would load of the policy, before and after an update. Ernie has
+    a tensor for its routers that transformers keeps in float32."""
+    model = tiny_model("ernie4_5_moe", **ERNIE)
+    for name, tensor in named_tensors(model).items():
+        if "correction_bias" in name:
             torch.nn.init.normal_(tensor)
-    path = save(tmp_path, model)
-    args = Args(sft_model_path=path, dtype="bfloat16", device="cpu", response_length=4, **lora)
-    expected = named_tensors(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
-    assert any(x.dtype == torch.float32 for name, x in expected.items() if "correction_bias" in name)
-    policy = rloo.load_model(args, path, [{"prompt_ids": [3, 4]}], trained=True)
-    found = {"copy": rloo.sampling_model(policy, torch.bfloat16)}
-    if lora:
-        rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
-        found["saved"] = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
-    for copy in found.values():
-        for name, x in named_tensors(copy).items():
+    args = Args(sft_model_path=save(tmp_path, model), dtype="bfloat16", device="cpu", response_length=4)
+    policy = rloo.load_policy(args, 2, None)
+    sampler = rloo.load_sampler(args, policy)
+    for change in (0.0, 0.1):
+        for weight in policy.parameters():
+            weight.add_(change)
+        rloo.update_sampler(sampler, policy)
+        policy.save_pretrained(tmp_path / "policy")
+        expected = named_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.bfloat16))
+        assert any(x.dtype == torch.float32 for name, x in expected.items() if "correction_bias" in name)
+        for name, x in named_tensors(sampler).items():
             assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
 
 
@@ -1834,7 +1601,7 @@ def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it()
     assert rloo.prepare_example({"prompt": "b</s>"}, llama_tokenizer(add_eos=True))["prompt_ids"][-1] == 2  # its own
 
 
-NO_TEXT = [None, [{"type": "text", "text": "a"}]]  # as the content of a message
+NO_TEXT = [None, [{"type": "image", "url": "x.png"}, {"type": "text", "text": "b"}]]  # as the content of a message
 BAD_ROWS = [{"text": "b"}, {"messages": [ASSISTANT]}, *({"prompt": x} for x in (3, "", None, [], "\ud800"))]
 BAD_ROWS += [{"prompt": [SYSTEM, USER]}, *({"prompt": [USER | {"content": x}]} for x in NO_TEXT)]  # without a template
 
@@ -1891,7 +1658,8 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch):
         rloo.load_rows("someone/something", "train")
 
 
-def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
+def test_reward_functions_see_the_completions_of_a_prompt_one_after_the_other():
+    """... with prompts, texts, ids and columns in the same order, as in TRL 1.x, so that it can compare siblings."""
     batch, tokenizer, calls = random_batch(), tiny_tokenizer(), []
     for i, row in enumerate(batch.examples):
         row.update(prompt=[f"prompt {i}"], columns={"answer": i})
@@ -1899,19 +1667,20 @@ def test_reward_functions_see_prompts_texts_ids_and_columns_in_row_order():
     def reward(prompts, completions, completion_ids, answer, **columns):
         calls.append((deepcopy(prompts), completions, completion_ids, answer, columns))
         prompts[0].append("which the next function must not see")
-        assert prompts[4] == ["prompt 0"]  # nor a sibling
+        assert prompts[1] == ["prompt 0"]  # nor a sibling
         return [None if i == 3 else i for i in range(12)]
 
     scores = rloo.function_reward("--reward_fns r", reward, tokenizer, batch)
-    assert scores[0, 3].isnan() and scores[2, 1] == 9 and scores.shape == (3, 4)
+    assert scores[0, 1].isnan() and scores[:, 2].tolist() == [6, 7, 8] and scores.shape == (3, 4)
     ((prompts, completions, completion_ids, answer, columns),) = calls
-    assert prompts == [[f"prompt {i}"] for i in range(4)] * 3 and answer == [0, 1, 2, 3] * 3 and columns == {}
-    assert [row["prompt"] for row in batch.examples] == prompts[:4]
-    for j, b in itertools.product(range(3), range(4)):
+    assert prompts == [[f"prompt {b}"] for b in range(4) for _ in range(3)] and columns == {}
+    assert answer == [b for b in range(4) for _ in range(3)]
+    assert [row["prompt"] for row in batch.examples] == prompts[::3]
+    for b, j in itertools.product(range(4), range(3)):
         real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
-        assert completion_ids[j * 4 + b] == real  # the stop token included
+        assert completion_ids[b * 3 + j] == real  # the stop token included
         words = [WORDS[i - 3] for i in real if i > 0]
-        assert completions[j * 4 + b].split() == words
+        assert completions[b * 3 + j].split() == words
 
 
 def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sampled():
@@ -1938,7 +1707,7 @@ def wants_n_and_m(prompts, completions, completion_ids, n, m):
     return n
 
 
-def test_every_row_has_all_columns_of_the_dataset(train, tmp_path, capsys):
+def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
     """... so that a function is always called with the same names, None where a row has nothing. The two rows with m
     are those to evaluate on."""
     rows = [{"prompt": "a b"}] * 18 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
@@ -1946,25 +1715,31 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path, capsys):
     loaded = rloo.load_data(Args(dataset_name=data), tiny_tokenizer())
     columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
     assert [row["columns"] for part in loaded for row in part] == columns
-    said = capsys.readouterr().out
-    assert "20 of 21 rows have no column `n`; it is None" in said and "19 of 21 rows have no column `m`" in said
     functions = {"reward_fns": (spec("wants_n_and_m"),), "reward_model_path": None, "num_eval_prompts": 9}
     metrics, output = train(dataset_name=data, per_device_train_batch_size=2, total_episodes=38, **functions)
     assert sum("rewards/wants_n_and_m/mean" in update for update in metrics) == 1 < len(metrics)
     assert len(read_metrics(output, "completions")) == 8
 
 
+async def slowly(completions, **columns):
+    await asyncio.sleep(0)
+    return [float(len(text)) for text in completions]
+
+
+def test_a_reward_function_may_be_a_coroutine():
+    scores = rloo.function_reward("--reward_fns r", slowly, tiny_tokenizer(), random_batch())
+    assert scores.shape == (3, 4) and scores.min() >= 0 and scores.max() > 0
+
+
 BAD_RETURNS = [[1.0], [1.0] * 13, None, 3.0, ["1"] * 12, iter([1.0] * 12), torch.zeros(12, 2)]
-BAD_RETURNS += [[number] * 12 for number in (math.nan, math.inf, 1e300, 10**400)]
+BAD_RETURNS += [[number] * 12 for number in (math.nan, math.inf, 1e300)]
 
 
 @pytest.mark.parametrize("returned", BAD_RETURNS, ids=lambda returned: f"{returned!r:.20}")
 def test_what_a_reward_function_may_not_return(returned):
     line = "^--reward_fns r must return a list of 12 finite numbers or Nones, not "
-    with pytest.raises(InputError, match=line) as refused:
+    with pytest.raises(InputError, match=line):
         rloo.function_reward("--reward_fns r", lambda **kw: returned, tiny_tokenizer(), random_batch())
-    if isinstance(returned, list) and len(returned) != 12:
-        assert str(refused.value).endswith(f"{len(returned)} values)")
 
 
 USERS_FILES = {  # content of a file, the error that its use shows, the line where it is
@@ -2009,7 +1784,7 @@ def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
 
     def reward(policy_tokenizer):
         args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6, dtype="float32")
-        return rloo.load_reward_model(args, policy_tokenizer, [{"prompt_ids": [3] * 9}])["reward_model"]
+        return rloo.load_reward_model(args, policy_tokenizer, 9)["reward_model"]
 
     save(tmp_path, tiny_model(classifier=True))
     with pytest.raises(InputError, match=f"{tmp_path}: (has another|its) tokenizer"):
@@ -2029,44 +1804,10 @@ def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch, number):
     """... and is not taken for one that has no score to give."""
-    spy(monkeypatch, "model_scores", lambda inputs, output: output * number)
+    monkeypatch.setattr(rloo, "why_not", lambda *inputs: None)
+    spy(monkeypatch, "head_scores", lambda inputs, output: output * number)
     with pytest.raises(InputError, match="not finite"):
         train()
-
-
-def begins_with_l(prompts, completions, completion_ids, **columns):
-    return [float(text.strip().startswith("l m")) for text in completions]
-
-
-def test_a_reward_for_what_the_template_writes_is_said_to_teach_nothing(train, tmp_path, capfd):
-    """A template that begins the answer, as those do that write <think>: the completions are without its beginning, so
-    a reward that asks for it is 0 everywhere. The end of a prompt is shown as the model reads it."""
-    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}l m"
-    policy = save(tmp_path / "sft", tiny_model(), chat_tokenizer(template))
-    data = write_rows(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": word}]} for word in WORDS])
-    rewards = {"reward_model_path": None, "reward_fns": (spec("begins_with_l"),), "kl_coef": 0.0}
-    metrics, output = train(sft_model_path=policy, dataset_name=data, num_eval_prompts=1, total_episodes=32, **rewards)
-    said = "".join(capfd.readouterr())
-    assert [update["grad_norm"] for update in metrics] == [0, 0]
-    assert said.count("an update had nothing to learn from") == 1
-    assert re.search(r"\n\.\.\. \w l m\n", said)
-    assert all(sample["prompt"].endswith(" l m") for sample in read_metrics(output, "completions"))
-    for text in (said, *(path.read_text() for path in output.glob("*.jsonl"))):
-        assert not re.search(r"\bnan\b|infinity", text, re.IGNORECASE)
-
-
-def test_equal_scores_in_each_group_are_said_once_though_the_kl_has_a_gradient(train, capsys):
-    line = "an update had nothing to learn from: each group has equal scores"
-    metrics, _ = train(reward_model_path=None, reward_fns=(spec("constant_reward"),), kl_coef=1.0, total_episodes=48)
-    assert metrics[-1]["grad_norm"] > 1e-3 and capsys.readouterr().out.count(line) == 1
-    train()
-    assert line not in capsys.readouterr().out
-
-
-def test_one_advantage_for_rewards_per_token_is_refused(train, monkeypatch):
-    spy(monkeypatch, "advantage", lambda inputs, advantages: advantages[..., 0])
-    with pytest.raises(InputError, match=r"^advantage: must return the shape \(2, 8, 6\) of its rewards"):
-        train(token_level_kl=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2096,19 +1837,28 @@ def snapshot(*folders: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if "__pycache__" not in str(path)}
 
 
-def test_a_command_of_trls_documentation_parses_and_means_the_same():
-    line = (
-        "--dataset_name trl-internal-testing/tldr-preference-sft-trl-style --dataset_test_split validation "
-        "--output_dir models/minimal/rloo_tldr --num_ppo_epochs 2 --num_mini_batches 2 --learning_rate 3e-6 "
-        "--per_device_train_batch_size 16 --gradient_accumulation_steps 16 --total_episodes 1000000 "
-        "--model_name_or_path EleutherAI/pythia-1b-deduped --sft_model_path cleanrl/sft__tldr "
-        "--reward_model_path cleanrl/reward__tldr --local_rollout_forward_batch_size 16 "
-        "--missing_eos_penalty 1.0 --stop_token eos --kl_coef 0.03"
-    )
-    args = parse(line)
-    for flag, value in re.findall(r"--(\w+) (\S+)", line):
+TRL_0 = (
+    "--dataset_name trl-internal-testing/tldr-preference-sft-trl-style --dataset_test_split validation "
+    "--output_dir models/minimal/rloo_tldr --num_ppo_epochs 2 --num_mini_batches 2 --learning_rate 3e-6 "
+    "--per_device_train_batch_size 16 --gradient_accumulation_steps 16 --total_episodes 1000000 "
+    "--model_name_or_path EleutherAI/pythia-1b-deduped --sft_model_path cleanrl/sft__tldr "
+    "--reward_model_path cleanrl/reward__tldr --local_rollout_forward_batch_size 16 "
+    "--missing_eos_penalty 1.0 --stop_token eos --kl_coef 0.03"
+)
+TRL_1 = (
+    "--num-generations 8 --beta 0.1 --num_iterations 3 --epsilon 0.1 --epsilon_high 0.3 --max_completion_length 99 "
+    "--reward_funcs x.py:f --num_generations_eval 4 --normalize_advantages"
+)
+SAME = "--rloo_k 8 --kl_coef 0.1 --num_ppo_epochs 3 --cliprange 0.1 --cliprange_high 0.3 --response-length 99 "
+SAME += "--reward_fns x.py:f --eval_k 4 --normalize_advantage"
+
+
+def test_commands_of_trls_documentation_parse_and_mean_the_same():
+    args = parse(TRL_0)
+    for flag, value in re.findall(r"--(\w+) (\S+)", TRL_0):
         assert str(getattr(args, flag)) == value or getattr(args, flag) == float(value)
     assert parse("--model_name_or_path x --dataset_name y").sft_model_path == "x" and args.eval_fns == ()
+    assert rloo.parse_args(TRL_1.split()) == rloo.parse_args(SAME.split()) != Args()
 
 
 DEFAULTS = (  # other ones than TRL 0.19 has; those that it has; and what it has no flag for, since it always does so
@@ -2116,41 +1866,31 @@ DEFAULTS = (  # other ones than TRL 0.19 has; those that it has; and what it has
     "--reward_clip_range None --adam_eps 1e-8 --cliprange 0.2 --lr_scheduler_type linear --max_grad_norm 1.0 "
     "--missing_eos_penalty None --no_normalize_advantage --no_normalize_reward --num_mini_batches 1 --warmup_ratio 0 "
     "--response_length 53 --temperature 0.7 --no_token_level_kl --no_trust_remote_code --weight_decay 0 "
-    "--advantage_estimator rloo --kl_in_reward --loss_aggregation sequence --no_mask_truncated_completions "
-    "--rollout_correction off"
+    "--advantage_estimator rloo --kl_in_reward --loss_aggregation sequence --no_mask_truncated_completions"
 )
 
 
 def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
     assert rloo.parse_args(DEFAULTS.split()) == Args()
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f"
-    bundled, *others = map(parse, ("", own, f"--sft_model_path {tiny}/sft", f"{own} --lora_rank 4"))
+    bundled, *others = map(parse, ("", own, f"--sft_model_path {tiny}/sft"))
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert all(Path(x).is_dir() for x in (bundled.sft_model_path, bundled.reward_model_path, bundled.dataset_name))
-    assert [args.learning_rate for args in others] == pytest.approx([1e-6, 1e-6, 1e-5])
-    assert {(args.total_episodes, args.dtype) for args in others} == {(None, "float32")}  # on a CPU
+    assert {(args.learning_rate, args.total_episodes, args.dtype) for args in others} == {(1e-6, None, "float32")}
     assert parse("--reward_fns x.py:f").reward_model_path is None
     assert parse("--total_episodes 0").total_episodes == 0  # only evaluates
     with pytest.raises(InputError, match="^no reward: "):
         rloo.check_args(parse(f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --output_dir {tiny}/out"))
     assert parse("--exp_name x --seed 3").output_dir.startswith("runs/x__3__")
-    assert parse("--sharding fsdp").sharding == "ddp"  # one process shards nothing
 
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
     written = json.loads((output / "args.json").read_text())
-    assert metrics[0]["lr"] == 1e-6 and written["total_episodes"] == 64
+    assert metrics[0]["lr"] == written["learning_rate"] == 1e-6
     assert written["versions"]["torch"] == torch.__version__
     assert [update["episode"] for update in train(total_episodes=17)[0]] == [16, 32]  # whole updates
 
 
-def test_hyphens_and_the_names_of_trl_1_parse():
-    assert parse("--rloo-k 8 --kl-coef 0.1").rloo_k == parse("--rloo_k 8 --kl_coef 0.1").rloo_k == 8
-    args = parse(
-        "--num_generations 8 --beta 0.1 --num-iterations 3 --epsilon 0.1 --epsilon_high 0.3 --max_completion_length 99"
-    )
-    assert (args.rloo_k, args.kl_coef, args.num_ppo_epochs, args.response_length) == (8, 0.1, 3, 99)
-    assert (args.cliprange, args.cliprange_high) == (0.1, 0.3)
 
 
 def test_devices(tiny, monkeypatch):
@@ -2180,45 +1920,33 @@ BROKEN_FILES = {  # what the next test finds in the folder {x}
     "empty.jsonl": "",
     "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n',
     "list.jsonl": "[1]\n",
-    "deep.jsonl": "[" * 100_000,
-    "latin.jsonl": b'{"prompt": "\xe4\xff"}\n',
     "rows.json": '[{"prompt": "a"}]',
     "text.jsonl": '{"text": "a"}\n',
-    **{f"{name}.jsonl": f'{{"prompt": "a", "{name}": "b"}}' for name in ("prompts", "completions", "completion_ids")},
+    "prompts.jsonl": '{"prompt": "a", "prompts": "b"}',
     "fns.py": "thing = 5\ndef boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\ndef score(**kw): 0\n",
-    "json.py": "",
-    "a/same.py": "def f(**kw): 0\n",
-    "b/same.py": "def g(**kw): 0\n",
 }
 POSITIVE = ["response_length", "max_prompt_length", "local_rollout_forward_batch_size", "per_device_train_batch_size"]
-POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches", "save_total_limit", "lora_alpha"]
+POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches", "save_total_limit", "temperature"]
 MISTAKES = {  # what the line must say -> what is added to a command line that works
     "at least 2": "--rloo_k 1; --rloo_k 0",
-    "at least 1": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --rollout_correction_cap 0.9",
-    "at least 0": "--total_episodes -1; --learning_rate -1; --cliprange -0.1; --save_steps -1; --lora_rank -1",
-    "must be finite": "--kl_coef nan; --learning_rate inf; --missing_eos_penalty nan",
+    "must be finite and above 0": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --learning_rate -1",
+    "must be finite and at least 0": "--total_episodes -1; --cliprange -0.1; --save_steps -1; --seed -1; "
+    "--kl_coef nan; --num_sample_generations -1; --missing_eos_penalty inf",
     "must be a multiple of --rloo_k 2": "--per_device_train_batch_size 7",
     "must be below 1": "--warmup_ratio 2; --warmup_ratio 1",
-    "--temperature": "--temperature 0",
     "must be one token, is 3": "--stop_token a:b",
-    "none of the ids [99] is one of the model's 16 tokens": "--stop_token_id 99",
-    "must be 1 numbers, not all 0": "--reward_weights 1 2; --reward_weights nan; --reward_weights 0",
+    "no token ends a completion: [99]": "--stop_token_id 99",
+    "must be 1 numbers": "--reward_weights 1 2",
+    "must not all be 0": "--reward_weights 0",
     "needs a ratio per token": "--token_level_kl --ratio_level sequence",
-    "something else is called boom": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
-    "something else is called score": "--reward_fns {x}/fns.py:score; --eval_fns {x}/fns.py:score",
-    "there is no file {x}/no.py": "--reward_fns {x}/no.py:f; --rollout_engine {x}/no.py:f",
-    "must be group, hf, file.py:function": "--rollout_engine grup",
+    "boom is taken": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
+    "score is taken": "--reward_fns {x}/fns.py:score; --eval_fns {x}/fns.py:score",
+    "there is no file {x}/no.py": "--reward_fns {x}/no.py:f",
     "must be file.py:function or module:function": "--reward_fns fns; --reward_fns {x}/fns.py; --eval_fns no_module:f",
-    "json.py:f: ": "--reward_fns {x}/json.py:f",  # another json is loaded
-    "{x}/a/same.py is loaded under the same name": "--reward_fns {x}/a/same.py:f {x}/b/same.py:g",
-    "add **columns for what it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few",
-    "the data have no column `a`": "--reward_fns {x}/fns.py:sum; --eval_fns {x}/fns.py:sum",
-    "the data must have no column": "; ".join(
-        f"--reward_fns {{x}}/fns.py:boom --dataset_name {{x}}/{x}.jsonl"
-        for x in ("prompts", "completions", "completion_ids")
-    ),
-    "fns.py:thing: ": "--reward_fns {x}/fns.py:thing",
-    "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing; --rollout_engine {x}/fns.py:nothing",
+    "add **columns for those that it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; "
+    "--reward_fns {x}/fns.py:sum",
+    "the data must have no column prompts": "--reward_fns {x}/fns.py:boom --dataset_name {x}/prompts.jsonl",
+    "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
     "must be cpu or cuda": "--device mps; --device meta",
@@ -2227,11 +1955,9 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
     "has no rows in its split dev": "--dataset_train_split dev",
     "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
-    "line 1 must be a JSON object like": "; ".join(
-        f"--dataset_name {{x}}/{x}.jsonl" for x in ("latin", "list", "deep")
-    ),
-    "empty.jsonl: has no rows in its split train": "--dataset_name {x}/empty.jsonl",
+    "line 1 must be a JSON object like": "--dataset_name {x}/list.jsonl",
     "line 2 must be a JSON object like": "--dataset_name {x}/broken.jsonl",
+    "empty.jsonl: has no rows in its split train": "--dataset_name {x}/empty.jsonl",
     "text.jsonl, row 1: needs `prompt`": "--dataset_name {x}/text.jsonl",
     "no prompt is within --max_prompt_length 1": "--max_prompt_length 1",
     "has 128 positions": "--response_length 125; --response_length 4000",
@@ -2260,7 +1986,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monk
     assert snapshot(tiny, tmp_path) == before
 
 
-@pytest.mark.parametrize("flag, rank", [("--lora_rank three", 0), ("--dtype float16", 0), ("--nonsense 3", 1)])
+@pytest.mark.parametrize("flag, rank", [("--rloo_k three", 0), ("--dtype float16", 0), ("--nonsense 3", 1)])
 def test_a_flag_that_does_not_parse_is_named_by_the_first_process(monkeypatch, capsys, flag, rank):
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
     monkeypatch.setenv("RANK", str(rank))
@@ -2275,19 +2001,6 @@ def without_tokenizer(folder: Path):
         file.unlink()
 
 
-def with_more_tokens(folder: Path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(["x", "y"])
-    for name in ("sft", "reward"):
-        save(folder.parent / name, tokenizer)
-
-
-def with_nan(folder: Path):
-    model = tiny_model()
-    next(model.parameters()).data.fill_(math.nan)
-    save(folder, model)
-
-
 def with_three_labels(folder: Path):
     options = {"num_labels": 3, "ignore_mismatched_sizes": True}
     save(folder, AutoModelForSequenceClassification.from_pretrained(folder, **options))
@@ -2295,9 +2008,6 @@ def with_three_labels(folder: Path):
 
 REFUSED_MODELS = {  # what happens to the folder of which model -> words of the line
     "no tokenizer": ("sft", without_tokenizer, "prompt is empty|tokenizer cannot be loaded"),
-    "more tokens than embeddings": ("sft", with_more_tokens, "has no token 17; is the tokenizer that of another"),
-    "NaN": ("sft", with_nan, "cannot be used"),
-    "no head": ("reward", lambda folder: save(folder, tiny_model()), "lacks weights"),
     "three labels": ("reward", with_three_labels, "cannot be loaded"),
     "another tokenizer": ("reward", lambda x: save(x, tokenizer_of([*reversed(WORDS)])), "has another tokenizer"),
 }
@@ -2324,7 +2034,7 @@ def test_adapters_beside_a_model_are_refused(train, monkeypatch):
 def test_a_policy_with_logits_of_its_own_kind_is_refused(train, monkeypatch):
     """... such as a scale of which final_logits does not know, here of 2%: its log-probs would be others."""
     spy(monkeypatch, "final_logits", lambda inputs, logits: 1.02 * logits)
-    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: cannot be used; .*final_logits"):
+    with pytest.raises(InputError, match="^GPTNeoXForCausalLM: cannot be used: its results differ"):
         train()
 
 
@@ -2338,19 +2048,18 @@ def test_held_out_prompts_and_completions_may_fill_the_positions_and_no_more(tra
         train(**flags, response_length=7)
 
 
-@pytest.mark.parametrize("engine", ["group", "hf"])
-def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_use(train, tiny, tmp_path, engine):
+@pytest.mark.parametrize("layout", ["group", "plain"])
+def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_use(train, tiny, tmp_path, layout):
     """The numbers are the same, and it is saved as it was. Gemma 3's text models have one embedding fewer than their
     tokenizer has tokens: that of an image."""
-    shutil.copytree(tiny, tmp_path / "tiny")
-    with_more_tokens(tmp_path / "tiny" / "sft")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["x", "y"])
+    tokenizer.pad_token = None
     for name in ("sft", "reward"):
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny" / name)
-        tokenizer.pad_token = None
-        save(tmp_path / "tiny" / name, tokenizer)
-    models = {"sft_model_path": f"{tmp_path}/tiny/sft", "reward_model_path": f"{tmp_path}/tiny/reward"}
-    metrics, output = train(**models, rollout_engine=engine)
-    assert without_times(metrics) == without_times(train(rollout_engine=engine)[0])
+        save(shutil.copytree(tiny / name, tmp_path / name), tokenizer)
+    models = {"sft_model_path": f"{tmp_path}/sft", "reward_model_path": f"{tmp_path}/reward"}
+    metrics, output = train(**models, layout=layout)
+    assert without_times(metrics) == without_times(train(layout=layout)[0])
     assert AutoTokenizer.from_pretrained(output).pad_token is None
 
 
@@ -2359,8 +2068,8 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(train, sche
     """A warm-up does not begin at 0, and leaves what follows as it was."""
 
     def rates(updates, warmup_ratio):
-        args = rloo.resolve_args(Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio))
-        return [rloo.learning_rate(args, done, updates) for done in range(updates)]
+        args = Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio)
+        return [rloo.lr_of_update(args, done, updates) for done in range(updates)]
 
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
     for warmup, ratio in ((0, 0.0), (3, 0.3), (3, 0.21)):  # 2.1 updates are 3
@@ -2379,20 +2088,17 @@ OTHER_FLAGS = {  # those that the random updates above do not draw
     "max_prompt_length": 4,
     "dataset_train_split": "test",
     "dtype": "bfloat16",
-    "lora_rank": 2,
 }
 
 
 def test_every_flag_changes_the_run(train):
     """... from what it is without the flag. Adam sees the size of the gradient here."""
-    base = {"adam_eps": 1e-3, "max_grad_norm": 0.0, "total_episodes": 32, "seed": 2}
+    base = {"adam_eps": 1e-3, "max_grad_norm": 0.0, "seed": 2}
     plain = final_weights(train(**base)[1])
     for name, value in OTHER_FLAGS.items():
         assert (final_weights(train(**base | {name: value})[1]) - plain).abs().max() > 1e-3, name
     eager, sdpa = (final_weights(train(**base, layout="plain", attn_implementation=x)[1]) for x in ("eager", None))
     assert 0 < (eager - sdpa).abs().max() < 1e-3  # by rounding
-    alphas = [final_weights(train(**base, lora_rank=2, lora_alpha=alpha)[1]) for alpha in (8, 32)]
-    assert (alphas[0] - alphas[1]).abs().max() > 1e-3
     whole_numbers = {"kl_coef": 0, "temperature": 1, "learning_rate": 1, "max_grad_norm": 0}  # from Python
     assert torch.equal(*(final_weights(train(**{x: y(z) for x, z in whole_numbers.items()})[1]) for y in (int, float)))
 
@@ -2422,25 +2128,26 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, t
     assert final_weights(output / "checkpoint-1").isfinite().all()
 
 
-def test_weights_that_the_last_step_made_infinite_are_not_saved(train, tmp_path):
-    with pytest.raises(InputError, match="not finite"):
-        train(learning_rate=1e39, output_dir=str(tmp_path / "out"))
-    assert not [*(tmp_path / "out").glob("**/*.safetensors")]
-
-
 def test_runs_are_logged_and_resumed_ones_continue_their_log(train, monkeypatch):
     logged, started = [], []
     service = types.SimpleNamespace(
         init=lambda **flags: started.append(flags) or service,
         log=lambda metrics, step: logged.append((step, metrics)),
+        Table=lambda columns, rows: (columns, rows),
     )
     monkeypatch.setitem(sys.modules, "wandb", service)
     names = {"wandb_project_name": "project", "wandb_entity": "team"}
     metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4, **names)
     assert started[0].items() >= {"project": "project", "entity": "team", "name": output.name}.items()
-    assert [step for step, _ in logged] == [0, 1, 2, 3, 3] and [values for _, values in logged[1:4]] == metrics
-    for (_, values), evaluation in zip(logged[::4], read_metrics(output, "evaluations"), strict=True):
+    assert [step for step, _ in logged] == [0, 0, 1, 2, 3, 3, 3] and [x for _, x in logged[2:5]] == metrics
+    samples = read_metrics(output, "completions")
+    for n, evaluation in enumerate(read_metrics(output, "evaluations")):
+        (_, values), (_, table) = sorted(logged[5 * n : 5 * n + 2], key=lambda entry: "samples" in entry[1])
         assert values == {f"eval/{name}": x for name, x in evaluation.items()}
+        columns, rows = table["samples"]
+        assert columns == ["mode", "query", "response", "grades"]
+        texts = [[x["mode"], x["prompt"], x["completion"]] for x in samples if x["update"] == evaluation["update"]]
+        assert [row[:3] for row in rows] == texts
     train(track=True, total_episodes=64, output_dir=str(output), resume=True)
     train(track=True)
     one, resumed, other = (flags["id"] for flags in started)
@@ -2482,19 +2189,19 @@ EVALUATED = {  # updates, --num_sample_generations: the updates at which a run e
 @pytest.mark.parametrize("updates, between", EVALUATED)
 def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch, updates, between):
     """Greedy completions as well before and after."""
-    found, expected = [], EVALUATED[updates, between]
+    made, found, expected = [], [], EVALUATED[updates, between]
 
-    def evaluate(args, policy, reward_functions, graders, examples, stop_ids, version, tokenizer, modes):
-        found.append((version, modes))
+    def evaluate(args, sampler, reward_functions, graders, examples, stop_ids, tokenizer, modes):
+        found.append((len(made), modes))
         return []
 
     monkeypatch.setattr(rloo, "evaluate", evaluate)
     monkeypatch.setattr(rloo, "collect", lambda *inputs: types.SimpleNamespace(times={}))
-    monkeypatch.setattr(rloo, "improve", lambda *inputs: None)
+    monkeypatch.setattr(rloo, "improve", lambda *inputs: made.append(1))
     monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"grad_norm": 1.0})
     _, output = train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
-    assert [version for version, _ in found] == expected
-    assert all(("greedy" in modes) == (version in (0, updates)) and "sampled" in modes for version, modes in found)
+    assert [update for update, _ in found] == expected
+    assert all(("greedy" in modes) == (update in (0, updates)) and "sampled" in modes for update, modes in found)
     evaluations = [(x["update"], x["episode"]) for x in read_metrics(output, "evaluations")]
     assert evaluations == [(update, 16 * update) for update in expected]
 
@@ -2505,51 +2212,70 @@ def two_by_length(prompts, completions, completion_ids, n, **columns):
 
 
 def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
-    """At learning rate 0, so that every evaluation finds the same; all draw the same random numbers. A grade that is no
-    number is left out of the means."""
+    """Two completions of each of five prompts, then the greedy ones; at learning rate 1e-20, so that every evaluation
+    finds the same: all draw the same random numbers. A grade that is no number is left out of the means."""
     functions = {"reward_fns": (spec("two_by_length"),), "eval_fns": (spec("count_tokens"),)}
-    flags = {"num_eval_prompts": 5, "num_sample_generations": 1, "total_episodes": 64, "learning_rate": 0.0}
-    metrics, output = train(**flags, **functions)
+    flags = {"num_eval_prompts": 5, "num_sample_generations": 1, "total_episodes": 64, "learning_rate": 1e-20}
+    metrics, output = train(**flags, **functions, eval_k=2)
     rows = read_metrics(output, "completions")
-    modes = ["sampled", "greedy", "sampled", "sampled", "greedy"]
-    assert [(row["update"], row["mode"]) for row in rows[::5]] == list(zip([0, 0, 2, 4, 4], modes, strict=True))
-    assert {*rows[0]} == {"update", "mode", "prompt", "completion", "grades", "columns"} and len(rows) == 25
     held_out = [json.loads(line) for line in (tiny / "data" / "test.jsonl").read_text().splitlines()][:5]
+    sampled, greedy = [("sampled", row) for row in held_out for _ in range(2)], [("greedy", row) for row in held_out]
+    expected = [(update, *x) for update in (0, 2, 4) for x in sampled + greedy * (update != 2)]
+    assert len(rows) == len(expected) == 40
     names = {"length", "score", "rewards/reward_model", "rewards/two_by_length", "count_tokens"}
-    for row, of_data in zip(rows, held_out * 5, strict=True):
+    for row, (update, mode, of_data) in zip(rows, expected, strict=True):
+        assert {*row} == {"update", "mode", "prompt", "completion", "grades", "columns"}
+        assert (row["update"], row["mode"]) == (update, mode)
         assert row["columns"] | {"prompt": row["prompt"]} == of_data
         grades, scored = row["grades"], of_data["n"] % 2 == 1
         assert {*grades} == (names if scored else names - {"rewards/two_by_length"})
         of_function = grades["length"] if scored else 0.0
         assert grades["count_tokens"] == grades["length"] and grades.get("rewards/two_by_length", 0.0) == of_function
+        assert len(row["completion"].split()) in (grades["length"], grades["length"] - 1)
         assert grades["score"] == pytest.approx(grades["rewards/reward_model"] + of_function)
-    sampled, greedy, *others = [[row["completion"] for row in rows[i : i + 5]] for i in range(0, 25, 5)]
-    assert sampled != greedy and others == [sampled, sampled, greedy]
+    completions = [row["completion"] for row in rows]
+    assert completions[:10:2] != completions[1:10:2] and completions[:15] == completions[25:]
+    assert completions[15:25] == completions[:10] and completions[:10:2] != completions[10:15]
 
     first, middle, last = read_metrics(output, "evaluations")
-    both = names | {f"{name}_stderr" for name in names}
+    both = {f"{name}{best}{end}" for name in names for best in ("", "_best_of_2") for end in ("", "_stderr")}
+    both -= {"length_best_of_2", "length_best_of_2_stderr"}
     assert {*middle} == {"update", "episode", *(f"sampled/{name}" for name in both)}
-    assert {*first} == {*last} == {*middle, *(f"greedy/{name}" for name in both)}
-    lengths = [row["grades"]["length"] for row in rows[:5]]
-    assert first["sampled/length"] == last["sampled/length"] == mean(lengths)
-    odd = [length for length, row in zip(lengths, held_out, strict=True) if row["n"] % 2]
-    assert first["sampled/rewards/two_by_length"] == mean(odd)
+    greedy_names = {f"greedy/{name}" for name in both if "best" not in name}
+    assert {*first} == {*last} == {*middle, *greedy_names}
+    odd = [row["grades"] for row in rows[:10] if row["columns"]["n"] % 2]
+    assert first["sampled/rewards/two_by_length"] == mean(grades["length"] for grades in odd)
+    best = [max(rows[i]["grades"]["score"], rows[i + 1]["grades"]["score"]) for i in range(0, 10, 2)]
+    assert first["sampled/score_best_of_2"] == last["sampled/score_best_of_2"] == pytest.approx(mean(best))
     assert len(metrics) == 4 and not any("eval" in name for update in metrics for name in update)
     screen = capsys.readouterr().out
-    assert screen.count(f"\n>>> {sampled[0]}\n") == 3
     assert re.search(r"mean ± standard error +update 0 +update 4 *\n", screen)
     value, error = first["sampled/score"], first["sampled/score_stderr"]
     assert re.search(rf"\nsampled/score +{value:.3f} ± {error:.3f} ", screen)
+    assert screen.count("query  ") == 3 and completions[0].strip() in screen
 
 
 def test_what_has_no_grade_is_left_out_of_means_and_columns_may_be_anything(tmp_path):
-    sample = {"mode": "greedy", "prompt": "a", "completion": "b", "columns": {"when": Path("x")}}
-    samples = [sample | {"grades": grades} for grades in ({"score": 1.0}, {"score": 3.0}, {}, {"score": 8.0})]
-    tracker = types.SimpleNamespace(log=lambda metrics, step: None)
-    evaluation = rloo.write_evaluation(tmp_path, tracker, 3, 48, samples)
-    assert evaluation["greedy/score"] == 4
-    assert evaluation["greedy/score_stderr"] == pytest.approx(stdev([1, 3, 8]) / 3**0.5)
-    assert [row["columns"] for row in read_metrics(tmp_path, "completions")] == [{"when": "x"}] * 4
+    """The unit of a standard error is the prompt."""
+    sample = {"mode": "sampled", "prompt": "a", "completion": "b", "columns": {"when": Path("x")}}
+    scores = [(1.0, 3.0), (3.0, None), (None, None), (9.0, 7.0)]
+    groups = [[sample | {"grades": {} if x is None else {"score": x}} for x in group] for group in scores]
+    tracker = types.SimpleNamespace(log=lambda metrics, step: None, log_samples=lambda samples, step: None)
+    evaluation = rloo.write_evaluation(tmp_path, tracker, 3, 48, groups)
+    assert (evaluation["sampled/score"], evaluation["sampled/score_best_of_2"]) == (13 / 3, 5)
+    assert evaluation["sampled/score_stderr"] == pytest.approx(stdev([2, 3, 8]) / 3**0.5)
+    assert [row["columns"] for row in read_metrics(tmp_path, "completions")] == [{"when": "x"}] * 8
+
+
+def test_samples_are_shown_as_a_table():
+    samples = [{"prompt": "a b " * 40, "completion": "c d " * 4, "grades": {"score": 1.0}}]
+    samples.append({"prompt": "e", "completion": "", "grades": {}})
+    lines = rloo.table_of_samples(samples, 60).strip("\n").splitlines()
+    assert lines[0].split() == ["query", "|", "response", "|", "score"] and all(len(line) <= 60 for line in lines)
+    assert [line for line in lines if line.startswith("-")] == [lines[1], lines[6]] and len(lines) == 8
+    first, *_ = lines[2:6]
+    assert first.split("|")[1].strip().startswith("c d c d") and first.endswith("1.00")
+    assert all("|" in line for line in lines[2:6]) and lines[7].split() == ["e", "|", "|", "nan"]
 
 
 def test_without_episodes_left_a_run_evaluates_and_ends(train, capsys):
@@ -2604,10 +2330,10 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     assert done.stdout.startswith("['rloo.py']\n") and f"results: {tmp_path}/out\n" in done.stdout
     assert "mean ? standard error" in done.stdout
     out = tmp_path / "out"
-    files = {"args.json", "metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint-1", "wandb"}
+    files = {"args.json", "metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint-1"}
     files |= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in out.iterdir()} - {"special_tokens_map.json"} == files
-    assert [*out.glob("wandb/offline-run-*/*.wandb")]
+    assert [*tmp_path.glob("wandb/offline-run-*/*.wandb")]
     model, tokenizer = (auto.from_pretrained(out) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)
 
@@ -2617,194 +2343,54 @@ def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd)
     splits = ["--dataset_train_split", "validation", "--dataset_test_split", "test"]
     rloo.command_line(["--total_episodes", "32", "--num_eval_prompts", "8", *splits])
     screen = capfd.readouterr().out
-    assert "\nsampled/gold_win_rate " in screen and "\n>>> " in screen
+    assert "\nsampled/gold_win_rate " in screen and "\nquery  " in screen
     (output,) = (tmp_path / "runs").iterdir()
     assert AutoModelForCausalLM.from_pretrained(output).config.model_type == "gpt_neox"
     (metrics,) = read_metrics(output)
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 2.5e-4
 
 
-@pytest.fixture
-def run_mine(tiny, tmp_path, monkeypatch):
-    """run_mine(code, flags) runs a file mine.py: one update of the tiny folder."""
-    before = dict(vars(rloo))
-
-    def run(code: str, flags: str = ""):
-        (tmp_path / "mine.py").write_text(code)
-        small = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_model_path {tiny}/reward --device cpu"
-        small += f" --response_length 6 --total_episodes 1 --num_eval_prompts 0 --output_dir {tmp_path}/out"
-        monkeypatch.setattr(sys, "argv", ["mine.py", *small.split(), *flags.split()])
-        runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
-
-    yield run
-    vars(rloo).update(before)
-    rloo.REPLACED.clear()
 
 
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("rloo.command_line(advantge=mine)", "rloo.py has no advantge to replace"),
-        ("rloo.command_line(advantage=lambda r, estimator: mine(r, estimator).T)", "advantage: must return the shape"),
-    ],
-)
-def test_a_misspelt_name_and_a_transposed_advantage_are_refused(line, said, run_mine):
-    """Both would train, by plain RLOO or by the advantages of other completions."""
-    code = f"import rloo\n\nmine = rloo.advantage\n{line}\n"
-    with pytest.raises(SystemExit, match=said):
-        run_mine(code)
 
 
-FLAG_OF_ONES_OWN = """
-import rloo
 
 
-class Args(rloo.Args):
-    quantile: float = 0.5  # which of the siblings' rewards
-    # is the baseline
-    slope: float = 1.0
+SEAMS = ["resolve_args", "load_policy", "load_reference", "load_sampler", "update_sampler", "rollout", "collect"]
+SEAMS += ["advantage", "policy_loss", "kl_penalty", "completion_loss", "completion_logprobs", "average_gradients"]
+SEAMS += ["clip_gradients", "moments_of", "placed_like", "save_policy", "metrics_of", "attention"]
 
 
-def quantile(rewards, estimator):
-    print("quantile", rloo.ARGS.quantile)
-    return rewards - rewards.quantile(rloo.ARGS.quantile, dim=0)
+def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(tiny, tmp_path):
+    """... in a run of one update, and one that resumes it; with a flag of one's own."""
+    before, called = dict(vars(rloo)), defaultdict(int)
 
+    @dataclass
+    class OtherArgs(Args):
+        mine: int = 3
 
-rloo.command_line(Args=Args, advantage=quantile)
-"""
+    def noting(name, original):
+        @functools.wraps(original)
+        def replacement(*inputs, **options):
+            called[name] += 1
+            return original(*inputs, **options)
 
+        return replacement
 
-def test_a_flag_of_ones_own_is_like_those_of_rloo(run_mine, tmp_path, capfd):
-    run_mine(FLAG_OF_ONES_OWN, "--quantile 0.25 --slope -1")
-    args = json.loads((tmp_path / "out/args.json").read_text())
-    assert args["quantile"] == 0.25 and args["slope"] == -1.0
-    where = {"Args": f"{tmp_path}/mine.py:Args", "advantage": f"{tmp_path}/mine.py:quantile"}
-    said = capfd.readouterr().out
-    assert args["replaced"] == where and "quantile 0.25" in said
-    assert all(f"{name}: replaced by {file}" in said for name, file in where.items())
-
-    with pytest.raises(SystemExit):
-        run_mine(FLAG_OF_ONES_OWN, "--quantil 0.25")
-    assert "--quantile" in capfd.readouterr().err  # the hint
-    with pytest.raises(SystemExit):
-        run_mine(FLAG_OF_ONES_OWN, "--help")
-    lines = " ".join(re.findall(r"│ +(.*?) +│", capfd.readouterr().out))
-    assert "which of the siblings' rewards (default: 0.5)" in lines and "is the baseline (default: 1.0)" in lines
-
-
-def test_columns_that_rows_lack_and_plain_text_for_a_chat_model_are_said(tmp_path, capsys):
-    rows = [{"prompt": "red cat", "answer": "a"}] * 7 + [{"prompt": "red cat"}] * 3
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    tokenizer = tiny_tokenizer()
-    for template in (None, "{{ messages }}"):
-        tokenizer.chat_template = template
-        examples, _ = rloo.load_data(Args(dataset_name=str(tmp_path / "rows.jsonl")), tokenizer)
-        assert [example["columns"]["answer"] for example in examples] == ["a"] * 7 + [None] * 2
-        said = capsys.readouterr().out
-        assert "3 of 10 rows have no column `answer`" in said
-        assert ("10 prompts are plain text" in said) == bool(template)
-
-
-def needs_answer(prompts, completions, completion_ids, answer, hint=None, **columns):
-    return [0.0] * len(prompts)
-
-
-def needs_nothing_else(prompts, completions, completion_ids):
-    return [0.0] * len(prompts)
-
-
-def test_a_column_that_no_row_has_is_named():
-    example = {"columns": {"question": 1}}
-    with pytest.raises(InputError, match="the data have no column `answer`"):
-        rloo.load_functions([spec("needs_answer")], example, tiny_tokenizer())
-    rloo.load_functions([spec("needs_answer")], {"columns": {"answer": 1}}, tiny_tokenizer())
-    with pytest.raises(InputError, match=r"add \*\*columns for what it ignores"):
-        rloo.load_functions([spec("needs_nothing_else")], example, tiny_tokenizer())
-
-
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_equal_scores_in_every_group_are_said(train, capfd, kl_coef):
-    train(reward_fns=(spec("constant_reward"),), reward_model_path=None, kl_coef=kl_coef)
-    assert "each group has equal scores" in "".join(capfd.readouterr())
-
-
-BENCHMARK = HERE / "benchmark"
-OBJECTIVES = BENCHMARK / "objectives" / "README.md"
-PAGES = [HERE / "README.md", *sorted(BENCHMARK.rglob("*.md"))]
-
-
-def blocks_of(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
-
-
-def commands_of(blocks: list[str], folder: Path) -> list[list[str]]:
-    """The words of each python or torchrun command, as bash expands them. The blocks are run one after another in one
-    shell, where these two only write down their words, and nothing is installed."""
-    stubs = 'python() { printf \'%s\\t\' "$@"; echo; }\ntorchrun() { python "$@"; }\npip() { :; }\npython3() { :; }\n'
-    done = subprocess.run(["bash", "-c", stubs + "\n".join(blocks)], cwd=folder, capture_output=True, text=True)
-    return [line.split("\t")[:-1] for line in done.stdout.splitlines()]
-
-
-@pytest.mark.parametrize(
-    "page",
-    [HERE / "README.md", OBJECTIVES, *(BENCHMARK / room / "README.md" for room in ("gpu", "speed", "tldr"))],
-    ids=lambda page: page.parent.name,
-)
-def test_every_command_of_a_page_parses(page, tmp_path):
-    """... and every script that it names is there. Whether they do what they say: the other tests."""
-    blocks = blocks_of(page, "sh")
-    commands = commands_of(blocks, tmp_path)
-    lines = [line.lstrip() for block in blocks for line in block.splitlines()]
-    assert len(commands) >= sum(line.startswith(("python ", "torchrun ")) for line in lines) > 0
-    for words in commands:
-        (script,) = [word for word in words if word == "-" or word.endswith(".py")][:1] or ["pytest"]
-        if Path(script).name in ("rloo.py", "replace_unended.py") and "--help" not in words:  # mine.py: objectives_test
-            assert isinstance(rloo.parse_args(words[words.index(script) + 1 :]), Args)
-        assert script in ("-", "pytest", "rloo.py", "mine.py") or (HERE / script).is_file(), script
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
-    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text())
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
-def test_what_a_page_names_is_there(page):
-    """Links with their anchors, pictures, every file under benchmark/, and every name of rloo.py."""
-    text = page.read_text()
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, anchor = link.partition("#")
-        if not path.startswith("http"):
-            target = page.parent / path if path else page
-            assert target.exists() and (not anchor or anchor in anchors(target)), link
-    for path in re.findall(r"benchmark/[\w/.-]+\.(?:py|sh|json|md|png|txt)\b", text):
-        assert (HERE / path).is_file(), path
-    for name in re.findall(r"\brloo\.(\w+)", text):
-        assert name in ("py", "git") or hasattr(rloo, name), f"rloo.{name}"
-
-
-def test_a_head_of_its_own_stays_one_whatever_the_configuration_says(tmp_path):
-    """transformers 5 loads such a checkpoint untied, but ties a model that is made from its configuration."""
-    path = save(tmp_path / "untied", tiny_model("llama", tie_word_embeddings=False), tiny_tokenizer())
-    config = json.loads((tmp_path / "untied" / "config.json").read_text())
-    (tmp_path / "untied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    args = Args(dtype="float32", device="cpu", lora_rank=2, sft_model_path=path)
-    policy = rloo.load_model(args, path, [{"prompt_ids": [3, 4]}], trained=True)
-    head = policy.get_output_embeddings().weight
-    assert rloo.sampling_model(policy, torch.float32).get_output_embeddings().weight.equal(head)
-    rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
-    saved_head = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").get_output_embeddings().weight
-    assert saved_head.equal(head)
-
-
-def test_quantized_weights_are_not_trained(tmp_path):
-    """transformers would quantize them again when they are saved."""
-    path = save(tmp_path, tiny_model())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(InputError, match="has quantized weights"):
-        rloo.load_model(Args(dtype="float32", device="cpu"), path, [{"prompt_ids": [3]}], trained=True)
+    replacements = {name: noting(name, getattr(rloo, name)) for name in SEAMS}
+    for episodes in (16, 32):
+        line = [*command(tiny, tmp_path / "out", total_episodes=episodes, mine=-5), "--no_kl_in_reward", "--resume"]
+        rloo.command_line(line, Args=OtherArgs, **replacements)
+        assert [name for name, x in vars(rloo).items() if x is not before.get(name)] == []
+    assert [name for name in SEAMS if not called[name]] == []
+    written = json.loads((tmp_path / "out/args.json").read_text())
+    assert written["mine"] == -5 and written["replaced"]["rollout"] == "rloo:rollout"
+    calls = dict(called)
+    rloo.command_line(command(tiny, tmp_path / "without"))
+    assert called == calls
+    assert json.loads((tmp_path / "without/args.json").read_text())["replaced"] == {}
+    with pytest.raises(SystemExit, match="there is no advantge to replace"):
+        rloo.command_line([], advantge=max)
 
 
 def test_a_reward_model_may_lack_the_ids_that_no_text_has():
@@ -2813,80 +2399,67 @@ def test_a_reward_model_may_lack_the_ids_that_no_text_has():
     batch = known._replace(responses=known.responses + 5 * (known.responses == 15))  # ids of up to 20
     model = tiny_model(classifier=True)  # of 16 tokens
     assert batch.responses.max() == 20
-    assert rloo.token_reward(model, 64, batch).equal(rloo.token_reward(model, 64, known))
+    assert rloo.reward_of_model(model, 64, batch).equal(rloo.reward_of_model(model, 64, known))
 
 
-def test_a_process_that_a_reward_function_forks_can_be_terminated(monkeypatch):
-    fork, called = multiprocessing.get_context("fork"), []
-
-    def main(args, signals):
-        ready = fork.Event()
-        child = fork.Process(target=lambda: ready.set() or time.sleep(60))
-        child.start()
-        ready.wait()
-        child.terminate()
-        child.join(10)
-        called.append((child.exitcode, signals))
-
-    monkeypatch.setattr(rloo, "main", main)
-    rloo.command_line([])
-    assert called == [(-signal.SIGTERM, [])]
 
 
 def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
-    """Importing it would run the script again."""
+    """Importing it would run the script again. A script that is no file, as a notebook, may use one of a file."""
     script = tmp_path / "mine.py"
-    script.write_text("raise AssertionError")
+    script.write_text("def reward(completions, **columns): return [1.0]")
     running = types.ModuleType("__main__")
-    running.__file__, running.reward = str(script), constant_reward
+    running.reward = constant_reward
     monkeypatch.setitem(sys.modules, "__main__", running)
-    assert rloo.load_function(f"{script}:reward") is constant_reward
+    for first, expected in ((str(script), constant_reward), ("-", None), ("", None)):
+        monkeypatch.setattr(sys, "argv", [first])
+        found = rloo.load_function(f"{script}:reward")
+        assert found is expected or expected is None and found([]) == [1.0]
 
 
-@pytest.mark.parametrize("name", ["<stdin>", None])
-def test_a_script_that_is_no_file_may_use_a_reward_function_of_one(tmp_path, monkeypatch, name):
-    """`python - <<END`, and a notebook."""
-    running = types.ModuleType("__main__")
-    if name:
-        running.__file__ = name
-    monkeypatch.setitem(sys.modules, "__main__", running)
-    (tmp_path / "mine.py").write_text("def reward(completions, **columns): return [1.0]")
-    assert rloo.load_function(f"{tmp_path}/mine.py:reward")([]) == [1.0]
+def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_of_any_name(tmp_path, monkeypatch):
+    """... such as one with a dot, or that of a module of Python, which stays what it is for everybody else. Functions
+    of one file share its variables, and it may import what lies beside it."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("rewards", "a", "b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "rewards" / "__init__.py").write_text("")
+    (tmp_path / "rewards" / "beside.py").write_text("one = 1.0")
+    (tmp_path / "rewards" / "length.py").write_text("from .beside import one\ndef reward(**columns): return [one]")
+    (tmp_path / "beside_b.py").write_text("two = 2.0")
+    (tmp_path / "my.rewards.v2.py").write_text("from beside_b import two\ndef reward(**columns): return [two]")
+    for number, file in enumerate(("json.py", "a/same.py", "b/same.py"), 3):
+        (tmp_path / file).write_text(f"def reward(**columns): return [{number}.0]\n\ndef other(**columns): return []")
+    specs = ("rewards.length", "my.rewards.v2.py", "json.py", "a/same.py", f"{tmp_path}/b/same.py")
+    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0], [4.0], [5.0]]
+    reward, other = (rloo.load_function(f"a/same.py:{name}") for name in ("reward", "other"))
+    assert reward.__globals__ is other.__globals__
+    assert sys.modules["json"] is json
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What users of other trainers have reported
 
 
-class InPython(transformers.PreTrainedTokenizer):
-    """A tokenizer in Python, in which an id that it lacks is an error."""
 
-    tokens = ("<eos>", "[PAD]", "[UNK]", *WORDS)
+
+class Letters(transformers.PreTrainedTokenizer):
+    """In Python, where an id that it lacks is an error; texts are read and written as they are, letter by letter."""
+
+    tokens = ("<eos>", *string.printable)
     vocab_size = property(lambda self: len(self.tokens))
 
     def get_vocab(self):
         return {token: number for number, token in enumerate(self.tokens)}
 
     def _tokenize(self, text):
-        return text.split()
+        return [*text]
 
     def _convert_token_to_id(self, token):
         return self.get_vocab()[token]
 
     def _convert_id_to_token(self, number):
         return self.tokens[number]
-
-    def convert_tokens_to_string(self, tokens):
-        return "".join(f" {token}" for token in tokens)
-
-
-class Letters(InPython):
-    """Its tokens are letters, so that its texts are read and written as they are."""
-
-    tokens = ("<eos>", *string.printable)
-
-    def _tokenize(self, text):
-        return [*text]
 
     def convert_tokens_to_string(self, tokens):
         return "".join(tokens)
@@ -2907,8 +2480,6 @@ TALKS = {  # a template, messages, the text that is read
     "adds parts": ("{{ 'u ' + messages[0].content }}", [USER | {"content": PARTS}], "u b c"),
     "drops parts": ("u{% if messages[0].content is string %} {{ messages[0].content }}{% endif %}",)
     + ([USER | {"content": PARTS}], "u b c"),
-    "reads parts only": ("{% for part in messages[0].content %}{{ part.text }};{% endfor %}",)
-    + ([USER | {"content": PARTS}], "b; c;"),
     "parts to continue": (CHAT, [USER, ASSISTANT | {"content": PARTS}], "u b c a b c"),
 }
 
@@ -2924,18 +2495,13 @@ def test_messages_of_tables_and_contents_in_parts_are_read_as_they_are_meant(kin
     assert tokenizer.decode(example["prompt_ids"]).strip() == text and example["prompt"] == messages
 
 
-def test_an_image_in_a_message_is_refused(tmp_path):
-    content = [{"type": "image", "url": "x.png"}, {"type": "text", "text": "b"}]
-    data = write_rows(tmp_path / "x.jsonl", [{"prompt": [USER | {"content": content}]}])
-    with pytest.raises(InputError, match="row 1: needs `prompt`"):
-        rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), chat_tokenizer())
 
 
 def test_ids_that_the_tokenizer_lacks_have_no_text():
     """A vocabulary is often padded to a multiple of 64."""
-    batch = rloo.make_batch([{"prompt_ids": [3]}] * 2, torch.tensor([[[4, 63, 5, 0], [63, 16, 3, 4]]]), stop_ids=[0])
-    for tokenizer in (InPython(eos_token="<eos>"), tiny_tokenizer()):
-        assert rloo.completion_texts(batch, tokenizer) == [" b c", " a b"]
+    batch = rloo.make_batch([{"prompt_ids": [3]}] * 2, torch.tensor([[[4, 199, 5, 0], [199, 116, 3, 4]]]), stop_ids=[0])
+    assert rloo.completion_texts(batch, tiny_tokenizer()) == [" b c", " a b"]
+    assert rloo.completion_texts(batch, Letters(eos_token="<eos>")) == ["34", "23"]
 
 
 def test_stop_tokens_that_the_model_cannot_emit_are_refused():
@@ -2945,25 +2511,10 @@ def test_stop_tokens_that_the_model_cannot_emit_are_refused():
         if stops:
             assert rloo.stop_token_ids(Args(), model, tokenizer) == stops
         else:
-            with pytest.raises(
-                InputError, match=r"--stop_token: none of the ids \[16.* is one of the model's 16 tokens"
-            ):
+            with pytest.raises(InputError, match="no token ends a completion: .*16.*; give --stop_token"):
                 rloo.stop_token_ids(Args(), model, tokenizer)
-    with pytest.raises(InputError, match="none of the ids"):
+    with pytest.raises(InputError, match=r"no token ends a completion: \[16\]"):
         rloo.stop_token_ids(Args(stop_token_id=16), model, tokenizer)
-
-
-@pytest.mark.parametrize(
-    "end, said",
-    [("m\n", "'m'; for completions: --stop_token_id 15"), ("<eos>\n", ""), ("m l", ""), ("", "")],
-)
-def test_the_token_that_ends_a_turn_is_said_if_it_ends_no_completion(train, tmp_path, capsys, end, said):
-    template = CHAT.replace("{% endfor %}", end + "{% endfor %}")
-    policy = save(tmp_path / "sft", tiny_model(), chat_tokenizer(template))
-    data = write_rows(tmp_path / "chat.jsonl", [{"prompt": [USER]}])
-    train(sft_model_path=policy, dataset_name=data, total_episodes=0, num_eval_prompts=0)
-    line = "the chat template ends turns with " + said
-    assert (line in capsys.readouterr().out) == bool(said)
 
 
 def test_scores_of_siblings_in_bfloat16_are_told_apart():
@@ -2973,57 +2524,35 @@ def test_scores_of_siblings_in_bfloat16_are_told_apart():
     torch.nn.init.constant_(reward.score.bias, 11.0)
     torch.nn.init.normal_(reward.score.weight, std=0.01)
     with torch.no_grad():
-        scores = rloo.model_scores(reward, random_batch(k=8, B=8))
+        scores = rloo.reward_of_model(reward, 64, random_batch(k=8, B=8))
     assert scores.dtype == torch.float32 and scores.std() < 0.3 and len(scores.unique()) > 60
 
 
-def test_how_many_held_out_prompts_are_evaluated_is_said(train, tiny, monkeypatch, capsys):
-    """... if processes would get unequal numbers of them."""
-    monkeypatch.setattr(rloo, "rank_and_world", lambda: (0, 3))
-    train(total_episodes=0, num_eval_prompts=8)
-    assert "6 of 8 held-out prompts are evaluated" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["mistral", "llama4_text"])
-def test_the_trial_sees_limits_of_attention_that_only_the_longest_rows_meet(name):
+def test_the_trial_sees_limits_of_attention_that_only_the_longest_rows_meet(name, capsys):
     """... whatever they are called, and one is said by its name: chunks of 12 tokens here, a window of 12 there."""
     layers = {"layer_types": ["chunked_attention", "full_attention"]} if name == "llama4_text" else {}
-    model = tiny_model(name, attention_chunk_size=12, **layers)
-    with torch.no_grad():
-        assert rloo.same_as_alone(model, "group", 9, 3, 3)
-        assert not rloo.same_as_alone(model, "group", 10, 3, 3)
-        assert rloo.same_as_alone(model, "plain", 10, 3, 3)
-    assert {layout_of(model, 10, 3), layout_of(model, 10, 3, dtype="bfloat16")} == {"plain"}
+    model = tiny_model(name, as_it_comes=True, attention_chunk_size=12, **layers)
+    assert layout_of(model, 10, 3) == "plain"
+    assert "sees only 12 tokens" in capsys.readouterr().out
+    model.set_attn_implementation(rloo.GROUP_KERNEL)
+    assert rloo.why_not(model, "group", 9, 3, 3) is None
+    assert "results differ" in rloo.why_not(model, "group", 10, 3, 3)
 
 
-@pytest.mark.skipif(OLD, reason="transformers 5 has its logits refused for another reason")
-def test_a_model_that_drops_other_keys_in_padded_rows_is_refused():
-    """Doge keeps the keys of the largest scores only if a row, with its padding, is longer than a limit."""
-    with pytest.raises(InputError, match="padding changes its results"):
-        layout_of(tiny_model("doge", **HEADS, keep_window_size=8), 12, 8)
 
 
-@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "rwkv"])
-def test_a_model_that_takes_no_positions_is_refused_in_a_line(family):
-    """... by transformers before 5; later RWKV only, which reads padding."""
-    config = {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99, "state_size": 4}
-    if OLD or family == "rwkv":
-        with pytest.raises(InputError, match="cannot be used; (its layers raise TypeError: .*position_ids|padding)"):
-            layout_of(tiny_model(family, **config), 3, 4)
+UNUSABLE = {  # a family that gives wrong numbers in padded rows, and its config
+    "rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99},  # it ignores the mask
+}
+if not OLD:  # where it is refused for another reason
+    UNUSABLE["doge"] = HEADS | {"keep_window_size": 8}  # keeps some keys only if a row, with its padding, is long
 
 
-LONG_ROPE = {"factor": 8.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
-
-
-@pytest.mark.parametrize("kind, limit", [("longrope", 16), ("yarn", 128)])
-def test_positions_of_long_rope_end_where_its_frequencies_change(kind, limit):
-    """... wherever the configuration says it. Other kinds have one set of frequencies for all lengths."""
-    factors = {key: x for key, x in LONG_ROPE.items() if kind == "longrope" or "_factor" not in key}
-    rope = {"rope_scaling" if OLD else "rope_parameters": factors | {"rope_type": kind, "rope_theta": 10000.0}}
-    model = tiny_model("llama", **HEADS, **rope)
-    assert rloo.check_lengths(model, [[3] * 4], limit - 4) == 4
-    with pytest.raises(InputError, match=f"has {limit} positions"):
-        rloo.check_lengths(model, [[3] * 4], limit - 3)
+@pytest.mark.parametrize("family", UNUSABLE)
+def test_a_model_that_gives_wrong_numbers_in_padded_rows_is_refused(family):
+    with pytest.raises(InputError, match="cannot be used: its (results differ|layers raise TypeError)"):
+        layout_of(tiny_model(family, as_it_comes=True, **UNUSABLE[family]), 12, 8)
 
 
 OWN_CODE = "from transformers import LlamaForCausalLM\n\n\nclass Mine(LlamaForCausalLM):\n    my_own = True\n"
@@ -3035,38 +2564,13 @@ def test_a_model_class_in_the_folder_is_saved_with_the_model(tmp_path):
     config = json.loads((tmp_path / "sft" / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
     (tmp_path / "sft" / "config.json").write_text(json.dumps(config))
-    args = Args(dtype="float32", device="cpu", trust_remote_code=True)
-    policy = rloo.load_model(args, path, [{"prompt_ids": [3]}], trained=True)
-    rloo.save_policy(tmp_path / "saved", policy, tiny_tokenizer(), args)
+    args = Args(sft_model_path=path, dtype="float32", device="cpu", trust_remote_code=True)
+    policy = rloo.load_policy(args, 1, None)
+    rloo.save_policy(tmp_path / "saved", args, policy, policy, tiny_tokenizer())
     shutil.rmtree(path)
-    assert rloo.load_model(args, tmp_path / "saved", [{"prompt_ids": [3]}], trained=True).my_own
+    assert rloo.load_policy(args, 1, tmp_path / "saved").my_own
 
 
-def test_what_transformers_says_of_a_model_is_shown(tiny, tmp_path, caplog):
-    """... here of biases in the file that the configuration has not, without which the model is another one."""
-    path = save(tmp_path / "sft", tiny_model("llama", attention_bias=True), tiny_tokenizer())
-    config = json.loads((tmp_path / "sft" / "config.json").read_text())
-    (tmp_path / "sft" / "config.json").write_text(json.dumps(config | {"attention_bias": False}))
-    logger = transformers.logging.get_logger("transformers")
-    logger.addHandler(caplog.handler)
-    transformers.logging.set_verbosity_warning()
-    try:
-        rloo.command_line(command(tiny, tmp_path / "out", sft_model_path=path, total_episodes=0))
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "q_proj.bias" in caplog.text
-
-
-def test_a_copy_has_the_tensors_that_are_neither_weights_nor_buffers():
-    """... such as CTRL's table of positions; for Phi-3, the frequencies of transformers before 5."""
-    ctrl = {"n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
-    for name, config in {"ctrl": ctrl, "phi3": HEADS}.items():
-        policy = with_adapters(tiny_model(name, **config))
-        copy, tokens = rloo.sampling_model(policy, torch.float32), torch.tensor([[5, 3, 8]])
-        assert (copy(tokens).logits - policy(tokens).logits).abs().max() < 1e-4
-        if name == "phi3" or not OLD:  # transformers 4.57 does not run CTRL in bfloat16
-            copy = rloo.sampling_model(policy, torch.bfloat16)
-            assert (copy(tokens).logits - policy(tokens).logits).abs().mean() < 0.1
 
 
 def test_a_reward_model_that_does_more_than_its_head_is_refused(train, monkeypatch):
@@ -3081,21 +2585,8 @@ def test_a_reward_model_that_does_more_than_its_head_is_refused(train, monkeypat
 
     monkeypatch.setattr(kind, "forward", scaled)
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(InputError, match="^GPTNeoXForSequenceClassification: cannot be used; .*`score` head alone"):
+        with pytest.raises(InputError, match="^GPTNeoXForSequenceClassification: cannot be used: its results differ"):
             train(dtype=dtype)
-
-
-SHARED = {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-
-
-@pytest.mark.skipif(OLD, reason="experts are linear layers there")
-def test_an_adapter_that_peft_would_read_otherwise_is_not_written(tmp_path, capsys):
-    """PEFT takes the names of dense layers and shared experts for the fused experts of such a model."""
-    shared = tiny_model("glm4_moe", **HEADS, **SHARED, first_k_dense_replace=1, n_shared_experts=1)
-    for name, model in {"shared": shared, "mixtral": tiny_model("mixtral"), "qwen3": tiny_model("qwen3")}.items():
-        rloo.save_policy(tmp_path / name, with_adapters(model), tiny_tokenizer(), Args(**LORA, sft_model_path="x"))
-        said = f"{tmp_path / name}: has the adapters merged only" in capsys.readouterr().out
-        assert said == (not (tmp_path / name / "adapter").exists()) == (name == "shared")
 
 
 def test_padding_repeats_a_token_of_its_row(monkeypatch):
@@ -3127,7 +2618,6 @@ def noise(prompts, completions, completion_ids, **columns):
 
 
 def run(tiny: Path, output: Path, signals=(), **flags) -> Path:
-    rloo.say_once.cache_clear()
     rloo.main(Args(**run_flags(tiny, output, **LONG | flags)), signals)
     return output
 
@@ -3179,10 +2669,8 @@ INTERRUPTED = {  # a function, its call, what happens there -> the newest checkp
     "an evaluation's reward": ("score", 6, ZeroDivisionError, [3]),
     "between the files of an evaluation": ("append", 7, no_space, [3]),
     "the last evaluation": ("score", 10, ZeroDivisionError, [6]),
-    "before an update's first step": ("policy_loss", 7, ZeroDivisionError, [3]),
     "between two steps": ("policy_loss", 8, ZeroDivisionError, [2]),  # of update 4, which is half done
-    "metrics that are not written": ("append", 9, no_space, [4]),
-    "a full disk": ("torch.save", 2, no_space, [2]),
+    "a full disk": ("torch.save", 2, no_space, [4]),  # it is tried once more
     "a full disk at the end": ("save_policy", 4, no_space, [6]),
     "Ctrl-C twice": ("policy_loss", 10, KeyboardInterrupt, [4]),
     "a signal before training": ("evaluate", 1, 15, [0]),
@@ -3211,40 +2699,86 @@ def test_an_interrupted_run_that_is_resumed_ends_like_a_whole_one(whole, tiny, t
         patch.setattr(owner, name.removeprefix("torch."), interrupted)
         run(tiny, output, signals)
     assert event != 15 or end.value.code == 143
+    if where == "a signal in an update":  # the evaluation that is due after it waits
+        assert len(read_metrics(output, "evaluations")) == 1
     assert saved_updates(output)[:1] == newest
     assert end_of(run(tiny, output, resume=True)) == end_of(whole)
     assert not (output / "unfinished-checkpoint").exists()
 
 
-def test_a_signal_stops_a_run_before_an_evaluation_that_is_due(tiny, tmp_path, monkeypatch):
-    signals, evaluated, updates = [], spy(monkeypatch, "evaluate"), itertools.count(1)
-    spy(monkeypatch, "metrics_of", lambda inputs, found: found | {"x": next(updates) == 3 and signals.append(15)})
-    with pytest.raises(SystemExit):
-        run(tiny, tmp_path / "out", signals)
-    assert saved_updates(tmp_path / "out")[0] == 3 and len(evaluated) == 1
+
+
+def fail(*inputs, **options):
+    raise ZeroDivisionError
+
+
+AFTER_AN_UPDATE = {  # what fails in the third update: a function of rloo.py, and what takes its place
+    "metrics": ("metrics_of", fail),
+    "file": ("append", fail),
+    "tracker": ("start_tracker", lambda *inputs: types.SimpleNamespace(log=fail)),
+    "screen": ("tqdm", lambda **options: types.SimpleNamespace(set_postfix=fail, update=fail, close=fail)),
+}
+
+
+@pytest.mark.parametrize("what", AFTER_AN_UPDATE)
+def test_an_error_after_an_update_saves_it(whole, tiny, tmp_path, monkeypatch, what):
+    """... and no more than its line of metrics.jsonl is lost."""
+    name, replacement = AFTER_AN_UPDATE[what]
+    output = tmp_path / "out"
+    resumed_at(whole, 2, output)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(rloo, name, replacement)
+        run(tiny, output, resume=True, num_eval_prompts=0)
+    assert saved_updates(output)[0] == 3
+    run(tiny, output, resume=True)
+    assert torch.equal(final_weights(output), final_weights(whole))
+    updates = [update["update"] for update in read_metrics(output)]
+    assert updates == ([1, 2, 4, 5, 6] if what in ("metrics", "file") else [1, 2, 3, 4, 5, 6])
+
+
+def test_resume_says_which_flags_changed_and_goes_on(whole, tiny, tmp_path, capsys):
+    output = shutil.copytree(whole, tmp_path / "out")
+    changed = {"total_episodes": 144, "save_steps": 9, "learning_rate": 1e-3, "rloo_k": 4, "seed": 7}
+    run(tiny, output, resume=True, **changed, reward_fns=(spec("count_a"),))
+    said = capsys.readouterr().out.split(f"resumed from {output}/checkpoint-6; changed flags: ")[1].splitlines()[0]
+    expected = {f"{name} {LONG.get(name)} -> {value}" for name, value in changed.items() if name in LONG}
+    expected |= {"rloo_k 2 -> 4", "seed 1 -> 7", "resume False -> True"}
+    expected |= {f"output_dir {whole} -> {output}", f"reward_fns ['{spec('noise')}'] -> ['{spec('count_a')}']"}
+    assert {*said.split(", ")} == expected
+    assert json.loads((output / "args.json").read_text())["rloo_k"] == 4
+    state = json.loads((output / "checkpoint-9" / "state.json").read_text())
+    assert (state["update"], state["flags"]["seed"]) == (9, 7)  # what another resumed run is compared with
+    metrics, old = read_metrics(output), read_metrics(whole)
+    assert metrics[:6] == old and [update["update"] for update in metrics] == [*range(1, 10)]
+    assert metrics[6]["lr"] == pytest.approx(1e-3 * (0.5 - 0.5 * math.cos(math.pi * 3 / 6)))
+    evaluations = read_metrics(output, "evaluations")  # that of the finished run stays
+    assert evaluations[:3] == read_metrics(whole, "evaluations") and evaluations[-1]["update"] == 9
 
 
 def test_a_run_that_is_killed_again_and_again_leaves_each_update_once(whole, tiny, tmp_path, monkeypatch):
-    """... where no checkpoint is made in between, so that each start cuts off what the one before has written."""
+    """... without checkpoints but that of a signal: the second start, which finds none, begins anew, and each cuts off
+    what the one before has written."""
     output = tmp_path / "out"
 
-    def stopped_in(call, signals=()):
+    def start(update, signals=()):
+        """Ends in the given update of this start: by a signal or, in the middle of changing weights, by an error."""
         calls = itertools.count(1)
 
-        def stop(inputs, found):
-            if next(calls) == call:
+        def end(inputs, found):
+            if next(calls) == update:
                 signals.append(15) if signals == [] else no_space()
             return found
 
         with monkeypatch.context() as patch, pytest.raises((OSError, SystemExit)):
-            spy(patch, "metrics_of", stop)
+            spy(patch, "improve", end)
             run(tiny, output, signals, save_steps=0, resume=True)
 
-    stopped_in(4)
-    stopped_in(2, signals=[])
+    start(4)
+    assert not saved_updates(output) and len(read_metrics(output)) == 3
+    start(2, signals=[])
     (output / "metrics.jsonl").open("a").write('{"update": 3, "obj')  # a line that was cut when the power failed
-    stopped_in(3)
-    assert saved_updates(output) == [2]
+    start(3)
+    assert saved_updates(output) == [2] and len(read_metrics(output)) == 4
     assert end_of(run(tiny, output, save_steps=0, resume=True)) == end_of(whole)
 
 
@@ -3271,16 +2805,9 @@ DAMAGED = {  # what happens to a file of the newest checkpoint; None: it is remo
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_last_update_and_what_is_no_checkpoint_is_none(tmp_path):
-    for name in (
-        "checkpoint-9",
-        "checkpoint-100",
-        "checkpoint-10",
-        "checkpoint-2",
-        "checkpoint-x",
-        "unfinished-checkpoint",
-    ):
+    for name in ("checkpoint-9", "checkpoint-100", "checkpoint-10", "checkpoint-x", "unfinished-checkpoint"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in rloo.checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (100, 10, 9, 2)]
+    assert saved_updates(tmp_path) == [100, 10, 9]
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
@@ -3291,63 +2818,10 @@ def test_a_damaged_checkpoint_is_not_loaded_and_the_one_before_goes_on(whole, ti
     file.unlink()
     if change:
         file.write_bytes(change(content))
-    with pytest.raises(InputError, match="checkpoint-6: cannot be"):  # not the SystemExit of its code
+    with pytest.raises((RuntimeError, ValueError, pickle.UnpicklingError)):  # not the SystemExit of its code
         run(tiny, output, resume=True)
     file.parent.rename(tmp_path / "away")
     assert end_of(run(tiny, output, resume=True)) == end_of(whole)
-
-
-def test_a_checkpoint_of_another_transformers_is_another_run(whole, tiny, tmp_path):
-    output = shutil.copytree(whole, tmp_path / "out")
-    file = output / "checkpoint-6" / "state.json"
-    state = json.loads(file.read_text())
-    state["flags"]["transformers"] = "3"
-    file.write_text(json.dumps(state))
-    with pytest.raises(InputError, match="another run, which had other transformers 3 -> "):
-        run(tiny, output, resume=True)
-
-
-def test_messages_without_a_chat_template_are_said(tmp_path, capsys):
-    for tokenizer, said in ((tiny_tokenizer(), True), (chat_tokenizer(), False)):
-        rloo.load_data(Args(dataset_name=write_rows(tmp_path / "x.jsonl", [{"prompt": [USER]}])), tokenizer)
-        assert ("has no chat template" in capsys.readouterr().out) == said
-
-
-def test_resume_says_which_flags_changed_and_refuses_those_that_make_another_run(whole, tiny, tmp_path, capsys):
-    output = shutil.copytree(whole, tmp_path / "out")
-    copy = shutil.copytree(tiny / "reward", tmp_path / "copy")
-    data = shutil.copytree(tiny / "data", tmp_path / "data")
-    before = snapshot(output)
-    for flags, message in (
-        ({"rloo_k": 4}, "rloo_k 2 -> 4"),
-        ({"seed": 7}, "seed 1 -> 7"),
-        ({"dataset_name": str(data)}, "dataset_name .*data -> .*data"),
-        ({"sft_model_path": str(whole)}, "sft_model_path .*/sft -> "),
-        ({"gradient_accumulation_steps": 2}, "completions_per_update 16 -> 32"),
-        ({"reward_model_path": str(copy)}, "reward_model_path .*/reward -> .*/copy"),
-        ({"reward_fns": (spec("count_a"),)}, r"reward_fns \[.*noise.*\] -> \[.*count_a"),
-        ({"dataset_train_split": "test"}, "dataset_train_split train -> test"),
-        ({"max_prompt_length": 100}, "max_prompt_length 512 -> 100"),
-        ({"lora_rank": 2}, "lora_rank 0 -> 2"),
-        ({"lora_alpha": 8}, "lora_alpha 32 -> 8"),
-    ):
-        with pytest.raises(InputError, match=f"^--resume: {output} is another run, which had other .*{message}"):
-            run(tiny, output, resume=True, **flags)
-    assert snapshot(output) == before
-    capsys.readouterr()
-    longer = {"total_episodes": 16 * 9, "weight_decay": 0.5, "save_steps": 9, "learning_rate": 1e-3}
-    run(tiny, output, resume=True, **longer, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    said = capsys.readouterr().out.split(f"resumed from {output}/checkpoint-6; changed: ")[1].splitlines()[0]
-    for text in ("total_episodes 96 -> 144", "learning_rate 0.003 -> 0.001", "gradient_accumulation_steps 1 -> 2"):
-        assert text in said
-    assert json.loads((output / "args.json").read_text())["weight_decay"] == 0.5
-    state = json.loads((output / "checkpoint-9" / "state.json").read_text())
-    assert (state["update"], state["flags"]["weight_decay"]) == (9, 0.5)  # what another resumed run is compared with
-    metrics, old = read_metrics(output), read_metrics(whole)
-    assert metrics[:6] == old and [update["update"] for update in metrics] == [*range(1, 10)]
-    assert metrics[6]["lr"] == pytest.approx(1e-3 * (0.5 - 0.5 * math.cos(math.pi * 3 / 6)))
-    evaluations = read_metrics(output, "evaluations")  # that of the finished run stays
-    assert evaluations[:3] == read_metrics(whole, "evaluations") and evaluations[-1]["update"] == 9
 
 
 def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, tiny, tmp_path, monkeypatch):
@@ -3359,54 +2833,6 @@ def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, t
         with pytest.raises(InputError, match="is not empty; choose another, or --resume if a run is there"):
             run(tiny, output)
     assert saved_updates(output) == [6, 4, 2]
-
-
-@pytest.mark.parametrize("change", ["template", "rows", "order", "held out"])
-def test_other_training_prompts_make_another_run(tiny, tmp_path, change):
-    """... such as those of a chat template that writes today's date."""
-    policy = save(tmp_path / "sft", tiny_model(), chat_tokenizer(CHAT.replace("m['content']", "m['content'] + ' g'")))
-    rows = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
-    data = write_rows(tmp_path / "data.jsonl", rows)
-    flags = {"sft_model_path": policy, "dataset_name": data, "total_episodes": 16, "reward_fns": (spec("count_a"),)}
-    flags |= {"output_dir": str(tmp_path / "out"), "num_eval_prompts": 0}
-    run(tiny, **flags, output=None)
-    if change == "template":
-        save(tmp_path / "sft", chat_tokenizer(CHAT.replace("m['content']", "m['content'] + ' h'")))
-    elif change == "held out":
-        flags["num_eval_prompts"] = 1
-    else:
-        write_rows(tmp_path / "data.jsonl", rows[:-1] if change == "rows" else rows[::-1])
-    with pytest.raises(InputError, match=r"had other training prompts \(other data, chat template or held-out rows\)"):
-        run(tiny, **flags | {"total_episodes": 32, "resume": True}, output=None)
-
-
-def another_run_may_have(output: Path) -> bool:
-    child = os.fork()
-    if child == 0:
-        try:
-            rloo.open_output(Args(), output)
-        except InputError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
-
-
-def test_a_folder_is_locked_until_the_policy_is_written_and_no_longer(tiny, tmp_path, monkeypatch):
-    """... also where a process that the run has started outlives it."""
-    output, seen, children = tmp_path / "out", [], []
-
-    def note(inputs, found):
-        seen.append(another_run_may_have(output))
-        children.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
-        children[-1].start()
-        return found
-
-    spy(monkeypatch, "collect", note)
-    spy(monkeypatch, "save_policy", note)
-    run(tiny, output, total_episodes=16)
-    assert seen == [False] * 3 and another_run_may_have(output)
-    for child in children:
-        child.kill()
 
 
 def test_seeds_are_told_apart_not_added_up():
@@ -3428,21 +2854,6 @@ def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
     epochs = [sum(drawn, [])[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(epoch) == rows for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 4
     assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7
-
-
-def test_a_policy_that_cannot_be_saved_is_found_before_the_first_update(tiny, tmp_path, monkeypatch):
-    """Many released models have a generation config that some versions of transformers do not save."""
-    folder = shutil.copytree(tiny / "sft", tmp_path / "sft")
-    for number, settings in enumerate([{"temperature": 0.6, "top_p": 0.9}, {"pad_token_id": -1}, {"top_k": 0.5}]):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **settings}))
-        output = run(tiny, tmp_path / f"out{number}", sft_model_path=str(folder), total_episodes=16)
-        assert json.loads((output / "generation_config.json").read_text()).items() >= settings.items()
-        assert AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").generation_config.eos_token_id == 0
-    monkeypatch.setattr(type(tiny_model().config), "save_pretrained", no_space)
-    collected = spy(monkeypatch, "collect")
-    with pytest.raises(OSError):
-        run(tiny, tmp_path / "out")
-    assert not collected
 
 
 def count_a_in_a_sandbox(prompts, completions, completion_ids, **columns):
@@ -3478,245 +2889,116 @@ def test_a_signal_ends_a_process_with_a_line_and_a_checkpoint(tiny, tmp_path, nu
     said, saved = (tmp_path / "log").read_text(), len(read_metrics(output))
     assert process.exitcode == 128 + number and saved_updates(output) == [saved]
     assert f"stopped by a signal; to go on, repeat the command with --resume --output_dir {output}" in said
-    assert "Traceback" not in said and "\nstopping at the next moment at which nothing is lost" in said
+    assert "Traceback" not in said and "\nstopping at the end of this update" in said
 
 
-def logged_command_line(line: list[str], log: Path):
+def begin_log(log: Path):
+    """Sends what a process prints to a file."""
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     os.dup2(sys.stdout.fileno(), 2)
     torch.set_num_threads(1)
+
+
+def logged_command_line(line: list[str], log: Path):
+    begin_log(log)
     rloo.command_line(line)
-
-
-def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path, monkeypatch):
-    """SIGKILL, also during a save; benchmark/metrics/kill_runs.py does the same more often."""
-    monkeypatch.syspath_prepend(BENCHMARK / "metrics")
-    import kill_runs
-
-    counts = kill_runs.run(tmp_path / "kill", kills=3, seed=1, models=tiny, data=tiny / "data")
-    assert counts["kills"] == 3 and counts["runs"] >= 1 and counts["differences"] == 0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A rollout engine of the user's
-
-CALLS = []
-
-
-def plain_engine(
-    model, prompt_ids, *, k, temperature, response_length, stop_ids, seed, version, max_length, ranked=False
-):
-    """Samples one token after another by the model alone; or `ranked`, without chance: completion j takes the j-th
-    likeliest token, or the stop token for every fifth."""
-    CALLS.append({"prompts": len(prompt_ids), "k": k, "temperature": temperature, "seed": seed, "version": version})
-    assert max_length == 512 + response_length and max(map(len, prompt_ids)) <= 512
-    generator = torch.Generator().manual_seed(seed)
-    tokens, logprobs = [], []
-    for ids in prompt_ids:
-        rows, found = torch.tensor([ids] * k), []
-        for _ in range(response_length):
-            distribution = (model(rows).logits[:, -1].float() / (temperature or 1.0)).log_softmax(-1)
-            if ranked or temperature == 0:
-                token = distribution.argsort(-1, descending=True)[range(k), range(k)]
-                token = token * (token % 5 > 0) if ranked else token
-            else:
-                token = torch.multinomial(distribution.exp(), 1, generator=generator)[:, 0]
-            found.append(distribution[range(k), token].tolist())
-            rows = torch.cat([rows, token[:, None]], dim=1)
-        sampled = rows[:, len(ids) :].tolist()
-        lengths = [min([t + 1 for t, token in enumerate(x) if token in stop_ids], default=len(x)) for x in sampled]
-        tokens.append([x[:n] for x, n in zip(sampled, lengths, strict=True)])
-        logprobs.append([[step[j] for step in found[:n]] for j, n in enumerate(lengths)])
-    return tokens, logprobs
-
-
-def silent_engine(*inputs, **options):
-    """Returns no log-probs."""
-    return plain_engine(*inputs, **options)[0], None
-
-
-def ranked_engine(*inputs, **options):
-    return plain_engine(*inputs, **options, ranked=True)
-
-
-@pytest.mark.parametrize("name", ["plain_engine", "silent_engine"])
-def test_an_engine_of_ones_own_samples_for_updates_and_evaluations(train, name):
-    CALLS.clear()
-    flags = {"temperature": 0.7, "total_episodes": 32, "num_eval_prompts": 4, "num_mini_batches": 2}
-    metrics, _ = train(rollout_engine=spec(name), per_device_train_batch_size=8, **flags)
-    assert all(update["val/rollout_logprob_gap"] < 1e-5 and update["grad_norm"] > 0 for update in metrics)
-    found = [[call[key] for key in ("prompts", "k", "temperature", "version")] for call in CALLS]
-    before, after = ([[4, 1, 0.7, version], [4, 1, 0, version]] for version in (0, 2))
-    assert found == [*before, [8, 2, 0.7, 0], [8, 2, 0.7, 1], *after]
-    evaluated, first, second = CALLS[0]["seed"], CALLS[2]["seed"], CALLS[3]["seed"]
-    assert len({evaluated, first, second}) == 3 and CALLS[4]["seed"] == evaluated
-
-
-BAD_COMPLETIONS = {  # what an engine returns for each prompt, T = 3, stop token 0: two completions and their log-probs
-    "one completion": ([[5, 0]], None),
-    "not ended": ([[5, 0], [5, 5]], None),
-    "goes on after its end": ([[5, 0], [0, 0]], None),
-    "too long": ([[5, 0], [5] * 4], None),
-    "empty": ([[5, 0], []], None),
-    "no token": ([[5, 0], [5, 99, 0]], None),
-    "too many log-probs": ([[5, 0], [0]], [[-1.0] * 2, [-1.0] * 2]),
-    "too few log-probs": ([[5, 0], [5, 5, 0]], [[-1.0] * 2, [-1.0] * 2]),
-    "log-probs of one completion": ([[5, 0], [0]], [[-1.0] * 2]),
-    "NaN": ([[5, 0], [0]], [[-1.0, math.nan], [-1.0]]),
-}
-RETURNED = {}
-
-
-def engine_that_returns(model, prompt_ids, **options):
-    tokens, logprobs = RETURNED["by the engine"]
-    return [tokens for _ in prompt_ids], logprobs and [logprobs for _ in prompt_ids]
-
-
-@pytest.mark.parametrize("kind", BAD_COMPLETIONS)
-def test_what_an_engine_may_not_return(train, kind):
-    flags = {"rollout_engine": spec("engine_that_returns"), "response_length": 3, "layout": "group"}
-    RETURNED["by the engine"] = [[5, 0], [5, 5, 5]], [[-1.0, -1.0], [-1.0] * 3]
-    assert len(train(**flags)[0]) == 1
-    RETURNED["by the engine"] = BAD_COMPLETIONS[kind]
-    with pytest.raises((InputError, IndexError, RuntimeError, ValueError)):
-        train(**flags)
-
-
-def test_weights_of_padding_are_in_no_metric(train, monkeypatch):
-    """A sampler whose log-probs are all off by 0.2: every weight is e^0.2, and that of padding, 1, does not count."""
-
-    def off(inputs, found):
-        batch, logprobs = found
-        return batch, (logprobs - 0.2) * batch.response_mask
-
-    spy(monkeypatch, "rollout", off)
-    flags = {"rollout_correction": "truncate", "response_length": 20, "loss_aggregation": "token"}
-    (metrics,), _ = train(**flags, total_episodes=16)
-    assert metrics["completions/mean_length"] < 20
-    assert metrics["val/rollout_weight"] == pytest.approx(math.exp(0.2), abs=1e-4)
-    assert metrics["val/rollout_logprob_gap"] == pytest.approx(0.2, abs=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # More than one process
 
-FSDP = {"sharding": "fsdp"}
-CHECKPOINTING = {"gradient_checkpointing": True}
+
+@torch.no_grad()
+def ranked_rollout(args, model, examples, k, temperature, stop_ids):
+    """Without chance: completion j takes the j-th likeliest token each time, or the stop token for every fifth."""
+    sampled = []
+    for example in examples:
+        rows = torch.tensor([example["prompt_ids"]] * k)
+        for _ in range(args.response_length):
+            token = model(rows).logits[:, -1].argsort(-1, descending=True)[range(k), range(k)]
+            rows = torch.cat([rows, (token * (token % 5 > 0))[:, None]], dim=1)
+        sampled.append(rows[:, -args.response_length :])
+    return rloo.make_batch(examples, torch.stack(sampled, dim=1), stop_ids), None
+
+
 TOKENS = {"loss_aggregation": "token", "advantage_estimator": "reinforce", "kl_in_reward": False, "num_ppo_epochs": 2}
 TOKENS["num_eval_prompts"] = 0
-ADAPTERS = {"lora_rank": 2, "learning_rate": 1e-2, "seed": 3}
 SHORT = {"total_episodes": 32, "num_eval_prompts": 0}
-BFLOAT16 = SHORT | {"dtype": "bfloat16"}
-TIED = {"sft_model_path": "tied", "num_eval_prompts": 0}
-SAMPLED = SHORT | {"rollout_engine": "group"}
-DECAY = SHORT | {"weight_decay": 0.5}
-CONTINUED = ["one", "one, adapters", "fsdp", "fsdp, adapters"]  # from their second update
-ONE = {"one": {}, "one, tokens": TOKENS, "one, tied": TIED, "one, adapters": ADAPTERS}
+ONE = {"one": {"save_steps": 1, "save_total_limit": 9}, "one, tokens": TOKENS}
 TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one process that it equals
-    "ddp": ({}, "one"),
-    "fsdp": (FSDP, "one"),
-    "ddp, tokens, checkpointing": (TOKENS | CHECKPOINTING, "one, tokens"),
-    "fsdp, tokens, checkpointing": (FSDP | TOKENS | CHECKPOINTING, "one, tokens"),
-    "fsdp, tied": (FSDP | TIED, "one, tied"),
-    "ddp, adapters": (ADAPTERS, "one, adapters"),
-    "fsdp, adapters": (FSDP | ADAPTERS | CHECKPOINTING, "one, adapters"),
-    "fsdp, resumed": (FSDP, "one"),  # from checkpoint 2 of "one"
-    "fsdp, adapters, resumed": (FSDP | ADAPTERS, "one, adapters"),
-    # Those below equal nothing, or another run on two processes.
-    "ddp, sampled in bfloat16": (SAMPLED | BFLOAT16, None),
-    "fsdp, sampled": (FSDP | SAMPLED, None),
-    "fsdp, bfloat16": (FSDP | BFLOAT16, None),
-    "fsdp, adapters, bfloat16": (FSDP | ADAPTERS | BFLOAT16, None),
-    "ddp, plain": ({"layout": "plain", "num_eval_prompts": 1}, None),
-    "fsdp, plain": (FSDP | {"layout": "plain", "num_eval_prompts": 1}, None),
-    "ddp, idle": (DECAY, None),
-    "fsdp, idle": (FSDP | DECAY, None),
-    "ddp, unused": (DECAY, None),
+    "two": (ONE["one"], "one"),
+    "two, tokens": (TOKENS | {"gradient_checkpointing": True}, "one, tokens"),
+    "two, resumed": ({}, "one"),  # from checkpoint 2 of "one"
+    # Those below equal no other.
+    "two, sampled": (SHORT | {"dtype": "bfloat16"}, None),
+    "two, one held-out row": ({"layout": "plain", "total_episodes": 16, "num_eval_prompts": 1}, None),
+    "two, idle": (SHORT | {"weight_decay": 0.5}, None),
 }
-if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.9
-    TWO_PROCESSES = {name: run for name, run in TWO_PROCESSES.items() if "fsdp" not in name}
 NORM = "gpt_neox.final_layer_norm.weight"
 
 
-def with_a_constant_norm(load_model):
-    """`load_model`, but the weight of the model's last norm gets no gradient, like that of an expert to which no token
-    goes."""
-
-    def load(*args, **options):
-        model = load_model(*args, **options)
-        norm = model.base_model.final_layer_norm
-        norm.forward = lambda x: F.layer_norm(x, x.shape[-1:], norm.weight.detach(), norm.bias, norm.eps)
-        return model
-
-    return load
+def with_a_constant_norm(*inputs, load_policy=rloo.load_policy):
+    """A policy in which the weight of the last norm gets no gradient, like that of an expert without tokens."""
+    policy = load_policy(*inputs)
+    norm = policy.base_model.final_layer_norm
+    norm.forward = lambda x: F.layer_norm(x, x.shape[-1:], norm.weight.detach(), norm.bias, norm.eps)
+    return policy
 
 
-def worker(rank: int, port: int, runs: list[dict], log: Path):
-    """One rank of two: does the runs one after the other."""
+def worker(rank: int, port: int, runs: list[dict], last: list[str], log: Path):
+    """One rank of two, as torchrun starts it: does the runs one after the other, then a command line."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.stdout = sys.stderr = log.open("w", buffering=1)
-    torch.set_num_threads(1)
-    load_model = rloo.load_model
+    os.environ["NOTES"] = str(log.parent)
+    begin_log(log)
+    rollout, load_policy = rloo.rollout, rloo.load_policy
     for flags in runs:
-        name = flags["output_dir"]
-        constant = name.endswith("unused") or name.endswith("idle") and rank == 1
-        rloo.load_model = with_a_constant_norm(load_model) if constant else load_model
+        name = Path(flags["output_dir"]).name
+        rloo.load_policy = with_a_constant_norm if name == "two, idle" and rank == 1 else load_policy
+        rloo.rollout = rollout if name == "two, sampled" else ranked_rollout
         rloo.main(Args(**flags))
-    rloo.dist.destroy_process_group()
+    rloo.command_line(last, rollout=rollout, load_policy=load_policy)
 
 
 @pytest.fixture(scope="module")
 def two_processes(tiny, tmp_path_factory):
-    """The folder of all runs of ONE and TWO_PROCESSES, and what the two processes printed."""
+    """The folder of all runs of ONE and TWO_PROCESSES and of a command line, and what the two processes printed."""
     folder = tmp_path_factory.mktemp("processes")
-    save(folder / "tied", rloo_test_tied(), tiny_tokenizer())
 
     def flags(name: str, size: int, **more) -> dict:
-        base = run_flags(tiny, folder / name, total_episodes=48, save_steps=0, save_total_limit=9, num_eval_prompts=4)
-        base["save_steps"] = int(name in CONTINUED)
-        base |= {"rollout_engine": spec("ranked_engine"), "eval_fns": (spec("count_tokens"),), "learning_rate": 1e-3}
-        base |= {"normalize_reward": True, "normalize_advantage": True, "missing_eos_penalty": 1.0, "adam_eps": 1e-4}
-        base |= {"lr_scheduler_type": "constant", "per_device_train_batch_size": 16} | more
-        base["per_device_train_batch_size"] //= size
-        if base["sft_model_path"] == "tied":
-            base |= {"sft_model_path": str(folder / "tied")}
+        base = run_flags(tiny, folder / name, total_episodes=48, save_steps=0, num_eval_prompts=4)
+        base |= {"eval_fns": (spec("count_tokens"),), "learning_rate": 1e-3, "adam_eps": 1e-4}
+        base |= {"normalize_reward": True, "normalize_advantage": True, "missing_eos_penalty": 1.0}
+        base |= {"lr_scheduler_type": "constant", "per_device_train_batch_size": 16 // size} | more
         return base
 
-    for name, more in ONE.items():
-        rloo.main(Args(**flags(name, 1, **more)))
-    runs = []
-    for name, (more, one) in TWO_PROCESSES.items():
-        runs.append(flags(name, 2, **more))
-        if "resumed" in name:
-            shutil.copytree(folder / one, folder / name)
-            shutil.rmtree(folder / name / "checkpoint-3")
-            runs[-1]["resume"] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rloo, "rollout", ranked_rollout)
+        for name, more in ONE.items():
+            rloo.main(Args(**flags(name, 1, **more)))
+    runs = [flags(name, 2, **more) for name, (more, _) in TWO_PROCESSES.items()]
+    runs[2]["resume"] = True
+    resumed_at(folder / "one", 2, folder / "two, resumed")
+
+    data = shutil.copytree(tiny / "data", folder / "data")
+    write_rows(data / "test.jsonl", [{"prompt": "b a b"}] * 6)
+    last = command(tiny, folder / "last", dataset_name=data, num_eval_prompts=6, per_device_train_batch_size=8)
+    last += ["--total_episodes", "32", "--response_length", "40", "--reward_fns", spec("note_prompts")]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     logs = [folder / f"log{rank}" for rank in range(2)]
-    processes = [a_process(worker, rank, port, runs, log) for rank, log in enumerate(logs)]
+    processes = [a_process(worker, rank, port, runs, last, log) for rank, log in enumerate(logs)]
     for process in processes:
         process.join(300)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
-    for name in TWO_PROCESSES.keys() & {"fsdp", "fsdp, adapters"}:
-        target = shutil.copytree(folder / name, folder / f"{name} to one")
-        shutil.rmtree(target / "checkpoint-3")
-        rloo.main(Args(**flags(target.name, 1, **ONE["one, adapters"] if "adapters" in name else {}, resume=True)))
     return folder, logs
-
-
-def rloo_test_tied():
-    return tiny_model("qwen3", tie_word_embeddings=True)
 
 
 def assert_equal_runs(one: Path, other: Path):
     """Weights, metrics, evaluations and completions, up to rounding."""
-    weights, others = (load_file(x / "model.safetensors") for x in (one, other))
-    assert weights.keys() == others.keys()
-    assert all((x - others[name]).abs().max() < 1e-5 for name, x in weights.items()), other.name
+    assert (final_weights(one) - final_weights(other)).abs().max() < 1e-5, other.name
     for name in ("metrics", "evaluations"):
         for ours, theirs in zip(*(without_times(read_metrics(x, name)) for x in (one, other)), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), other.name
@@ -3724,75 +3006,39 @@ def assert_equal_runs(one: Path, other: Path):
     assert completions[0] == completions[1], other.name
 
 
-def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(two_processes, tiny):
-    """ddp and fsdp on gloo: three updates on the same prompts and completions, or two and one after a checkpoint."""
+def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(two_processes, tiny, monkeypatch):
+    """Three updates on the same prompts and completions, or two and one after a checkpoint."""
     folder, _ = two_processes
     assert (final_weights(folder / "one") - final_weights(tiny / "sft")).abs().max() > 1e-3
     assert all(0 < x["completions/clipped_ratio"] < 1 for x in read_metrics(folder / "one"))
     for name, (_, one) in TWO_PROCESSES.items():
         if one:
             assert_equal_runs(folder / one, folder / name)
-            assert all(update["val/rollout_logprob_gap"] < 1e-5 for update in read_metrics(folder / name)), name
-        if one == "one, adapters":
-            ours, theirs = (load_file(folder / x / "adapter" / "adapter_model.safetensors") for x in (one, name))
-            assert ours.keys() == theirs.keys() and all((ours[x] - theirs[x]).abs().max() < 1e-5 for x in ours), name
-    if "fsdp" in TWO_PROCESSES:
-        assert_equal_runs(folder / "one", folder / "fsdp to one")
-        assert_equal_runs(folder / "one, adapters", folder / "fsdp, adapters to one")
+    monkeypatch.setattr(rloo, "rollout", ranked_rollout)
+    flags = json.loads((folder / "one" / "args.json").read_text())
+    flags = {name: flags[name] for name in vars(Args()) if name in flags}
+    rloo.main(Args(**flags | resumed_at(folder / "two", 2, folder / "to one")))
+    assert_equal_runs(folder / "one", folder / "to one")
 
 
 def test_two_processes_sample_what_they_train_on(two_processes):
     """By this file's decoder, from other random numbers on each of them; in bfloat16 ratios are exactly 1."""
-    folder, logs = two_processes
-    for name in [name for name in TWO_PROCESSES if name.endswith(("sampled", "bfloat16"))]:
-        for update in read_metrics(folder / name):
-            assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0), name
-            assert update["val/rollout_logprob_gap"] < (0.1 if "bfloat16" in name else 1e-5), name
-    assert logs[0].read_text().count("\nresults: ") == len(TWO_PROCESSES)
-
-
-def test_a_weight_without_a_gradient_on_some_ranks_is_trained_and_on_all_left_alone(two_processes, tiny):
     folder, _ = two_processes
-    begin = load_file(tiny / "sft" / "model.safetensors")[NORM]
-    names = [name for name in TWO_PROCESSES if name.endswith(("idle", "unused"))]
-    ends = {name: load_file(folder / name / "model.safetensors")[NORM] for name in names}
-    trained = ends["ddp, idle"]
-    assert (trained - ends.get("fsdp, idle", trained)).abs().max() < 1e-5 < (trained - begin).abs().max()
-    assert torch.equal(ends["ddp, unused"], begin)
+    for update in read_metrics(folder / "two, sampled"):
+        assert (update["val/ratio"], update["policy/clipfrac_avg"]) == (1, 0)
+        assert 0 < update["val/rollout_logprob_gap"] < 0.1
 
 
-def test_a_weight_without_a_gradient_on_every_rank_gets_none(monkeypatch):
-    """... not 0, by which AdamW would let it decay."""
-    fakes = {"is_initialized": lambda: True, "all_reduce": lambda x: None, "get_world_size": lambda: 1}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(rloo.dist, name, fake)
-    model = tiny_model()
-    head = model.get_output_embeddings().weight
-    head.grad = torch.ones_like(head)
-    rloo.average_gradients(model)
-    assert [weight for weight in model.parameters() if weight.grad is not None] == [head]
+def test_a_weight_without_a_gradient_on_some_ranks_is_trained(two_processes, tiny):
+    folder, _ = two_processes
+    begin, idle = (load_file(x / "model.safetensors")[NORM] for x in (tiny / "sft", folder / "two, idle"))
+    assert (idle - begin * (1 - 1e-3 * 0.5) ** 2).abs().max() > 1e-5  # by more than weight decay
 
 
 def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):
-    folder, logs = two_processes
-    if "fsdp, plain" in TWO_PROCESSES:
-        assert_equal_runs(folder / "ddp, plain", folder / "fsdp, plain")
-    runs = sum(name.endswith("plain") for name in TWO_PROCESSES)
-    assert logs[0].read_text().count("\n0 of 1 held-out prompts are evaluated: the same number by each of 2 ") == runs
-    assert read_metrics(folder / "ddp, plain", "evaluations") == [] and len(read_metrics(folder / "ddp, plain")) == 3
-
-
-def test_fsdp_gathers_in_dtype_and_adds_gradients_up_in_float32(monkeypatch):
-    from torch.distributed import fsdp
-
-    model, policies = tiny_model(), []
-    model.set_reduce_scatter_unused_params = lambda unused: None
-    monkeypatch.setattr(rloo.dist, "init_device_mesh", lambda *args: None)
-    monkeypatch.setattr(rloo.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(fsdp, "fully_shard", lambda module, mp_policy, **options: policies.append(mp_policy))
-    rloo.shard(model, Args(device="cpu", dtype="bfloat16"))
-    assert len(policies) == 3  # two layers and all the rest
-    assert {(x.param_dtype, x.reduce_dtype) for x in policies} == {(torch.bfloat16, torch.float32)}
+    folder, _ = two_processes
+    assert read_metrics(folder / "two, one held-out row", "evaluations") == []
+    assert len(read_metrics(folder / "two, one held-out row")) == 1
 
 
 def note_prompts(prompts, completions, completion_ids, **columns):
@@ -3800,23 +3046,20 @@ def note_prompts(prompts, completions, completion_ids, **columns):
     if prompts[0] == "b a b":  # held out
         return [0.0] * len(prompts)
     with open(f"{os.environ['NOTES']}/rank{os.environ['RANK']}", "a") as file:
-        file.write(json.dumps([random.random(), prompts[: len(prompts) // 2]]) + "\n")
+        file.write(json.dumps([random.random(), prompts[::2]]) + "\n")
     return [float(len(prompt)) for prompt in prompts]
 
 
-def test_torchrun_trains_on_different_prompts_and_one_process_speaks(tiny, tmp_path):
-    data = shutil.copytree(tiny / "data", tmp_path / "data")
-    write_rows(data / "test.jsonl", [{"prompt": "b a b"}] * 6)
-    line = command(tiny, tmp_path / "out", dataset_name=data, num_eval_prompts=6, per_device_train_batch_size=8)
-    line += ["--total_episodes", "32", "--response_length", "40", "--reward_fns", spec("note_prompts")]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", HERE / "rloo.py"]
-    done = shell([*launch, *line], tmp_path, NOTES=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("results: ") == 1 and done.stderr.count(" 2/2 ") <= done.stderr.count("kl=") > 0
-    noted = [json.loads(line) for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
+def test_processes_train_on_different_prompts_and_one_of_them_speaks(two_processes, tiny):
+    folder, logs = two_processes
+    mains = len(TWO_PROCESSES)  # which are not silenced
+    first, second = (log.read_text() for log in logs)
+    assert (first.count("\nresults: "), second.count("\nresults: ")) == (mains + 1, mains)
+    assert "kl=" in first and "kl=" not in second  # the progress bar
+    noted = [json.loads(line) for rank in (0, 1) for line in (folder / f"rank{rank}").read_text().splitlines()]
     assert len({number for number, _ in noted}) == len(noted) == 4  # no two of 2 ranks x 2 updates draw the same
     prompts = [json.loads(line)["prompt"] for line in (tiny / "data" / "train.jsonl").read_text().splitlines()]
     assert sorted(prompt for _, part in noted for prompt in part) == sorted(prompts)  # each of them once
-    assert [update["episode"] for update in read_metrics(tmp_path / "out")] == [16, 32]
-    held_out = [x["completion"] for x in read_metrics(tmp_path / "out", "completions") if x["mode"] == "sampled"]
+    assert [update["episode"] for update in read_metrics(folder / "last")] == [16, 32]
+    held_out = [x["completion"] for x in read_metrics(folder / "last", "completions") if x["mode"] == "sampled"]
     assert len(set(held_out[:6])) == 6  # equal prompts, other random numbers on each rank

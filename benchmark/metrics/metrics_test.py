@@ -38,3 +38,9 @@ def test_the_page_says_what_was_recorded_of_killed_runs():
     page = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     said = kill_runs.sentence(kill_runs.common.Records(kill_runs.RECORDS))
     assert kill_runs.common.filled(page, {"kills": said}) == page
+
+
+def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path):  # noqa: F811
+    """SIGKILL, also during a save; kill_runs.py does the same more often."""
+    counts = kill_runs.run(tmp_path / "kill", kills=3, seed=1, models=tiny, data=tiny / "data")
+    assert counts["kills"] == 3 and counts["runs"] >= 1 and counts["differences"] == 0

@@ -1,4 +1,4 @@
-"""Tests of judge.py and replace_unended.py on mini TL;DR, with a judge on this machine that speaks OpenAI's protocol.
+"""Tests of judge.py on mini TL;DR, with a judge on this machine that speaks OpenAI's protocol.
 
 python -m pytest -q benchmark/tldr/judge_test.py    # by openai's client if it is installed, else by CLIENT
 """
@@ -43,10 +43,11 @@ if importlib.util.find_spec("openai") is None:
 
 import judge  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
-from replace_unended import replace_unended, rloo  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+import rloo  # noqa: E402
+
 MINI = HERE.parent / "mini_tldr"
 gold_judge = rloo.load_function(f"{MINI}/mini_tldr.py:gold_judge")
 KEY = "sk-this-must-not-be-seen-0123456789"
@@ -165,11 +166,3 @@ def test_a_missing_package_is_said_before_anything_is_sampled(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(SystemExit, match="pip install -r benchmark/tldr/requirements.txt"):
         importlib.reload(judge)
-
-
-def test_unended_scores_are_replaced():
-    scores, ended = torch.tensor([[2.0, 3.0, -5.0, torch.nan]]), torch.tensor([[True, False, False, False]])
-    replaced = replace_unended(scores, ended, None, False, None)
-    assert replaced[0, :3].tolist() == [2, -1, -1] and replaced[0, 3].isnan()
-    with pytest.raises(rloo.InputError, match="missing_eos_penalty"):
-        replace_unended(scores, ended, 1.0, False, None)

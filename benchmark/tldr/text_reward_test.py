@@ -4,6 +4,7 @@ python -m pytest -q benchmark/tldr/text_reward_test.py
 """
 
 import os
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
@@ -11,9 +12,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked
 import pytest
 import text_reward
 import torch
-from replace_unended import rloo
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import rloo  # noqa: E402
 
 TLDR, GSM8K = (Path(__file__).resolve().parents[1] / task / "sft" for task in ("mini_tldr", "mini_gsm8k"))
 PROMPTS = ["my boss is rude. ", "I ", "a sister and a brother ", "last week "]

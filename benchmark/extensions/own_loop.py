@@ -1,0 +1,60 @@
+"""A loop of your own around rloo.py's functions, in place of `main`: three updates whose reward is minus the length.
+
+    python benchmark/extensions/own_loop.py
+
+Then log π of completions that you have. `class Batch` and `prepare_example` say what a batch and examples hold. On
+CUDA, call rloo.start_processes(torch.device("cuda:0")) first: it switches off cuDNN's attention, whose gradients can
+be NaN.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import rloo  # noqa: E402
+
+TEXTS = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
+
+
+def brevity(batch):
+    """Scores (k, B)."""
+    return -batch.response_mask.sum(-1).float()
+
+
+def main():
+    path = str(rloo.MINI_TLDR / "sft")
+    flags = {"response_length": 32, "per_device_train_batch_size": 8, "device": "cpu"}
+    args = rloo.resolve_args(rloo.Args(sft_model_path=path, **flags))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in TEXTS]
+    longest = max(len(example["prompt_ids"]) for example in examples)
+    policy = rloo.load_policy(args, longest, resumed=None)
+    sampler = rloo.load_sampler(args, policy)
+    reference = rloo.load_reference(args, policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+    stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
+
+    # 1. Updates, as `main` makes them.
+    scores = []
+    for _ in range(3):
+        experience = rloo.collect(args, policy, sampler, reference, {"brevity": brevity}, examples, stop_ids)
+        improved = rloo.improve(args, policy, optimizer, experience)
+        rloo.update_sampler(sampler, policy)
+        scores.append(rloo.metrics_of(args, experience, improved)["objective/scores"])
+        print(f"score {scores[-1]:.2f}")
+
+    # 2. Log π of given completions, here one per prompt.
+    given = [tokenizer(text)["input_ids"] + stop_ids for text in (" cat trouble", " keys gone")]
+    ids, _ = rloo.pad(given)
+    batch = rloo.make_batch(examples, ids[None], stop_ids)  # (1, 2, T)
+    with torch.no_grad():
+        logprobs, _ = rloo.completion_logprobs(policy, batch, args.temperature)
+    print("log π", logprobs[0].sum(-1).tolist())
+    return policy, experience, scores, batch, logprobs
+
+
+if __name__ == "__main__":
+    main()
