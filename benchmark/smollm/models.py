@@ -149,6 +149,13 @@ def agreement(scores: torch.Tensor, gold: torch.Tensor, undecided: float = 0.0) 
     return (((margin > 0) + 0.5 * (margin == 0)) * better).sum().item() / better.sum().item()
 
 
+def scores_of(model, batch: rloo.Batch) -> torch.Tensor:
+    """Scores (k, B) of completions: the head at their last tokens."""
+    hidden = rloo.completion_hidden(model, batch)
+    last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
+    return rloo.head_scores(model, hidden.gather(2, last).squeeze(2))
+
+
 def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
     """Scores (k, B) of the completions of rows as `sample` writes them."""
     scores = []
@@ -156,7 +163,7 @@ def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
         for begin in range(0, len(rows), 8):
             part = rows[begin : begin + 8]
             examples = [{"prompt_ids": tokenizer(row["prompt"])["input_ids"]} for row in part]
-            scores.append(rloo.model_scores(model, batch_of(examples, [row["ids"] for row in part])))
+            scores.append(scores_of(model, batch_of(examples, [row["ids"] for row in part])))
     return torch.cat(scores, dim=1).float()
 
 
@@ -172,7 +179,7 @@ def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: fl
 
     def loss_of(model, items):
         examples, completions, gold = zip(*items, strict=True)
-        scores = rloo.model_scores(model, batch_of(list(examples), list(completions)))
+        scores = scores_of(model, batch_of(list(examples), list(completions)))
         return bradley_terry(scores, torch.tensor(gold).T).sum()
 
     items = [({"prompt_ids": tokenizer(x["prompt"])["input_ids"]}, x["ids"], x["closeness"]) for x in samples]
