@@ -39,9 +39,9 @@ class Chain:
     trl: str | None = None  # python of an environment that has it
     sft: int = 1_600  # pairs
     reward: int = 800  # prompts, with 4 completions each
-    updates: int = 30
-    validation: int = 64  # packages judged during a run
-    test: int = 200
+    updates: int = 20
+    validation: int = 64
+    test: int = 150
 
 
 # ---- Judging ---------------------------------------------------------------------------------------------------------
@@ -177,20 +177,25 @@ def shared_flags() -> list[str]:
 def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str]:
     """Of rloo.py and of benchmark/trl/run.py. kind: beta and a number, annotator or trl"""
     beta = float(kind.removeprefix("beta")) if kind.startswith("beta") else report.BETA
-    reward = f"--reward_model_path={chain.models / 'reward'}"
+    reward, annotator = f"--reward_model_path={chain.models / 'reward'}", f"--reward_fns={HERE / 'judges.py'}:closeness"
+    rewards = [reward, annotator, "--reward_weights", "1", "0"]  # the annotator is only logged
     if kind == "annotator":
-        beta, reward = report.ANNOTATOR_BETA, f"--reward_fns={HERE / 'judges.py'}:closeness"
-    size = {"rloo_k": models.K, "per_device_train_batch_size": report.SIZE, "total_episodes": updates * report.SIZE}
+        beta, rewards = report.ANNOTATOR_BETA, [annotator]
+    if kind == "trl":
+        rewards = [reward]
+    size = {"per_device_train_batch_size": report.SIZE // 2, "gradient_accumulation_steps": 2}  # prompts of like length
+    size |= {"rloo_k": models.K, "total_episodes": updates * report.SIZE}
     values = size | {"learning_rate": 4e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
     policy = f"--sft_model_path={chain.models / 'sft'}"
-    return [*shared_flags(), policy, reward, *(f"--{name}={x:g}" for name, x in values.items())]
+    return [*shared_flags(), policy, *rewards, *(f"--{name}={x:g}" for name, x in values.items())]
 
 
-def train(chain: Chain, name: str, flags: list[str], evaluation: list[str]) -> Path:
+def train(chain: Chain, name: str, flags: list[str]) -> Path:
     """The folder with the trained policy."""
     out = chain.folder / name
     if not (out / "model.safetensors").is_file():
-        command = [sys.executable, "rloo.py", "--resume", "--save_steps=20", "--save_total_limit=1", *evaluation]
+        command = [sys.executable, "rloo.py", "--resume", "--save_steps=10", "--save_total_limit=1"]
+        command += ["--max_prompt_length=256", "--num_eval_prompts=1", "--num_sample_generations=0"]
         if name.startswith("trl"):
             command = [chain.trl, "benchmark/trl/run.py", "rloo"]
         run_logged([*command, *flags, f"--output_dir={out}"], chain.folder / f"{name}.log")
@@ -206,8 +211,7 @@ def seconds(line: dict) -> float:
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
     flags = training_flags(chain, kind, int(seed), chain.updates)
-    evaluation = [*evaluation_flags("validation", chain.validation), "--num_sample_generations=1"]
-    policy = train(chain, name, flags, evaluation)
+    policy = train(chain, name, flags)
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
     lines = read_lines(policy / "metrics.jsonl")
     found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
@@ -215,11 +219,8 @@ def make_run(chain: Chain, name: str) -> dict:
     found["seconds_per_update"] = round(median(map(seconds, lines[1:])), 2)
     if kind != "trl":  # which evaluates nothing
         found["kl"] = round(mean(line["objective/kl"] for line in lines[-10:]), 2)
-        samples = read_lines(policy / "completions.jsonl")
-        for mode in ("sampled", "greedy"):
-            done = sorted({sample["update"] for sample in samples if sample["mode"] == mode})
-            grades = {str(n): of_mode(samples, mode, n) for n in done}
-            found[f"course_{mode}"] = {n: compared(own, grades["0"]) for n, own in grades.items()}
+        closeness = "objective/scores" if kind == "annotator" else "rewards/closeness/mean"
+        found["closeness"] = [round(line[closeness], 4) for line in lines]
     return found | judged(chain, name) if kind in report.RUNS else found
 
 
@@ -230,7 +231,7 @@ def make_speed(chain: Chain, updates: int = 6, rounds: int = 3) -> dict:
         for kind, of_kind in found.items():
             shutil.rmtree(chain.folder / f"{kind}-speed", ignore_errors=True)
             flags = training_flags(chain, "trl", 1, updates)
-            policy = train(chain, f"{kind}-speed", flags, evaluation_flags("validation", 1))
+            policy = train(chain, f"{kind}-speed", flags)
             of_kind.append(round(median(map(seconds, read_lines(policy / "metrics.jsonl")[1:])), 2))
     return found | {"ratio": [round(trl / ours, 2) for ours, trl in zip(*found.values(), strict=True)]}
 
