@@ -40,8 +40,7 @@ class Chain:
     sft: int = 1_600  # pairs
     reward: int = 800  # prompts, with 4 completions each
     updates: int = 20
-    validation: int = 64
-    test: int = 150
+    test: int = 120
 
 
 # ---- Judging ---------------------------------------------------------------------------------------------------------
@@ -66,30 +65,31 @@ def compared(ours: dict[str, dict], theirs: dict[str, dict]) -> dict:
     return found
 
 
-def of_mode(samples: list[dict], mode: str, update: int = 0) -> dict[str, dict]:
+def of_mode(samples: list[dict], mode: str) -> dict[str, dict]:
     """Grades and text by package, of the lines of completions.jsonl."""
-    chosen = [sample for sample in samples if sample["mode"] == mode and sample["update"] == update]
+    chosen = [sample for sample in samples if sample["mode"] == mode]
     return {x["columns"]["package"]: x["grades"] | {"text": x["completion"].strip()} for x in chosen}
 
 
-def evaluation_flags(split: str, prompts: int) -> list[str]:
-    judges = [f"{HERE / 'judges.py'}:{name}" for name in ("closeness", "rouge_l")]
-    return ["--eval_fns", *judges, f"--dataset_test_split={split}", f"--num_eval_prompts={prompts}"]
-
-
-def completions_of(policy: Path, out: Path, prompts: int, split: str = "test") -> list[dict]:
-    """A sampled and a greedy completion of each prompt, graded: rloo.py's evaluation without training."""
+def completions_of(policy: Path, out: Path, prompts: int) -> list[dict]:
+    """A sampled and a greedy completion of each test prompt, graded: rloo.py's evaluation without training."""
     file = out / "completions.jsonl"
     if not file.is_file() or not file.stat().st_size:
         flags = [*shared_flags(), f"--sft_model_path={policy}", "--total_episodes=0", f"--output_dir={out}", "--resume"]
-        run_logged([sys.executable, "rloo.py", *flags, *evaluation_flags(split, prompts)], Path(f"{out}.log"))
+        flags += ["--eval_fns", *(f"{HERE / 'judges.py'}:{judge}" for judge in ("closeness", "rouge_l"))]
+        run_logged([sys.executable, "rloo.py", *flags, f"--num_eval_prompts={prompts}"], Path(f"{out}.log"))
     return read_lines(file)
+
+
+def sft_completions(chain: Chain) -> list[dict]:
+    """What others are compared with."""
+    return completions_of(chain.models / "sft", chain.models / "judged" / "sft", chain.test)
 
 
 def judged(chain: Chain, name: str) -> dict:
     """By mode, on the test packages, against the SFT model; and human and greedy synopses of the first packages."""
-    samples = completions_of(chain.folder / name, chain.folder / "judged" / f"{name}-test", chain.test)
-    sft = sft_completions(chain, "test", chain.test)
+    samples = completions_of(chain.folder / name, chain.folder / "judged" / name, chain.test)
+    sft = sft_completions(chain)
     found = {mode: compared(of_mode(samples, mode), of_mode(sft, mode)) for mode in ("sampled", "greedy")}
     greedy = of_mode(samples, "greedy")
     first = read_lines(PREPARED / "test.jsonl")[: report.EXAMPLES]
@@ -102,33 +102,43 @@ def judged(chain: Chain, name: str) -> dict:
 def train_sft(chain: Chain) -> Path:
     out = chain.folder / "sft"
     if not (out / "model.safetensors").is_file():
-        models.sft(PREPARED / "base", PREPARED / "sft.jsonl", out, chain.sft)
+        models.sft(PREPARED / "base", of_split("sft", chain.sft), out)
     return out
-
-
-def sft_completions(chain: Chain, split: str, prompts: int) -> list[dict]:
-    """What others are compared with."""
-    return completions_of(chain.models / "sft", chain.models / "judged" / f"sft-{split}", prompts, split)
 
 
 def make_sft(chain: Chain) -> dict:
     log = read_lines(train_sft(chain) / "log.jsonl")
     found = {"pairs": sum(line["items"] for line in log), "seconds": round(sum(line["seconds"] for line in log))}
+    found["closeness"] = {str(seed): sft_closeness(chain, seed) for seed in report.SEEDS}
     return found | judged(chain, "sft")
 
 
-def sampled(chain: Chain, split: str, k: int, limit: int | None = None) -> list[dict]:
-    """k completions of each prompt of a split, by the SFT model."""
-    file = chain.folder / f"samples-{split}.jsonl"
+def sft_closeness(chain: Chain, seed: int) -> list[float]:
+    """What the SFT model's samples have on the packages of each update of a run."""
+    rows = read_lines(PREPARED / "train.jsonl")
+    updates = models.rows_of_updates(rows, chain.models / "sft", seed, chain.updates, report.SIZE // models.K)
+    samples = sampled(chain, f"seed{seed}", models.K, sum(updates, []))
+    found = {row["package"]: mean(row["closeness"]) for row in samples}
+    return [round(mean(found[row["package"]] for row in update), 4) for update in updates]
+
+
+def sampled(chain: Chain, name: str, k: int, rows: list[dict]) -> list[dict]:
+    """k completions of each row's prompt, by the SFT model."""
+    file = chain.folder / f"samples-{name}.jsonl"
     if not file.is_file():
-        models.sample(chain.models / "sft", PREPARED / f"{split}.jsonl", k, file, limit)
+        models.sample(chain.models / "sft", rows, k, file)
     return read_lines(file)
+
+
+def of_split(split: str, limit: int) -> list[dict]:
+    return read_lines(PREPARED / f"{split}.jsonl")[:limit]
 
 
 def train_reward(chain: Chain) -> Path:
     out = chain.folder / "reward"
     if not (out / "model.safetensors").is_file():
-        models.reward_model(chain.models / "sft", sampled(chain, "reward", models.K, chain.reward), out)
+        samples = sampled(chain, "reward", models.K, of_split("reward", chain.reward))
+        models.reward_model(chain.models / "sft", samples, out)
     return out
 
 
@@ -136,21 +146,15 @@ def make_reward(chain: Chain) -> dict:
     """How often the reward model agrees with the judges on held-out pairs, and best-of-n by it."""
     kind = transformers.AutoModelForSequenceClassification
     model, tokenizer = models.load(train_reward(chain), torch.bfloat16, kind, num_labels=1)
-    found = {}
-    for split, prompts in (("validation", chain.validation), ("test", chain.test)):
-        rows = sampled(chain, split, max(COUNTS), prompts)
-        scores = models.score_samples(model, rows, tokenizer)
-        gold = {judge: torch.tensor([row[judge] for row in rows]).T for judge in ("closeness", "rouge_l")}
-        sft = of_mode(sft_completions(chain, split, prompts), "sampled")
-        found[split] = {f"best_of_{n}": best_of(n, rows, scores.T.tolist(), sft) for n in COUNTS}
-        found[split]["closest_of_16"] = best_of(max(COUNTS), rows, gold["closeness"].T.tolist(), sft)
-        found[split] |= {f"agreement_{judge}": models.agreement(scores, of_judge) for judge, of_judge in gold.items()}
-        found[split]["agreement_decided"] = models.agreement(scores, gold["closeness"], models.UNDECIDED)
-        found[split] |= {
-            "score_std": scores.std(0).mean().item(),
-            "closeness_std": gold["closeness"].std(0).mean().item(),
-        }
-    return found
+    rows = sampled(chain, "test", max(COUNTS), of_split("test", chain.test))
+    scores = models.score_samples(model, rows, tokenizer)
+    gold = {judge: torch.tensor([row[judge] for row in rows]).T for judge in ("closeness", "rouge_l")}
+    sft = of_mode(sft_completions(chain), "sampled")
+    found = {f"best_of_{n}": best_of(n, rows, scores.T.tolist(), sft) for n in COUNTS}
+    found["closest_of_16"] = best_of(max(COUNTS), rows, gold["closeness"].T.tolist(), sft)
+    found |= {f"agreement_{judge}": models.agreement(scores, of_judge) for judge, of_judge in gold.items()}
+    found["agreement_decided"] = models.agreement(scores, gold["closeness"], models.UNDECIDED)
+    return found | {"closeness": gold["closeness"].mean().item()}
 
 
 def best_of(n: int, rows: list[dict], scores: list[list[float]], sft: dict[str, dict]) -> dict:
@@ -269,7 +273,7 @@ def main():
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
-        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, validation=16, test=32)
+        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, test=32)
         make(chain, ["sft", "reward", f"{report.LEARNED}-seed1", "annotator-seed1"], records)
         print(report.results(records))
         return

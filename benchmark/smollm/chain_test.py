@@ -1,5 +1,3 @@
-import json
-
 import chain
 import judges
 import models
@@ -151,31 +149,33 @@ def test_a_batch_has_the_completions_of_each_prompt_and_nothing_after_the_stop()
     assert batch.ended.tolist() == [[True, True], [False, True]]
 
 
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """The folder of a tiny task in the form of prepared/, for the bundled model."""
+def test_sft_learns_and_the_reward_model_learns_what_the_annotator_prefers(tmp_path, monkeypatch):
     tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI / "sft")
     monkeypatch.setattr(models, "STOP", tokenizer.eos_token_id)
-    lines = models.read_lines(MINI / "train.jsonl")[:24]
-    rows = [{"prompt": x["prompt"], "synopsis": "the same for all", "package": f"p{i}"} for i, x in enumerate(lines)]
-    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
-    return tmp_path
-
-
-def test_sft_learns_and_the_reward_model_learns_what_the_annotator_prefers(tiny, monkeypatch):
     monkeypatch.setattr(judges, "closeness", lambda texts, synopses: [float(-len(text)) for text in texts])
-    models.sft(MINI / "sft", tiny / "sft.jsonl", tiny / "policy", 24, learning_rate=1e-3, size=4)
-    log = models.read_lines(tiny / "policy" / "log.jsonl")
+    prompts = [line["prompt"] for line in report.common.read_lines(MINI / "train.jsonl")[:24]]
+    rows = [{"prompt": text, "synopsis": "the same for all", "package": f"p{i}"} for i, text in enumerate(prompts)]
+    models.sft(MINI / "sft", rows, tmp_path / "policy", learning_rate=1e-3, size=4)
+    log = report.common.read_lines(tmp_path / "policy" / "log.jsonl")
     assert sum(line["items"] for line in log) == 24 and log[-1]["loss"] < log[0]["loss"] - 0.5
-    models.sample(MINI / "sft", tiny / "sft.jsonl", 4, tiny / "samples.jsonl")
-    rows = models.read_lines(tiny / "samples.jsonl")
-    assert [len(x["ids"]) for x in rows] == [4] * 24 and len({x["package"] for x in rows}) == 24
-    assert all(-len(text) == close for x in rows for text, close in zip(x["text"], x["closeness"], strict=True))
-    models.reward_model(MINI / "sft", rows, tiny / "reward", learning_rate=3e-3, size=4)
+    models.sample(MINI / "sft", rows, 4, tmp_path / "samples.jsonl")
+    samples = report.common.read_lines(tmp_path / "samples.jsonl")
+    assert [len(x["ids"]) for x in samples] == [4] * 24 and len({x["package"] for x in samples}) == 24
+    assert all(-len(text) == close for x in samples for text, close in zip(x["text"], x["closeness"], strict=True))
+    models.reward_model(MINI / "sft", samples, tmp_path / "reward", learning_rate=3e-3, size=4)
     kind = models.transformers.AutoModelForSequenceClassification
-    model, tokenizer = models.load(tiny / "reward", kind=kind, num_labels=1)
-    scores = models.score_samples(model, rows, tokenizer)
-    assert models.agreement(scores, torch.tensor([x["closeness"] for x in rows]).T) > 0.7
+    model, tokenizer = models.load(tmp_path / "reward", kind=kind, num_labels=1)
+    scores = models.score_samples(model, samples, tokenizer)
+    assert models.agreement(scores, torch.tensor([x["closeness"] for x in samples]).T) > 0.7
+
+
+def test_rows_of_updates_are_those_that_rloo_trains_on():
+    tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI / "sft")
+    rows = report.common.read_lines(MINI / "train.jsonl")[:30]
+    updates = models.rows_of_updates(rows, MINI / "sft", seed=2, updates=3, size=4)
+    examples = models.read_examples(rows, tokenizer)
+    theirs = [models.rloo.examples_of_update(examples, 2, done * 4, 4) for done in range(3)]
+    assert [[x["prompt"] for x in own] for own in updates] == [[x["prompt"] for x in own] for own in theirs]
 
 
 def test_steps_with_a_record_are_not_made_again(tmp_path, monkeypatch, capsys):
@@ -195,11 +195,13 @@ def test_steps_with_a_record_are_not_made_again(tmp_path, monkeypatch, capsys):
 
 def test_rloo_and_trl_get_the_same_flags_and_the_annotator_replaces_the_reward_model(tmp_path):
     steps = chain.Chain(tmp_path, tmp_path)
-    learned = chain.training_flags(steps, report.LEARNED, 2, 50)
-    assert learned == chain.training_flags(steps, "trl", 2, 50)
-    annotator = chain.training_flags(steps, "annotator", 2, 50)
-    changed = [word.split("=")[0] for word in annotator if word not in learned]
-    assert changed == ["--reward_fns", "--kl_coef"] and "--total_episodes=1600" in annotator
+    learned, trl, annotator = (
+        chain.training_flags(steps, kind, 2, 50) for kind in (report.LEARNED, "trl", "annotator")
+    )
+    assert set(trl) < set(learned) and "--total_episodes=1600" in trl and "--seed=2" in trl
+    assert [word.split("=")[0] for word in trl if word not in annotator] == ["--reward_model_path", "--kl_coef"]
+    logged = learned.index("--reward_weights")
+    assert learned[logged - 1].endswith(":closeness") and learned[logged + 1 : logged + 3] == ["1", "0"]
 
 
 def test_the_page_has_the_records():

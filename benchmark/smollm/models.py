@@ -13,9 +13,8 @@ import torch.nn.functional as F
 import transformers
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+sys.path.append(str(HERE.parents[1]))
 import judges  # noqa: E402
-from common import read_lines  # noqa: E402
 
 import rloo  # noqa: E402
 
@@ -37,9 +36,9 @@ def load(path: Path, dtype=torch.float32, kind=transformers.AutoModelForCausalLM
     return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
-def read_examples(file: Path, tokenizer, limit: int | None = None) -> list[dict]:
-    """The examples of a split whose prompts are short enough."""
-    examples = [rloo.prepare_example(row, tokenizer) for row in read_lines(file)[:limit]]
+def read_examples(rows: list[dict], tokenizer) -> list[dict]:
+    """The examples of rows whose prompts are short enough."""
+    examples = [rloo.prepare_example(row, tokenizer) for row in rows]
     return [example for example in examples if len(example["prompt_ids"]) <= LONGEST]
 
 
@@ -84,6 +83,14 @@ def fit(model, tokenizer, items: list, loss_of: Callable, size: int, learning_ra
     tokenizer.save_pretrained(out)
 
 
+def rows_of_updates(rows: list[dict], policy: Path, seed: int, updates: int, size: int) -> list[list[dict]]:
+    """The rows that a run of rloo.py trains on, `size` in each of its first updates."""
+    examples = read_examples(rows, transformers.AutoTokenizer.from_pretrained(policy))
+    chosen = rloo.examples_of_update(examples, seed, 0, updates * size)
+    chosen = [{"prompt": example["prompt"], **example["columns"]} for example in chosen]
+    return [chosen[begin : begin + size] for begin in range(0, len(chosen), size)]
+
+
 # ---- SFT -------------------------------------------------------------------------------------------------------------
 
 
@@ -95,11 +102,11 @@ def sft_loss(model, items) -> torch.Tensor:
     return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
 
 
-def sft(source: Path, file: Path, out: Path, limit: int, learning_rate: float = 1e-4, size: int = 16):
+def sft(source: Path, rows: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
     """Trains on prompts and synopses."""
     model, tokenizer = load(source, layout="plain")  # a prompt has one completion
     model.requires_grad_(True)
-    examples = read_examples(file, tokenizer, limit)
+    examples = read_examples(rows, tokenizer)
     texts = tokenizer([" " + example["columns"]["synopsis"] for example in examples])["input_ids"]
     items = [(example, [ids[: T - 1] + [STOP]]) for example, ids in zip(examples, texts, strict=True)]
     fit(model, tokenizer, items, sft_loss, size, learning_rate, out)
@@ -108,12 +115,12 @@ def sft(source: Path, file: Path, out: Path, limit: int, learning_rate: float = 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
 
 
-def sample(policy: Path, file: Path, k: int, out: Path, limit: int | None = None, seed: int = 1):
-    """k completions of each prompt of a split, with the annotator's closeness to the maintainer's synopsis."""
+def sample(policy: Path, rows: list[dict], k: int, out: Path):
+    """k completions of each prompt, with the judges' grades, into a file."""
     model, tokenizer = load(policy, torch.bfloat16)
-    examples = read_examples(file, tokenizer, limit)
-    rloo.set_seed(seed)
-    rows = []
+    examples = read_examples(rows, tokenizer)
+    rloo.set_seed(1)
+    lines = []
     for begin in range(0, len(examples), 100):
         part = sorted(examples[begin : begin + 100], key=lambda example: len(example["prompt_ids"]))
         batch, _ = rloo.rollout(flags(k=k), model, part, k, TEMPERATURE, [STOP])
@@ -125,9 +132,9 @@ def sample(policy: Path, file: Path, k: int, out: Path, limit: int | None = None
             row = {"package": example["columns"]["package"], "prompt": example["prompt"], "synopsis": synopses[b]}
             for name, values in (("ids", ids), ("text", texts), ("closeness", close), ("rouge_l", rouge)):
                 row[name] = [values[j * len(synopses) + b] for j in range(k)]
-            rows.append(row)
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     unfinished = out.with_suffix(".unfinished")
-    unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    unfinished.write_text("".join(lines), encoding="utf-8")
     unfinished.replace(out)
 
 

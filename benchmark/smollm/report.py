@@ -9,7 +9,7 @@ import common  # noqa: E402
 import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
-SIZE = 32  # completions of an update
+SIZE, WINDOW = 32, 5  # completions of an update, updates of a point in the picture
 BETA, ANNOTATOR_BETA = 0.03, 0.02  # BETA: the best of the trials
 EXAMPLES = 5  # of the first test packages, which are in a random order
 SEEDS = (1, 2, 3)
@@ -50,7 +50,7 @@ def results(records: common.Records) -> str:
     wins = [f"{judge}, {mode}" for judge in JUDGES.values() for mode in ("sampled", "greedy")]
     rows = [["beats SFT's own, %: policy", *wins, "end, %", "tokens", "KL"], row("SFT", [records.all["sft"]])]
     rows += [row(title, of_kind(records, kind)) for kind, title in RUNS.items() if of_kind(records, kind)]
-    rows += [row(title, [{"sampled": records.all["reward"]["test"][name]}]) for name, title in BEST_OF.items()]
+    rows += [row(title, [{"sampled": records.all["reward"][name]}]) for name, title in BEST_OF.items()]
     return common.markdown(rows)
 
 
@@ -63,15 +63,23 @@ def compared(records: common.Records) -> str:
     return common.markdown(rows)
 
 
+def gains(records: common.Records, kind: str) -> list[list[float]]:
+    """Closeness of each seed's samples in each update, less that of the SFT model's on the same packages."""
+    seeds = [seed for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
+    courses = [
+        (records.all[f"{kind}-seed{seed}"]["closeness"], records.all["sft"]["closeness"][str(seed)]) for seed in seeds
+    ]
+    return [[ours - sft for ours, sft in zip(*course)] for course in courses]
+
+
 def trials(records: common.Records) -> str:
-    """The last evaluations on validation packages, sampled and greedy ones together."""
-    rows = [["β", "closeness", "annotator, %", "ROUGE-L, %", "end, %", "KL"]]
+    """The second half of the training of seed 1."""
+    rows = [["β", "closeness, gain over SFT", "KL"]]
     for name in TRIALS:
-        record = records.all[name]
-        last = [list(record[f"course_{mode}"].values())[-1] for mode in ("sampled", "greedy")]
-        means = [sum(x[entry] for x in last) / 2 for entry in ("closeness", *JUDGES, "ended")]
-        cells = [f"{100 * value:.1f}" for value in means[1:]]
-        rows.append([name.removeprefix("beta").partition("-")[0], f"{means[0]:.3f}", *cells, f"{record['kl']:.1f}"])
+        kind = name.partition("-")[0]
+        gain = gains(records, kind)[0]
+        late = gain[len(gain) // 2 :]
+        rows.append([kind.removeprefix("beta"), f"{sum(late) / len(late):+.3f}", f"{records.all[name]['kl']:.1f}"])
     return common.markdown(rows)
 
 
@@ -106,27 +114,23 @@ def show(records: common.Records, names: list[str]):
 
 
 def draw(records: common.Records):
-    figure, (axes,) = common.canvas(1, 7, 4)
+    figure, (axes,) = common.canvas(1, 7, 4.4)
     axis = axes[0]
     for number, kind in enumerate((LEARNED, "annotator")):
-        courses = [x["course_sampled"] for x in of_kind(records, kind)]
-        wins = [[100 * point["closeness_wins"] for point in course.values()] for course in courses]
-        plot.course(axis, [int(done) for done in courses[0]], wins, color=f"C{number}", marker="o", label=RUNS[kind])
+        lines = [plot.smoothed(line, WINDOW) for line in gains(records, kind)]
+        plot.course(axis, range(WINDOW, WINDOW + len(lines[0])), lines, color=f"C{number}", label=RUNS[kind])
+    reward = records.all["reward"]
     for style, (name, title) in zip(("--", "-.", ":"), BEST_OF.items(), strict=True):
-        axis.axhline(
-            100 * records.all["reward"]["validation"][name]["closeness_wins"], color="0.4", ls=style, label=title
-        )
-    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel="beats SFT's synopsis, %")
-    figure.suptitle(
-        "Sampled synopses of 100 validation packages, judged by the annotator. Mean and range of seeds", fontsize=10
-    )
+        axis.axhline(reward[name]["closeness"] - reward["closeness"], color="0.4", ls=style, label=title)
+    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel=f"closeness, gain over SFT, mean of {WINDOW} updates")
+    figure.suptitle("Closeness to the maintainer's synopsis. Mean and range of seeds", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2)
-    common.save(figure, HERE / "wins.png")
+    common.save(figure, HERE / "closeness.png")
 
 
 def report():
     records = common.Records(RECORDS)
-    if records.complete(NAMES, "smollm/README.md's tables, wins.png"):
+    if records.complete(NAMES, "smollm/README.md's tables, closeness.png"):
         common.insert(HERE / "README.md", tables(records))
         draw(records)
 
