@@ -1,8 +1,8 @@
 """TL;DR with real text: SFT, reward model, RLOO and judges, on the synopses of packages (see README.md).
 
-    python benchmark/smollm/chain.py --quick                  # all steps, small, in ten minutes; prints the table
+    python benchmark/smollm/chain.py --quick                  # all steps but TRL's, small; prints the table
     python benchmark/smollm/chain.py --trl trl1/bin/python    # all that has no record yet, and the page
-    python benchmark/smollm/chain.py --names beta0.03-seed1 --again      # one step, compared with its record
+    python benchmark/smollm/chain.py --names sft --again      # one step, compared with its record
 
 prepare.py comes first. A step that has its record in records.json is not made again; one that was stopped goes on. With
 --again, steps are made although they have a record, and compared with it. Models are in runs/smollm, 0.5 GB each.
@@ -27,6 +27,7 @@ from common import Records, folder_of_runs, read_lines, require, run_logged  # n
 PREPARED = HERE / "prepared"
 SAME = 1e-4  # judged values closer than this are a tie
 COUNTS = (4, 16)  # best of so many
+JUDGES = ("closeness", "rouge_l")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Chain:
     trl: str | None = None  # python of an environment that has it
     sft: int = 1_600  # pairs
     reward: int = 800  # prompts, with 4 completions each
-    updates: int = 20
+    updates: int = report.UPDATES
+    seeds: tuple[int, ...] = report.SEEDS
     test: int = 120
 
 
@@ -55,13 +57,10 @@ def win_rate(ours: list[float], theirs: list[float]) -> float:
 def compared(ours: dict[str, dict], theirs: dict[str, dict]) -> dict:
     """Grades of completions by package: their means, and by each judge the win rate against others."""
     names = [name for name in ours if name in theirs]
-    found = {}
-    for grade in ("closeness", "rouge_l", "length"):
-        found[grade] = round(mean(ours[name][grade] for name in names), 4)
+    found = {grade: round(mean(ours[name][grade] for name in names), 4) for grade in (*JUDGES, "length")}
     found["ended"] = mean(ours[name]["length"] < models.T for name in names)
-    for judge in ("closeness", "rouge_l"):
-        values = [[side[name][judge] for name in names] for side in (ours, theirs)]
-        found[f"{judge}_wins"] = round(win_rate(*values), 4)
+    for judge in JUDGES:
+        found[f"{judge}_wins"] = win_rate(*([side[name][judge] for name in names] for side in (ours, theirs)))
     return found
 
 
@@ -76,7 +75,7 @@ def completions_of(policy: Path, out: Path, prompts: int) -> list[dict]:
     file = out / "completions.jsonl"
     if not file.is_file() or not file.stat().st_size:
         flags = [*shared_flags(), f"--sft_model_path={policy}", "--total_episodes=0", f"--output_dir={out}", "--resume"]
-        flags += ["--eval_fns", *(f"{HERE / 'judges.py'}:{judge}" for judge in ("closeness", "rouge_l"))]
+        flags += ["--eval_fns", *(f"{HERE / 'judges.py'}:{judge}" for judge in JUDGES)]
         run_logged([sys.executable, "rloo.py", *flags, f"--num_eval_prompts={prompts}"], Path(f"{out}.log"))
     return read_lines(file)
 
@@ -89,14 +88,25 @@ def sft_completions(chain: Chain) -> list[dict]:
 def judged(chain: Chain, name: str) -> dict:
     """By mode, on the test packages, against the SFT model; and human and greedy synopses of the first packages."""
     samples = completions_of(chain.folder / name, chain.folder / "judged" / name, chain.test)
-    sft = sft_completions(chain)
+    sft, greedy = sft_completions(chain), of_mode(samples, "greedy")
     found = {mode: compared(of_mode(samples, mode), of_mode(sft, mode)) for mode in ("sampled", "greedy")}
-    greedy = of_mode(samples, "greedy")
-    first = read_lines(PREPARED / "test.jsonl")[: report.EXAMPLES]
+    first = of_split("test", report.EXAMPLES)
     return found | {"examples": {x["package"]: [x["synopsis"], greedy[x["package"]]["text"]] for x in first}}
 
 
 # ---- SFT and the reward model ----------------------------------------------------------------------------------------
+
+
+def of_split(split: str, limit: int | None = None) -> list[dict]:
+    return read_lines(PREPARED / f"{split}.jsonl")[:limit]
+
+
+def sampled(chain: Chain, name: str, k: int, rows: list[dict]) -> list[dict]:
+    """k completions of each row's prompt, by the SFT model."""
+    file = chain.folder / f"samples-{name}.jsonl"
+    if not file.is_file():
+        models.sample(chain.models / "sft", rows, k, file)
+    return read_lines(file)
 
 
 def train_sft(chain: Chain) -> Path:
@@ -109,29 +119,17 @@ def train_sft(chain: Chain) -> Path:
 def make_sft(chain: Chain) -> dict:
     log = read_lines(train_sft(chain) / "log.jsonl")
     found = {"pairs": sum(line["items"] for line in log), "seconds": round(sum(line["seconds"] for line in log))}
-    found["closeness"] = {str(seed): sft_closeness(chain, seed) for seed in report.SEEDS}
+    found["closeness"] = {str(seed): sft_closeness(chain, seed) for seed in chain.seeds}
     return found | judged(chain, "sft")
 
 
 def sft_closeness(chain: Chain, seed: int) -> list[float]:
     """What the SFT model's samples have on the packages of each update of a run."""
-    rows = read_lines(PREPARED / "train.jsonl")
-    updates = models.rows_of_updates(rows, chain.models / "sft", seed, chain.updates, report.SIZE // models.K)
+    sizes = chain.updates, report.SIZE // models.K
+    updates = models.rows_of_updates(of_split("train"), chain.models / "sft", seed, *sizes)
     samples = sampled(chain, f"seed{seed}", models.K, sum(updates, []))
     found = {row["package"]: mean(row["closeness"]) for row in samples}
     return [round(mean(found[row["package"]] for row in update), 4) for update in updates]
-
-
-def sampled(chain: Chain, name: str, k: int, rows: list[dict]) -> list[dict]:
-    """k completions of each row's prompt, by the SFT model."""
-    file = chain.folder / f"samples-{name}.jsonl"
-    if not file.is_file():
-        models.sample(chain.models / "sft", rows, k, file)
-    return read_lines(file)
-
-
-def of_split(split: str, limit: int) -> list[dict]:
-    return read_lines(PREPARED / f"{split}.jsonl")[:limit]
 
 
 def train_reward(chain: Chain) -> Path:
@@ -143,31 +141,30 @@ def train_reward(chain: Chain) -> Path:
 
 
 def make_reward(chain: Chain) -> dict:
-    """How often the reward model agrees with the judges on held-out pairs, and best-of-n by it."""
+    """How often the reward model agrees with the judges on pairs of test completions, and best-of-n by it."""
     kind = transformers.AutoModelForSequenceClassification
     model, tokenizer = models.load(train_reward(chain), torch.bfloat16, kind, num_labels=1)
     rows = sampled(chain, "test", max(COUNTS), of_split("test", chain.test))
     scores = models.score_samples(model, rows, tokenizer)
-    gold = {judge: torch.tensor([row[judge] for row in rows]).T for judge in ("closeness", "rouge_l")}
-    sft = of_mode(sft_completions(chain), "sampled")
-    found = {f"best_of_{n}": best_of(n, rows, scores.T.tolist(), sft) for n in COUNTS}
-    found["closest_of_16"] = best_of(max(COUNTS), rows, gold["closeness"].T.tolist(), sft)
-    found |= {f"agreement_{judge}": models.agreement(scores, of_judge) for judge, of_judge in gold.items()}
+    gold = {judge: torch.tensor([row[judge] for row in rows]).T for judge in JUDGES}
+    found = {f"agreement_{judge}": models.agreement(scores, of_judge) for judge, of_judge in gold.items()}
     found["agreement_decided"] = models.agreement(scores, gold["closeness"], models.UNDECIDED)
-    return found | {"closeness": gold["closeness"].mean().item()}
+    found["closeness"] = gold["closeness"].mean().item()
+    sft = of_mode(sft_completions(chain), "sampled")
+    found |= {f"best_of_{n}": best_of(n, rows, scores, sft) for n in COUNTS}
+    return found | {"closest_of_16": best_of(max(COUNTS), rows, gold["closeness"], sft)}
 
 
-def best_of(n: int, rows: list[dict], scores: list[list[float]], sft: dict[str, dict]) -> dict:
-    """The completion with the best score in each n of a package, against the SFT model's own."""
+def best_of(n: int, rows: list[dict], scores: torch.Tensor, sft: dict[str, dict]) -> dict:
+    """The completion with the best of the scores (k, B) in each n of a package, against the SFT model's own."""
     parts = []
-    for begin in range(0, len(scores[0]) - n + 1, n):
-        chosen = {}
-        for row, own in zip(rows, scores, strict=True):
-            i = max(range(begin, begin + n), key=lambda j: own[j])
-            grades = {"closeness": row["closeness"][i], "rouge_l": row["rouge_l"][i], "length": len(row["ids"][i])}
-            chosen[row["package"]] = grades
-        parts.append(compared(chosen, sft))
-    return {grade: round(mean(part[grade] for part in parts), 4) for grade in parts[0]}
+    for begin in range(0, len(scores) - n + 1, n):
+        best = (begin + scores[begin : begin + n].argmax(0)).tolist()
+        lines = [
+            {judge: row[judge][i] for judge in JUDGES} | {"length": len(row["ids"][i])} for row, i in zip(rows, best)
+        ]
+        parts.append(compared({row["package"]: line for row, line in zip(rows, lines)}, sft))
+    return {grade: mean(part[grade] for part in parts) for grade in parts[0]}
 
 
 # ---- RLOO ------------------------------------------------------------------------------------------------------------
@@ -182,11 +179,9 @@ def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str
     """Of rloo.py and of benchmark/trl/run.py. kind: beta and a number, annotator or trl"""
     beta = float(kind.removeprefix("beta")) if kind.startswith("beta") else report.BETA
     reward, annotator = f"--reward_model_path={chain.models / 'reward'}", f"--reward_fns={HERE / 'judges.py'}:closeness"
-    rewards = [reward, annotator, "--reward_weights", "1", "0"]  # the annotator is only logged
+    rewards = [reward] if kind == "trl" else [reward, annotator, "--reward_weights", "1", "0"]  # the latter: log only
     if kind == "annotator":
         beta, rewards = report.ANNOTATOR_BETA, [annotator]
-    if kind == "trl":
-        rewards = [reward]
     size = {"per_device_train_batch_size": report.SIZE // 2, "gradient_accumulation_steps": 2}  # prompts of like length
     size |= {"rloo_k": models.K, "total_episodes": updates * report.SIZE}
     values = size | {"learning_rate": 4e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
@@ -194,50 +189,47 @@ def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str
     return [*shared_flags(), policy, *rewards, *(f"--{name}={x:g}" for name, x in values.items())]
 
 
-def train(chain: Chain, name: str, flags: list[str]) -> Path:
-    """The folder with the trained policy."""
+def train(chain: Chain, name: str, flags: list[str]) -> list[dict]:
+    """Trains a policy into the folder of this name; returns its metrics."""
     out = chain.folder / name
     if not (out / "model.safetensors").is_file():
         command = [sys.executable, "rloo.py", "--resume", "--save_steps=10", "--save_total_limit=1"]
-        command += ["--max_prompt_length=256", "--num_eval_prompts=1", "--num_sample_generations=0"]
+        command += [f"--max_prompt_length={models.LONGEST}", "--num_eval_prompts=1", "--num_sample_generations=0"]
         if name.startswith("trl"):
             command = [chain.trl, "benchmark/trl/run.py", "rloo"]
         run_logged([*command, *flags, f"--output_dir={out}"], chain.folder / f"{name}.log")
     for checkpoint in out.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    return out
+    return read_lines(out / "metrics.jsonl")
 
 
-def seconds(line: dict) -> float:
-    return sum(value for name, value in line.items() if name.startswith("time/"))
+def seconds_of_update(metrics: list[dict]) -> float:
+    """The median, without the first update."""
+    return median(sum(value for name, value in line.items() if name.startswith("time/")) for line in metrics[1:])
 
 
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
     flags = training_flags(chain, kind, int(seed), chain.updates)
-    policy = train(chain, name, flags)
+    metrics = train(chain, name, flags)
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
-    lines = read_lines(policy / "metrics.jsonl")
     found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
-    found["scores"] = [round(line["objective/scores"], 3) for line in lines]
-    found["seconds_per_update"] = round(median(map(seconds, lines[1:])), 2)
-    if kind != "trl":  # which evaluates nothing
-        found["kl"] = round(mean(line["objective/kl"] for line in lines[-10:]), 2)
-        closeness = "objective/scores" if kind == "annotator" else "rewards/closeness/mean"
-        found["closeness"] = [round(line[closeness], 4) for line in lines]
+    found |= {"scores": [line["objective/scores"] for line in metrics], "seconds": seconds_of_update(metrics)}
+    if kind != "trl":  # which logs less
+        found["kl"] = mean(line["objective/kl"] for line in metrics[-10:])
+        logged = "objective/scores" if kind == "annotator" else "rewards/closeness/mean"
+        found["closeness"] = [line[logged] for line in metrics]
     return found | judged(chain, name) if kind in report.RUNS else found
 
 
-def make_speed(chain: Chain, updates: int = 6, rounds: int = 3) -> dict:
-    """Seconds of an update by rloo.py and TRL, in turns; the first update of each run does not count."""
+def make_speed(chain: Chain, updates: int = 5, rounds: int = 3) -> dict:
+    """Seconds of an update by rloo.py and TRL, in turns."""
     found = {"rloo": [], "trl": []}
     for _ in range(rounds):
         for kind, of_kind in found.items():
             shutil.rmtree(chain.folder / f"{kind}-speed", ignore_errors=True)
-            flags = training_flags(chain, "trl", 1, updates)
-            policy = train(chain, f"{kind}-speed", flags)
-            of_kind.append(round(median(map(seconds, read_lines(policy / "metrics.jsonl")[1:])), 2))
-    return found | {"ratio": [round(trl / ours, 2) for ours, trl in zip(*found.values(), strict=True)]}
+            of_kind.append(seconds_of_update(train(chain, f"{kind}-speed", training_flags(chain, "trl", 1, updates))))
+    return found | {"ratio": [trl / ours for ours, trl in zip(*found.values(), strict=True)]}
 
 
 # ---- All steps -------------------------------------------------------------------------------------------------------
@@ -273,7 +265,7 @@ def main():
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
-        chain = Chain(folder, folder, None, sft=160, reward=48, updates=8, test=32)
+        chain = Chain(folder, folder, None, sft=160, reward=48, updates=6, seeds=(1,), test=32)
         make(chain, ["sft", "reward", f"{report.LEARNED}-seed1", "annotator-seed1"], records)
         print(report.results(records))
         return

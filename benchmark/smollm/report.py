@@ -9,19 +9,20 @@ import common  # noqa: E402
 import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
-SIZE, WINDOW = 32, 5  # completions of an update, updates of a point in the picture
+UPDATES, SIZE = 20, 32  # of a run; completions of an update
+WINDOW = 5  # updates that a point of the picture is the mean of
 BETA, ANNOTATOR_BETA = 0.03, 0.02  # BETA: the best of the trials
 EXAMPLES = 5  # of the first test packages, which are in a random order
 SEEDS = (1, 2, 3)
-TRIALS = [f"beta{beta}-seed1" for beta in (0.01, 0.03, 0.1)]
+TRIALS = [f"beta{beta}" for beta in (0.01, 0.03, 0.1)]
 LEARNED = f"beta{BETA}"
 RUNS = {  # kind -> row of the table
     LEARNED: "RLOO, learned reward model",
     "annotator": "RLOO, the annotator as reward",
     "trl": "TRL 1.16's RLOO, learned reward model",
 }
-NAMES = ["sft", "reward", *TRIALS, "annotator-seed1", f"{LEARNED}-seed2", f"{LEARNED}-seed3", "trl-seed1", "speed"]
-NAMES += ["annotator-seed2", "annotator-seed3"]
+ONCE = ["annotator-seed1", "trl-seed1"]
+NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3", *ONCE, "speed"]
 BEST_OF = {  # entry of the record `reward` -> row of the table
     "best_of_4": "SFT, best of 4 by the reward model",
     "best_of_16": "SFT, best of 16 by the reward model",
@@ -54,32 +55,19 @@ def results(records: common.Records) -> str:
     return common.markdown(rows)
 
 
-def compared(records: common.Records) -> str:
-    """The runs with enough seeds, less those with the learned reward model."""
-    rows = [["annotator, sampled: points", f"minus {RUNS[LEARNED]}"]]
-    wins = {kind: [100 * x["sampled"]["closeness_wins"] for x in of_kind(records, kind)] for kind in RUNS}
-    for kind, found in common.differences(wins, LEARNED).items():
-        rows.append([RUNS[kind], f"{common.with_interval(found)}: {found.verdict}"])
-    return common.markdown(rows)
-
-
 def gains(records: common.Records, kind: str) -> list[list[float]]:
     """Closeness of each seed's samples in each update, less that of the SFT model's on the same packages."""
-    seeds = [seed for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
-    courses = [
-        (records.all[f"{kind}-seed{seed}"]["closeness"], records.all["sft"]["closeness"][str(seed)]) for seed in seeds
-    ]
-    return [[ours - sft for ours, sft in zip(*course)] for course in courses]
+    sft = records.all["sft"]["closeness"]
+    courses = [(x["closeness"], sft[str(seed)]) for seed, x in zip(SEEDS, of_kind(records, kind))]
+    return [[ours - theirs for ours, theirs in zip(*course)] for course in courses]
 
 
 def trials(records: common.Records) -> str:
-    """The second half of the training of seed 1."""
-    rows = [["β", "closeness, gain over SFT", "KL"]]
-    for name in TRIALS:
-        kind = name.partition("-")[0]
-        gain = gains(records, kind)[0]
-        late = gain[len(gain) // 2 :]
-        rows.append([kind.removeprefix("beta"), f"{sum(late) / len(late):+.3f}", f"{records.all[name]['kl']:.1f}"])
+    rows = [["β", "closeness gained over SFT, second half of the training", "KL"]]
+    for kind in TRIALS:
+        late = gains(records, kind)[0][UPDATES // 2 :]
+        kl = records.all[f"{kind}-seed1"]["kl"]
+        rows.append([kind.removeprefix("beta"), f"{sum(late) / len(late):+.3f}", f"{kl:.1f}"])
     return common.markdown(rows)
 
 
@@ -101,7 +89,7 @@ def speed(records: common.Records) -> str:
 
 
 def tables(records: common.Records) -> dict[str, str]:
-    return {table.__name__: table(records) for table in (results, compared, trials, examples, speed)}
+    return {table.__name__: table(records) for table in (results, trials, examples, speed)}
 
 
 def show(records: common.Records, names: list[str]):
