@@ -4,7 +4,7 @@ rloo.py, so that a prompt is read once for its completions."""
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +42,11 @@ def read_examples(rows: list[dict], tokenizer) -> list[dict]:
     return [example for example in examples if len(example["prompt_ids"]) <= LONGEST]
 
 
-def batch_of(examples: list[dict], completions: list[list[list[int]]]) -> rloo.Batch:
+def batch_of(examples: Sequence[dict], completions: Sequence[list[list[int]]]) -> rloo.Batch:
     """Prompts with k completions each, as token ids."""
     k = len(completions[0])
     rows = [own[j] + [STOP] * (T - len(own[j])) for j in range(k) for own in completions]  # in the order (k, B)
-    return rloo.make_batch(examples, torch.tensor(rows).view(k, -1, T), [STOP])  # which drops all but the first stop
+    return rloo.make_batch(list(examples), torch.tensor(rows).view(k, -1, T), [STOP])  # drops all but the first stop
 
 
 def of_like_length(items: list, size: int, seed: int) -> list[list]:
@@ -94,22 +94,20 @@ def rows_of_updates(rows: list[dict], policy: Path, seed: int, updates: int, siz
 # ---- SFT -------------------------------------------------------------------------------------------------------------
 
 
-def sft_loss(model, items) -> torch.Tensor:
-    """Sum over items of the mean over its tokens of -log π(token)."""
-    examples, completions = zip(*items, strict=True)
-    batch = batch_of(list(examples), list(completions))
-    logprobs, _ = rloo.completion_logprobs(model, batch, 1.0)
-    return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
-
-
 def sft(source: Path, rows: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
-    """Trains on prompts and synopses."""
+    """Trains on prompts and synopses: the mean over pairs of the mean over tokens of -log π."""
     model, tokenizer = load(source, layout="plain")  # a prompt has one completion
     model.requires_grad_(True)
+
+    def loss_of(model, items):
+        batch = batch_of(*zip(*items, strict=True))
+        logprobs, _ = rloo.completion_logprobs(model, batch, 1.0)
+        return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
+
     examples = read_examples(rows, tokenizer)
     texts = tokenizer([" " + example["columns"]["synopsis"] for example in examples])["input_ids"]
     items = [(example, [ids[: T - 1] + [STOP]]) for example, ids in zip(examples, texts, strict=True)]
-    fit(model, tokenizer, items, sft_loss, size, learning_rate, out)
+    fit(model, tokenizer, items, loss_of, size, learning_rate, out)
 
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
@@ -133,9 +131,7 @@ def sample(policy: Path, rows: list[dict], k: int, out: Path):
             for name, values in (("ids", ids), ("text", texts), ("closeness", close), ("rouge_l", rouge)):
                 row[name] = [values[j * len(synopses) + b] for j in range(k)]
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    unfinished = out.with_suffix(".unfinished")
-    unfinished.write_text("".join(lines), encoding="utf-8")
-    unfinished.replace(out)
+    out.write_text("".join(lines), encoding="utf-8")
 
 
 # ---- The reward model ------------------------------------------------------------------------------------------------
@@ -163,15 +159,13 @@ def scores_of(model, batch: rloo.Batch) -> torch.Tensor:
     return rloo.head_scores(model, hidden.gather(2, last).squeeze(2))
 
 
+@torch.no_grad()
 def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
     """Scores (k, B) of the completions of rows as `sample` writes them."""
-    scores = []
-    with torch.no_grad():
-        for begin in range(0, len(rows), 8):
-            part = rows[begin : begin + 8]
-            examples = [{"prompt_ids": tokenizer(row["prompt"])["input_ids"]} for row in part]
-            scores.append(scores_of(model, batch_of(examples, [row["ids"] for row in part])))
-    return torch.cat(scores, dim=1).float()
+    examples = [{"prompt_ids": ids} for ids in tokenizer([row["prompt"] for row in rows])["input_ids"]]
+    ids = [row["ids"] for row in rows]
+    batches = [batch_of(examples[i : i + 8], ids[i : i + 8]) for i in range(0, len(rows), 8)]
+    return torch.cat([scores_of(model, batch) for batch in batches], dim=1)
 
 
 def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
@@ -186,7 +180,7 @@ def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: fl
 
     def loss_of(model, items):
         examples, completions, gold = zip(*items, strict=True)
-        scores = scores_of(model, batch_of(list(examples), list(completions)))
+        scores = scores_of(model, batch_of(examples, completions))
         return bradley_terry(scores, torch.tensor(gold).T).sum()
 
     items = [({"prompt_ids": tokenizer(x["prompt"])["input_ids"]}, x["ids"], x["closeness"]) for x in samples]
