@@ -13,7 +13,7 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import models
 import report
@@ -65,29 +65,25 @@ def compared(ours: dict[str, dict], theirs: dict[str, dict]) -> dict:
 
 def of_mode(samples: list[dict], mode: str) -> dict[str, dict]:
     """Grades and text by package, of the lines of completions.jsonl."""
-    chosen = [sample for sample in samples if sample["mode"] == mode]
+    chosen = [x for x in samples if x["mode"] == mode]
     return {x["columns"]["package"]: x["grades"] | {"text": x["completion"].strip()} for x in chosen}
 
 
-def completions_of(policy: Path, out: Path, prompts: int) -> list[dict]:
+def completions_of(folder: Path, name: str, prompts: int) -> list[dict]:
     """A sampled and a greedy completion of each test prompt, graded: rloo.py's evaluation without training."""
+    out = folder / "judged" / name
     file = out / "completions.jsonl"
     if not file.is_file() or not file.stat().st_size:
-        flags = [*shared_flags(), f"--sft_model_path={policy}", "--total_episodes=0", f"--output_dir={out}", "--resume"]
-        flags += ["--eval_fns", *(f"{HERE / 'judges.py'}:{judge}" for judge in JUDGES)]
+        flags = [*shared_flags(), f"--sft_model_path={folder / name}", "--total_episodes=0", f"--output_dir={out}"]
+        flags += ["--eval_fns", *(f"{HERE / 'judges.py'}:{judge}" for judge in JUDGES), "--resume"]
         run_logged([sys.executable, "rloo.py", *flags, f"--num_eval_prompts={prompts}"], Path(f"{out}.log"))
     return read_lines(file)
 
 
-def sft_completions(chain: Chain) -> list[dict]:
-    """What others are compared with."""
-    return completions_of(chain.models / "sft", chain.models / "judged" / "sft", chain.test)
-
-
 def judged(chain: Chain, name: str) -> dict:
     """By mode, on the test packages, against the SFT model; and human and greedy synopses of the first packages."""
-    samples = completions_of(chain.folder / name, chain.folder / "judged" / name, chain.test)
-    sft, greedy = sft_completions(chain), of_mode(samples, "greedy")
+    samples = completions_of(chain.folder, name, chain.test)
+    sft, greedy = completions_of(chain.models, "sft", chain.test), of_mode(samples, "greedy")
     found = {mode: compared(of_mode(samples, mode), of_mode(sft, mode)) for mode in ("sampled", "greedy")}
     first = of_split("test", report.EXAMPLES)
     return found | {"examples": {x["package"]: [x["synopsis"], greedy[x["package"]]["text"]] for x in first}}
@@ -139,7 +135,7 @@ def make_reward(chain: Chain) -> dict:
     found = {f"agreement_{judge}": models.agreement(scores, of_judge) for judge, of_judge in gold.items()}
     found["agreement_decided"] = models.agreement(scores, gold["closeness"], models.UNDECIDED)
     found["closeness"] = gold["closeness"].mean().item()
-    sft = of_mode(sft_completions(chain), "sampled")
+    sft = of_mode(completions_of(chain.models, "sft", chain.test), "sampled")
     found |= {f"best_of_{n}": best_of(n, rows, scores, sft) for n in COUNTS}
     return found | {"closest_of_16": best_of(max(COUNTS), rows, gold["closeness"], sft)}
 
@@ -164,7 +160,7 @@ def shared_flags() -> list[str]:
     return [f"--{name}={value}" for name, value in (flags | {"dtype": "bfloat16"}).items()]
 
 
-def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str]:
+def training_flags(chain: Chain, kind: str, seed: int) -> list[str]:
     """Of rloo.py and of benchmark/trl/run.py. kind: beta and a number, annotator or trl"""
     beta = float(kind.removeprefix("beta")) if kind.startswith("beta") else report.BETA
     reward, annotator = f"--reward_model_path={chain.models / 'reward'}", f"--reward_fns={HERE / 'judges.py'}:closeness"
@@ -172,7 +168,7 @@ def training_flags(chain: Chain, kind: str, seed: int, updates: int) -> list[str
     if kind == "annotator":
         beta, rewards = report.ANNOTATOR_BETA, [annotator]
     size = {"per_device_train_batch_size": report.SIZE // 2, "gradient_accumulation_steps": 2}  # prompts of like length
-    size |= {"rloo_k": models.K, "total_episodes": updates * report.SIZE}
+    size |= {"rloo_k": models.K, "total_episodes": chain.updates * report.SIZE}
     values = size | {"learning_rate": 4e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
     policy = f"--sft_model_path={chain.models / 'sft'}"
     return [*shared_flags(), policy, *rewards, *(f"--{name}={x:g}" for name, x in values.items())]
@@ -192,33 +188,19 @@ def train(chain: Chain, name: str, flags: list[str]) -> list[dict]:
     return read_lines(out / "metrics.jsonl")
 
 
-def seconds_of_update(metrics: list[dict]) -> float:
-    """The median, without the first update."""
-    return median(sum(value for name, value in line.items() if name.startswith("time/")) for line in metrics[1:])
-
-
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
-    flags = training_flags(chain, kind, int(seed), chain.updates)
+    flags = training_flags(chain, kind, int(seed))
     metrics = train(chain, name, flags)
     words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
     found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
-    found |= {"scores": [line["objective/scores"] for line in metrics], "seconds": seconds_of_update(metrics)}
+    found["scores"] = [round(line["objective/scores"], 4) for line in metrics]
+    found["seconds"] = [round(sum(x for name, x in line.items() if name.startswith("time/")), 1) for line in metrics]
     if kind != "trl":  # which logs less
         found["kl"] = mean(line["objective/kl"] for line in metrics[-10:])
         logged = "objective/scores" if kind == "annotator" else "rewards/closeness/mean"
-        found["closeness"] = [line[logged] for line in metrics]
+        found["closeness"] = [round(line[logged], 4) for line in metrics]
     return found | judged(chain, name) if kind in report.RUNS else found
-
-
-def make_speed(chain: Chain, updates: int = 5, rounds: int = 3) -> dict:
-    """Seconds of an update by rloo.py and TRL, in turns."""
-    found = {"rloo": [], "trl": []}
-    for _ in range(rounds):
-        for kind, of_kind in found.items():
-            shutil.rmtree(chain.folder / f"{kind}-speed", ignore_errors=True)
-            of_kind.append(seconds_of_update(train(chain, f"{kind}-speed", training_flags(chain, "trl", 1, updates))))
-    return found | {"ratio": [trl / ours for ours, trl in zip(*found.values(), strict=True)]}
 
 
 # ---- All steps -------------------------------------------------------------------------------------------------------
@@ -226,10 +208,10 @@ def make_speed(chain: Chain, updates: int = 5, rounds: int = 3) -> dict:
 
 def make(chain: Chain, names: list[str], records: Records):
     """Makes the steps that have no record, or are made again, and the models that they need."""
-    steps = {"sft": make_sft, "reward": make_reward, "speed": make_speed}
+    steps = {"sft": make_sft, "reward": make_reward}
     ready = replace(chain, folder=chain.models)
     for name in [name for name in names if records.needs(name)]:
-        if (name.startswith("trl") or name == "speed") and not chain.trl:
+        if name.startswith("trl") and not chain.trl:
             print(f"{name}: left out, needs --trl (see benchmark/requirements.txt)")
             continue
         print(f"making {name}", flush=True)

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -32,12 +31,10 @@ MOST_SEEN = 0.3  # share of a text's shingles that earlier texts may have
 # ---- Texts -----------------------------------------------------------------------------------------------------------
 
 
-def stanzas(text: str) -> Iterable[dict[str, str]]:
+def stanzas(text: str) -> list[dict[str, str]]:
     """The entries of a package list: fields by name, with their lines after the first."""
-    for block in text.split("\n\n"):
-        fields = re.findall(r"^([A-Za-z0-9-]+): ?((?:.*)(?:\n[ \t].*)*)", block, flags=re.MULTILINE)
-        if fields:
-            yield dict(fields)
+    field = re.compile(r"^([A-Za-z0-9-]+): ?(.*(?:\n[ \t].*)*)", flags=re.MULTILINE)
+    return [dict(field.findall(block)) for block in text.split("\n\n") if block.strip()]
 
 
 def plain(lines: list[str]) -> str:
@@ -57,9 +54,7 @@ def plain(lines: list[str]) -> str:
 
 def read_packages(package_list: str, translations: str) -> list[dict]:
     """Packages with source, synopsis and long description."""
-    sources = {}
-    for fields in stanzas(package_list):
-        sources[fields["Package"]] = fields.get("Source", fields["Package"]).split(" ")[0]
+    sources = {x["Package"]: x.get("Source", x["Package"]).split(" ")[0] for x in stanzas(package_list)}
     found = {}
     for fields in stanzas(translations):
         name = fields["Package"]

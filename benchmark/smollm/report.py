@@ -22,7 +22,7 @@ RUNS = {  # kind -> row of the table
     "trl": "TRL 1.16's RLOO, learned reward model",
 }
 ONCE = ["annotator-seed1", "trl-seed1"]
-NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3", *ONCE, "speed"]
+NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3", *ONCE]
 BEST_OF = {  # entry of the record `reward` -> row of the table
     "best_of_4": "SFT, best of 4 by the reward model",
     "best_of_16": "SFT, best of 16 by the reward model",
@@ -73,11 +73,11 @@ def examples(records: common.Records) -> str:
 
 
 def speed(records: common.Records) -> str:
-    found = records.all["speed"]
-    rows = [["seconds of an update", "median of rounds", "range"]]
-    for kind, title in {"rloo": "rloo.py", "trl": "TRL 1.16", "ratio": "TRL / rloo.py"}.items():
-        values = sorted(found[kind])
-        rows.append([title, f"{values[len(values) // 2]:.2f}", f"{values[0]:.2f} to {values[-1]:.2f}"])
+    """All updates but the first of each run."""
+    rows = [["seconds of an update", "median", "range"]]
+    for kind in (LEARNED, "trl"):
+        seconds = sorted(x for found in of_kind(records, kind) for x in found["seconds"][1:])
+        rows.append([RUNS[kind], f"{seconds[len(seconds) // 2]:.0f}", f"{seconds[0]:.0f} to {seconds[-1]:.0f}"])
     return common.markdown(rows)
 
 
