@@ -167,7 +167,8 @@ def training_flags(chain: Chain, kind: str, seed: int) -> list[str]:
     rewards = [reward] if kind == "trl" else [reward, annotator, "--reward_weights", "1", "0"]  # the latter: log only
     if kind == "annotator":
         beta, rewards = report.ANNOTATOR_BETA, [annotator]
-    size = {"per_device_train_batch_size": report.SIZE // 2, "gradient_accumulation_steps": 2}  # prompts of like length
+    parts = 4 if kind == "trl" else 2  # micro-batches: TRL's plain rows need more memory
+    size = {"per_device_train_batch_size": report.SIZE // parts, "gradient_accumulation_steps": parts}
     size |= {"rloo_k": models.K, "total_episodes": chain.updates * report.SIZE}
     values = size | {"learning_rate": 4e-5, "kl_coef": beta, "missing_eos_penalty": 1, "seed": seed}
     policy = f"--sft_model_path={chain.models / 'sft'}"
