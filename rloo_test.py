@@ -20,7 +20,6 @@ import os
 import pickle
 import random
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -97,26 +96,25 @@ FAMILIES = {  # multi-head, multi-query, grouped-query attention, and a mixture 
 }
 GROUP_ROWS = {  # others that can run group rows
     "cohere": HEADS | {"logit_scale": 0.4},
-    "gemma3n_text": HEADS  # its last two layers have no keys of their own
-    | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "laurel_rank": 4}
-    | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": None},
     "granite": HEADS | {"logits_scaling": 3.0},
     # Is its own base_model, and its routers are linear layers that return a tuple.
     "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 32, "layer_types": ["full_attention"] * 2},
     "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "init_std": 0.3}
     | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
-    "stablelm": HEADS,
 }
 PLAIN_ROWS = {  # and those that cannot
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},  # ALiBi
     "falcon": SIZE,  # attention of its own
     "gemma2": HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 12},  # no sdpa
+    "gemma3n_text": HEADS  # its last two layers have no keys of their own
+    | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "laurel_rank": 4}
+    | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": None},
     "mistral": HEADS | {"sliding_window": 12},  # a window shorter than prompt and completion
+    "stablelm": HEADS,  # its layers do not hand on how rows are laid out
 }
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 0)
 if OLD:
-    PLAIN_ROWS["stablelm"] = GROUP_ROWS.pop("stablelm")  # there its attention is its own
-    del GROUP_ROWS["gemma3n_text"]  # there it is refused: without a cache its logits are other ones
+    del PLAIN_ROWS["gemma3n_text"]  # there it is refused: without a cache its logits are other ones
 ARCHITECTURES = FAMILIES | GROUP_ROWS | PLAIN_ROWS
 
 
@@ -189,30 +187,29 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
+def run_flags(tiny: Path, output, **flags) -> dict:
+    """The flags of a short run on the tiny folder."""
+    paths = {"dataset_name": tiny / "data", "sft_model_path": tiny / "sft", "reward_model_path": tiny / "reward"}
+    sizes = {"rloo_k": 2, "response_length": 6, "per_device_train_batch_size": 16, "total_episodes": 16}
+    others = {"temperature": 1.0, "learning_rate": 1e-2, "num_eval_prompts": 0, "num_sample_generations": 0}
+    others |= {"device": "cpu", "output_dir": str(output)}
+    return {name: str(path) for name, path in paths.items()} | sizes | others | flags
+
+
+def command(tiny: Path, output, **flags) -> list[str]:
+    """The command line of such a run."""
+    flags = run_flags(tiny, output, **flags)
+    return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+
+
 @pytest.fixture
 def train(tiny, tmp_path):
     """train(flag=value, ...) -> metrics of each update and the output folder, of a short run on the tiny folder."""
     count = itertools.count()
 
-    def run(signals=(), **flags):
+    def run(**flags):
         output = Path(flags.get("output_dir", tmp_path / f"run{next(count)}"))
-        defaults = {
-            "dataset_name": str(tiny / "data"),
-            "sft_model_path": str(tiny / "sft"),
-            "reward_model_path": str(tiny / "reward"),
-            "response_length": 6,
-            "per_device_train_batch_size": 16,
-            "gradient_accumulation_steps": 1,
-            "rloo_k": 2,
-            "total_episodes": 16,
-            "temperature": 1.0,
-            "learning_rate": 1e-2,
-            "num_sample_generations": 0,
-            "num_eval_prompts": 0,
-            "device": "cpu",
-            "output_dir": str(output),
-        }
-        rloo.main(Args(**{**defaults, **flags}), signals)
+        rloo.main(Args(**run_flags(tiny, output, **flags)))
         return read_metrics(output), output
 
     return run
@@ -271,11 +268,6 @@ def constant_reward(prompts, completions, completion_ids, **columns):
 
 def count_tokens(prompts, completions, completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
-
-
-def sometimes_none(prompts, completions, completion_ids, n, **columns):
-    """Unscorable for every third dataset row; otherwise the number of tokens."""
-    return [None if i % 3 == 0 else float(len(ids)) for i, ids in zip(n, completion_ids)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -829,12 +821,6 @@ def sees(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
     return seen
 
 
-def group_mask(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
-    mask = rloo.causal_mask(F.pad(prompt_mask, (0, T), value=True))
-    mask.group_sizes = prompt_mask.shape[1], k
-    return mask
-
-
 def test_lane_attention_is_the_documented_picture():
     """P = 2 slots, one of them padding; k = 2 completions a and b; 2 steps. Where all scores are equal and the values
     are unit vectors, the output of a slot names the slots that it sees."""
@@ -847,8 +833,8 @@ def test_lane_attention_is_the_documented_picture():
     expected = torch.tensor([[cell == "x" for cell in line.split()] for line in picture.splitlines()])
     prompt_mask, equal = torch.tensor([[False, True]]), torch.zeros(1, 1, 6, 8)
     assert torch.equal(sees(prompt_mask, 2, 2)[0, 0], expected)
-    mask = group_mask(prompt_mask, 2, 2)
-    out, _ = rloo.attention(None, equal, equal, torch.eye(6)[None, None], mask, scaling=1.0)
+    mask = rloo.causal_mask(F.pad(prompt_mask, (0, 2), value=True))
+    out, _ = rloo.attention(None, equal, equal, torch.eye(6)[None, None], mask, scaling=1.0, group_sizes=(2, 2))
     assert torch.allclose(out[0, :, 0], expected / expected.sum(1, keepdim=True))
 
 
@@ -864,7 +850,8 @@ def test_lane_attention_equals_one_large_mask(key_heads, k, T):
     scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~sees(prompt_mask, k, T), -math.inf)
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     module = types.SimpleNamespace(num_key_value_groups=H // key_heads)  # as the layers of models have it
-    out, _ = rloo.attention(module, *inputs, group_mask(prompt_mask, k, T), scaling=0.3)
+    mask = rloo.causal_mask(F.pad(prompt_mask, (0, T), value=True))
+    out, _ = rloo.attention(module, *inputs, mask, scaling=0.3, group_sizes=(P, k))
     assert out.shape == (B, n, H, D) and torch.allclose(out, expected, atol=1e-6)
     weights = torch.randn_like(out)
     for one, other in zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))):
@@ -905,8 +892,8 @@ def test_the_layout_is_found_by_trying_on_rows_of_the_run_s_size(name):
 
 EDITS = {  # mistakes in an edit of group rows or the decoder: a function, what it returns, what is said of the model
     "a hundredth": ("group_hidden", lambda inputs, x: 1.01 * x, "its results differ from those of a completion alone"),
-    "order": ("lanes_as_heads", lambda inputs, x: x.flip(1), "its results differ from those of a completion alone"),
-    "shape": ("lanes_as_heads", lambda inputs, x: x[:, 1:], "its layers raise RuntimeError"),
+    "order": ("group_attention", lambda inputs, x: x.flip(1), "its results differ from those of a completion alone"),
+    "shape": ("group_attention", lambda inputs, x: x[:, 1:], "its layers raise RuntimeError"),
     "step": ("step_attention", lambda inputs, x: 0.5 * x, "the decoder of this file gives other log-probs"),
     "sampling": ("sample", lambda inputs, x: (x[0], x[1] - 0.1), "the decoder of this file gives other log-probs"),
     "shape of a step": ("step_attention", lambda inputs, x: x[:, :, 1:], "its layers raise RuntimeError"),
@@ -957,7 +944,7 @@ class WithoutGroupRows(ast.NodeTransformer):
 def test_group_rows_can_be_cut_out(tiny, tmp_path, monkeypatch):
     """The block, two calls into it and the two choices of a layout: two updates in plain rows end as with them."""
     source = Path(rloo.__file__).read_text()
-    begin, end = source.index("# ---- Group rows"), source.index("# ---- Evaluation")
+    begin, end = source.index("# ---- Group rows"), source.index("# ---- Command line")
     names = {node.name for node in ast.parse(source[begin:end]).body if hasattr(node, "name")}
     left = ast.parse(source[:begin] + source[end:])
     assert names_in(left) & names == {"choose_layout", "group_hidden", "Decoder"}
@@ -985,7 +972,7 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
         return {
             "kernels": kernels | {rloo.GROUP_KERNEL: None},
             "masks": masks | {rloo.GROUP_KERNEL: None},
-            "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+            "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
             "random": (random.getstate(), torch.get_rng_state().tolist()),
             "paths": [*sys.path],
             "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
@@ -993,6 +980,7 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
         }
 
     before = state()
+    assert before["cuDNN"]  # as PyTorch has it: nor has the first import changed it
     again = types.ModuleType("again")
     again.__file__ = rloo.__file__
     try:
@@ -1037,8 +1025,7 @@ def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, 
     prompt_mask = torch.arange(P) >= torch.tensor([[0], [3], [6]])  # left-padded
     visible = torch.arange(n) <= 3  # the last slot is one of those still to come
     mask = torch.cat([prompt_mask.repeat_interleave(k, dim=0), visible.expand(b * k, n)], dim=1)[:, None, None]
-    pairs = rloo.PromptsAndOwn(prompt_key, key), rloo.PromptsAndOwn(prompt_value, value)
-    out = rloo.step_attention(query, *pairs, mask, scaling=0.3)
+    out = rloo.step_attention(query, key, value, prompt_key, prompt_value, mask, scaling=0.3)
 
     keys, values = (
         torch.cat([prompt.repeat_interleave(k, dim=0), own], dim=2).repeat_interleave(H // key_heads, dim=1).double()
@@ -1261,16 +1248,8 @@ def test_a_forward_pass_has_a_whole_group_at_least(train, layout):
 def test_no_forward_pass_is_repeated(train, monkeypatch):
     """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded."""
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
-    original = rloo.choose_layout
-
-    def chosen(*inputs):  # without the trial, which runs the models too
-        with monkeypatch.context() as patch:
-            patch.setattr(rloo, "completion_logprobs", logprobs)
-            return original(*inputs)
-
-    logprobs = rloo.completion_logprobs
+    monkeypatch.setattr(rloo, "why_not", lambda *inputs: None)  # the trial, which runs the models too
     loads, seen = spy(monkeypatch, "read_model"), spy(monkeypatch, "completion_logprobs")
-    monkeypatch.setattr(rloo, "choose_layout", chosen)
     for flags, passes, loaded in (
         ({}, [False, True], 3),  # whether they have a gradient: the reference, training
         ({"kl_coef": 0.0}, [True], 2),
@@ -1354,23 +1333,6 @@ def test_stop_ids_come_from_the_generation_config_and_the_tokenizer():
         ids("a b", None)
 
 
-def test_tokens_after_the_stop_are_neither_attended_to_nor_trained_on_nor_scored():
-    """... and those in the padding of prompts aren't either."""
-    batch, policy, reward = random_batch(), tiny_model(), tiny_model(classifier=True)
-    assert not batch.response_mask.all()
-    garbage = batch._replace(
-        responses=batch.responses.where(batch.response_mask, torch.tensor(11)),
-        prompt_ids=batch.prompt_ids.where(batch.prompt_mask, torch.tensor(12)),
-    )
-    results = []
-    for b, layout in itertools.product((batch, garbage), ("group", "plain")):
-        policy.layout = reward.layout = layout
-        logprobs, entropy = rloo.completion_logprobs(policy, b, 1.0)
-        assert (logprobs[~b.response_mask] == 0).all() and (entropy[~b.response_mask] == 0).all()
-        results.append((logprobs, rloo.reward_of_model(reward, 64, b), flat_grad(logprobs.sum(), policy)))
-    assert all(torch.allclose(x, xs[0], atol=1e-5) for xs in zip(*results) for x in xs)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_padded_equals_unpadded(name):
     """Log-probs, entropies and scores of left-padded prompts and right-padded completions are those that a model as it
@@ -1401,22 +1363,6 @@ def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_
     assert by_name == {"a": a, "b": b}
 
 
-def none_for_some_that_ended(prompts, completions, completion_ids, **columns):
-    return [None if i % 2 and ids[-1] == 0 else float(len(ids)) for i, ids in enumerate(completion_ids)]
-
-
-def test_a_completion_without_a_score_is_not_in_the_loss_even_if_it_ended(train, monkeypatch):
-    collected = spy(monkeypatch, "collect")
-    reward = (spec("none_for_some_that_ended"),)
-    train(reward_fns=reward, reward_model_path=None, mask_truncated_completions=True, total_episodes=64)
-    ended, unscored, in_loss = (
-        torch.stack(x)
-        for x in zip(*((found.batch.ended, found.scores.isnan(), found.in_loss) for _, found in collected))
-    )
-    assert (ended & unscored).any() and (~ended).any()
-    assert torch.equal(in_loss, ended & ~unscored)
-
-
 def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
     """A policy whose config asks for half of everything to be dropped ends where one without dropout ends."""
     runs = []
@@ -1429,15 +1375,15 @@ def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
-def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_saved(train, tmp_path, layout):
-    """... by transformers, such as sampling settings of a greedy model; and it says nothing of how it was trained."""
-    path = save(tmp_path / "sft", tiny_model(), tiny_tokenizer())
-    config = {"eos_token_id": [0, 9], "pad_token_id": -1, "do_sample": False, "top_k": 7, "temperature": 0.3}
-    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("settings", [{"temperature": 0.6, "top_p": 0.9}, {"pad_token_id": -1}, {"do_sample": True}])
+def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_saved(train, tmp_path, settings, layout):
+    """... by transformers, as the first two, which many released models have."""
+    path, settings = save(tmp_path / "sft", tiny_model(), tiny_tokenizer()), settings | {"eos_token_id": [0, 9]}
+    (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(settings))
     _, output = train(sft_model_path=path, layout=layout)
-    assert config.items() <= json.loads((output / "generation_config.json").read_text()).items()
+    assert settings.items() <= json.loads((output / "generation_config.json").read_text()).items()
     assert AutoModelForCausalLM.from_pretrained(output / "checkpoint-1").generation_config.eos_token_id == [0, 9]
-    assert "group" not in (output / "config.json").read_text()
+    assert "group" not in (output / "config.json").read_text()  # nor how it was trained
 
 
 def test_runs_end_alike_in_both_layouts_and_with_activations_computed_again(train, monkeypatch):
@@ -1484,7 +1430,7 @@ def test_a_weight_without_a_gradient_has_no_moments_and_its_run_resumes(train, t
     flags = {"total_episodes": 48, "save_steps": 1, "save_total_limit": 9, "lr_scheduler_type": "constant"}
     metrics, output = train(**flags)
     moments = torch.load(output / "checkpoint-1" / "optimizer.pt", weights_only=True)
-    assert sorted(len(state) for state in moments.values()) == [0] + [3] * (len(moments) - 1)
+    assert [len(state) for state in moments.values()] == [3] * (len([*tiny_model().parameters()]) - 1)
     again, resumed = train(**flags, **resumed_at(output, 1, tmp_path / "again"))
     assert without_times(again) == without_times(metrics)
     assert torch.equal(final_weights(resumed), final_weights(output))
@@ -1564,9 +1510,8 @@ ANY_TOOLS = chat_tokenizer("{% if tools is not none %}e {% endif %}" + CHAT)
 BERT = llama_tokenizer(add_eos=True, eos=None, sep="</s>")
 TEXTS = [  # tokenizer, row, the text that is read, and its ids
     (tiny_tokenizer(), {"prompt": "b c", "completion": " d"}, "b c", [4, 5]),
-    (tiny_tokenizer(), {"messages": [USER, ASSISTANT]}, "b c", [4, 5]),
+    (chat_tokenizer(), {"messages": [USER, ASSISTANT]}, "u b c a", [2, 4, 5, 3]),
     (tiny_tokenizer(), {"prompt": "b c", "messages": [ASSISTANT]}, "b c", [4, 5]),
-    (tiny_tokenizer(), {"prompt": [USER]}, "b c", [4, 5]),
     (chat_tokenizer(), {"prompt": "b c"}, "b c", [4, 5]),  # a text is read as it is
     (chat_tokenizer(), {"prompt": [USER]}, "u b c a", [2, 4, 5, 3]),
     (chat_tokenizer(), {"messages": [SYSTEM, USER, ASSISTANT, USER]}, "s e u b c a", [2, 7, 2, 4, 5, 3]),
@@ -1580,7 +1525,6 @@ TEXTS = [  # tokenizer, row, the text that is read, and its ids
     (ANY_TOOLS, {"prompt": [USER], "tools": []}, "u b c a", [2, 4, 5, 3]),
     (llama_tokenizer(), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "<s> b"}, "<s> b", [1, 8]),
-    (llama_tokenizer(), {"prompt": [{"role": "user", "content": "b"}]}, "b", [1, 8]),
     (llama_tokenizer(), {"prompt": "the cats"}, "the cats", [1, 5, 6, 7]),
     (llama_tokenizer(add_eos=True), {"prompt": "b"}, "b", [1, 8]),
     (llama_tokenizer(add_eos=True), {"prompt": "b</s>"}, "b</s>", None),
@@ -1716,8 +1660,8 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
     columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
     assert [row["columns"] for part in loaded for row in part] == columns
     functions = {"reward_fns": (spec("wants_n_and_m"),), "reward_model_path": None, "num_eval_prompts": 9}
-    metrics, output = train(dataset_name=data, per_device_train_batch_size=2, total_episodes=38, **functions)
-    assert sum("rewards/wants_n_and_m/mean" in update for update in metrics) == 1 < len(metrics)
+    (metrics,), output = train(dataset_name=data, per_device_train_batch_size=38, total_episodes=38, **functions)
+    assert metrics["rewards/wants_n_and_m/mean"] == 1 and metrics["completions/in_loss"] == pytest.approx(1 / 19)
     assert len(read_metrics(output, "completions")) == 8
 
 
@@ -1744,9 +1688,7 @@ def test_what_a_reward_function_may_not_return(returned):
 
 USERS_FILES = {  # content of a file, the error that its use shows, the line where it is
     "import nowhere_to_be_found\n": (ModuleNotFoundError, 1),
-    "1 / 0\n": (ZeroDivisionError, 1),
     "import json\n\ndef f(completions, **columns):\n    return json.loads('{')\n": (json.JSONDecodeError, 4),
-    "def f(completions, **columns):\n    return [len(text) for text in Completions]\n": (NameError, 2),
 }
 
 
@@ -1766,17 +1708,12 @@ def never(prompts, completions, completion_ids, **columns):
     return [None] * len(prompts)
 
 
-def test_weights_add_reward_model_and_functions(train):
-    """A reward of weight 0 is logged, and makes nothing scorable."""
-    (alone,), _ = train()
-    (both,), _ = train(reward_fns=(spec("constant_reward"),), reward_weights=(2.0, -3.0))
-    assert both["rewards/reward_model/mean"] == alone["objective/scores"] and both["rewards/constant_reward/mean"] == 1
-    assert both["objective/scores"] == pytest.approx(2 * alone["objective/scores"] - 3, abs=1e-5)
-    assert both["rewards/reward_model/std"] > 0 == both["rewards/constant_reward/std"]
+def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train, capsys):
     functions = {"reward_fns": (spec("never"), spec("constant_reward")), "reward_weights": (1.0, 0.0)}
     (metrics,), _ = train(reward_model_path=None, kl_coef=0.0, **functions)
     assert metrics["rewards/constant_reward/mean"] == 1
     assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
+    assert capsys.readouterr().out.count("update 1 has learned nothing") == 1
 
 
 def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
@@ -1816,20 +1753,6 @@ def test_a_reward_model_that_gives_nan_stops_the_run(train, monkeypatch, number)
 
 def parse(line: str) -> Args:
     return rloo.resolve_args(rloo.parse_args(line.split()))
-
-
-def run_flags(tiny: Path, output, **flags) -> dict:
-    """The flags of a short run on the tiny folder."""
-    paths = {"dataset_name": tiny / "data", "sft_model_path": tiny / "sft", "reward_model_path": tiny / "reward"}
-    sizes = {"rloo_k": 2, "response_length": 6, "per_device_train_batch_size": 16, "total_episodes": 16}
-    others = {"learning_rate": 1e-2, "num_eval_prompts": 0, "device": "cpu", "output_dir": str(output)}
-    return {name: str(path) for name, path in paths.items()} | sizes | others | flags
-
-
-def command(tiny: Path, output, **flags) -> list[str]:
-    """The command line of such a run."""
-    flags = run_flags(tiny, output, **flags)
-    return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
 
 
 def snapshot(*folders: Path) -> dict[Path, bytes]:
@@ -1875,7 +1798,6 @@ def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f"
     bundled, *others = map(parse, ("", own, f"--sft_model_path {tiny}/sft"))
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
-    assert all(Path(x).is_dir() for x in (bundled.sft_model_path, bundled.reward_model_path, bundled.dataset_name))
     assert {(args.learning_rate, args.total_episodes, args.dtype) for args in others} == {(1e-6, None, "float32")}
     assert parse("--reward_fns x.py:f").reward_model_path is None
     assert parse("--total_episodes 0").total_episodes == 0  # only evaluates
@@ -1889,8 +1811,6 @@ def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
     assert metrics[0]["lr"] == written["learning_rate"] == 1e-6
     assert written["versions"]["torch"] == torch.__version__
     assert [update["episode"] for update in train(total_episodes=17)[0]] == [16, 32]  # whole updates
-
-
 
 
 def test_devices(tiny, monkeypatch):
@@ -1930,8 +1850,9 @@ POSITIVE += ["gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches"
 MISTAKES = {  # what the line must say -> what is added to a command line that works
     "at least 2": "--rloo_k 1; --rloo_k 0",
     "must be finite and above 0": "; ".join(f"--{name} 0" for name in POSITIVE) + "; --learning_rate -1",
-    "must be finite and at least 0": "--total_episodes -1; --cliprange -0.1; --save_steps -1; --seed -1; "
-    "--kl_coef nan; --num_sample_generations -1; --missing_eos_penalty inf",
+    "must be at least 0": "--total_episodes -1",
+    "must be finite and at least 0": "--cliprange -0.1; --save_steps -1; --seed -1; "
+    "--kl_coef nan; --num_sample_generations -1",
     "must be a multiple of --rloo_k 2": "--per_device_train_batch_size 7",
     "must be below 1": "--warmup_ratio 2; --warmup_ratio 1",
     "must be one token, is 3": "--stop_token a:b",
@@ -2009,7 +1930,6 @@ def with_three_labels(folder: Path):
 REFUSED_MODELS = {  # what happens to the folder of which model -> words of the line
     "no tokenizer": ("sft", without_tokenizer, "prompt is empty|tokenizer cannot be loaded"),
     "three labels": ("reward", with_three_labels, "cannot be loaded"),
-    "another tokenizer": ("reward", lambda x: save(x, tokenizer_of([*reversed(WORDS)])), "has another tokenizer"),
 }
 
 
@@ -2038,16 +1958,6 @@ def test_a_policy_with_logits_of_its_own_kind_is_refused(train, monkeypatch):
         train()
 
 
-def test_held_out_prompts_and_completions_may_fill_the_positions_and_no_more(train, tmp_path):
-    """... of the 128 that policy and reward model have."""
-    write_rows(tmp_path / "train.jsonl", [{"prompt": "a"}])
-    write_rows(tmp_path / "test.jsonl", [{"prompt": "a " * 122}])
-    flags = {"dataset_name": str(tmp_path), "num_eval_prompts": 1, "total_episodes": 0}
-    train(**flags)
-    with pytest.raises(InputError, match="has 128 positions"):
-        train(**flags, response_length=7)
-
-
 @pytest.mark.parametrize("layout", ["group", "plain"])
 def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_use(train, tiny, tmp_path, layout):
     """The numbers are the same, and it is saved as it was. Gemma 3's text models have one embedding fewer than their
@@ -2064,22 +1974,15 @@ def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_us
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-def test_learning_rates_are_those_of_transformers_but_that_none_is_0(train, schedule):
+def test_learning_rates_are_those_of_transformers_but_that_none_is_0(schedule):
     """A warm-up does not begin at 0, and leaves what follows as it was."""
-
-    def rates(updates, warmup_ratio):
-        args = Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=warmup_ratio)
-        return [rloo.lr_of_update(args, done, updates) for done in range(updates)]
-
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
     for warmup, ratio in ((0, 0.0), (3, 0.3), (3, 0.21)):  # 2.1 updates are 3
         name = "constant_with_warmup" if schedule == "constant" else schedule
         (factor,) = get_scheduler(name, optimizer, warmup, 10).lr_lambdas
         expected = [(i + 1) / (warmup + 1) for i in range(warmup)] + [factor(i) for i in range(warmup, 10)]
-        assert rates(10, ratio) == pytest.approx(expected, rel=1e-12)
-    assert rates(1, 0.9) == [0.5]
-    logged = [update["lr"] for update in train(lr_scheduler_type=schedule, total_episodes=48, learning_rate=0.5)[0]]
-    assert logged == pytest.approx([0.5 * rate for rate in rates(3, 0.0)])
+        args = Args(lr_scheduler_type=schedule, learning_rate=1.0, warmup_ratio=ratio)
+        assert [rloo.lr_of_update(args, done, 10) for done in range(10)] == pytest.approx(expected, rel=1e-12)
 
 
 OTHER_FLAGS = {  # those that the random updates above do not draw
@@ -2172,6 +2075,31 @@ def test_the_command_line_runs_in_a_thread_of_a_notebook(tiny, tmp_path, monkeyp
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_output_that_cannot_be_written_ends_no_run(tiny, tmp_path, monkeypatch):
+    """Its terminal may be closed; under nohup the signal of that is ignored, and stays so."""
+
+    class Closed(io.StringIO):
+        def write(self, *text):
+            raise OSError(5, "Input/output error")
+
+        flush = write
+
+    hung_up = []
+
+    def noted(*inputs, collect=rloo.collect):
+        hung_up.append(signal.getsignal(signal.SIGHUP))
+        return collect(*inputs)
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stderr", Closed())
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        rloo.command_line(command(tiny, tmp_path / "out", num_eval_prompts=2), collect=noted)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert hung_up == [signal.SIG_IGN] and len(read_metrics(tmp_path / "out", "evaluations")) == 2
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Evaluations
 
@@ -2198,7 +2126,7 @@ def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch, updat
     monkeypatch.setattr(rloo, "evaluate", evaluate)
     monkeypatch.setattr(rloo, "collect", lambda *inputs: types.SimpleNamespace(times={}))
     monkeypatch.setattr(rloo, "improve", lambda *inputs: made.append(1))
-    monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"grad_norm": 1.0})
+    monkeypatch.setattr(rloo, "metrics_of", lambda *inputs: {"completions/in_loss": 1.0})
     _, output = train(total_episodes=16 * updates, num_sample_generations=between, num_eval_prompts=1)
     assert [update for update, _ in found] == expected
     assert all(("greedy" in modes) == (update in (0, updates)) and "sampled" in modes for update, modes in found)
@@ -2338,6 +2266,7 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)
 
 
+@pytest.mark.skipif(not rloo.MINI_TLDR.is_dir(), reason="the bundled task is not here: rloo.py was copied alone")
 def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     splits = ["--dataset_train_split", "validation", "--dataset_test_split", "test"]
@@ -2350,15 +2279,9 @@ def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd)
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 2.5e-4
 
 
-
-
-
-
-
-
 SEAMS = ["resolve_args", "load_policy", "load_reference", "load_sampler", "update_sampler", "rollout", "collect"]
 SEAMS += ["advantage", "policy_loss", "kl_penalty", "completion_loss", "completion_logprobs", "average_gradients"]
-SEAMS += ["clip_gradients", "moments_of", "placed_like", "save_policy", "metrics_of", "attention"]
+SEAMS += ["clip_gradients", "save_optimizer", "load_optimizer", "save_policy", "metrics_of", "attention"]
 
 
 def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(tiny, tmp_path):
@@ -2389,7 +2312,7 @@ def test_every_seam_can_be_replaced_and_is_called_until_the_command_line_ends(ti
     rloo.command_line(command(tiny, tmp_path / "without"))
     assert called == calls
     assert json.loads((tmp_path / "without/args.json").read_text())["replaced"] == {}
-    with pytest.raises(SystemExit, match="there is no advantge to replace"):
+    with pytest.raises(SystemExit, match="rloo.py has no advantge to replace"):
         rloo.command_line([], advantge=max)
 
 
@@ -2400,8 +2323,6 @@ def test_a_reward_model_may_lack_the_ids_that_no_text_has():
     model = tiny_model(classifier=True)  # of 16 tokens
     assert batch.responses.max() == 20
     assert rloo.reward_of_model(model, 64, batch).equal(rloo.reward_of_model(model, 64, known))
-
-
 
 
 def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
@@ -2417,30 +2338,31 @@ def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch)
         assert found is expected or expected is None and found([]) == [1.0]
 
 
-def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_of_any_name(tmp_path, monkeypatch):
-    """... such as one with a dot, or that of a module of Python, which stays what it is for everybody else. Functions
-    of one file share its variables, and it may import what lies beside it."""
+def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_with_a_dot(tmp_path, monkeypatch):
+    """... and it may import what lies beside it. Functions of one file share its variables; a file with the name of a
+    module that is loaded must be renamed."""
     monkeypatch.chdir(tmp_path)
     for folder in ("rewards", "a", "b"):
         (tmp_path / folder).mkdir()
     (tmp_path / "rewards" / "__init__.py").write_text("")
     (tmp_path / "rewards" / "beside.py").write_text("one = 1.0")
     (tmp_path / "rewards" / "length.py").write_text("from .beside import one\ndef reward(**columns): return [one]")
-    (tmp_path / "beside_b.py").write_text("two = 2.0")
-    (tmp_path / "my.rewards.v2.py").write_text("from beside_b import two\ndef reward(**columns): return [two]")
-    for number, file in enumerate(("json.py", "a/same.py", "b/same.py"), 3):
-        (tmp_path / file).write_text(f"def reward(**columns): return [{number}.0]\n\ndef other(**columns): return []")
-    specs = ("rewards.length", "my.rewards.v2.py", "json.py", "a/same.py", f"{tmp_path}/b/same.py")
-    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0], [4.0], [5.0]]
-    reward, other = (rloo.load_function(f"a/same.py:{name}") for name in ("reward", "other"))
+    (tmp_path / "beside_it.py").write_text("two = 2.0")
+    (tmp_path / "my.rewards.v2.py").write_text("from beside_it import two\ndef reward(**columns): return [two]")
+    for file in ("json.py", "a/same.py", "b/same.py"):
+        (tmp_path / file).write_text("def reward(**columns): return [3.0]\n\ndef other(**columns): return []")
+    specs = ("rewards.length", "my.rewards.v2.py", "a/same.py")
+    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0]]
+    reward, other = (rloo.load_function(f"{tmp_path}/a/same.py:{name}") for name in ("reward", "other"))
     assert reward.__globals__ is other.__globals__
+    for file in ("json.py", "b/same.py"):
+        with pytest.raises(InputError, match=f"{file}:reward: rename it"):
+            rloo.load_function(f"{file}:reward")
     assert sys.modules["json"] is json
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What users of other trainers have reported
-
-
 
 
 class Letters(transformers.PreTrainedTokenizer):
@@ -2495,8 +2417,6 @@ def test_messages_of_tables_and_contents_in_parts_are_read_as_they_are_meant(kin
     assert tokenizer.decode(example["prompt_ids"]).strip() == text and example["prompt"] == messages
 
 
-
-
 def test_ids_that_the_tokenizer_lacks_have_no_text():
     """A vocabulary is often padded to a multiple of 64."""
     batch = rloo.make_batch([{"prompt_ids": [3]}] * 2, torch.tensor([[[4, 199, 5, 0], [199, 116, 3, 4]]]), stop_ids=[0])
@@ -2540,8 +2460,6 @@ def test_the_trial_sees_limits_of_attention_that_only_the_longest_rows_meet(name
     assert "results differ" in rloo.why_not(model, "group", 10, 3, 3)
 
 
-
-
 UNUSABLE = {  # a family that gives wrong numbers in padded rows, and its config
     "rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "context_length": 99},  # it ignores the mask
 }
@@ -2569,8 +2487,6 @@ def test_a_model_class_in_the_folder_is_saved_with_the_model(tmp_path):
     rloo.save_policy(tmp_path / "saved", args, policy, policy, tiny_tokenizer())
     shutil.rmtree(path)
     assert rloo.load_policy(args, 1, tmp_path / "saved").my_own
-
-
 
 
 def test_a_reward_model_that_does_more_than_its_head_is_refused(train, monkeypatch):
@@ -2617,8 +2533,8 @@ def noise(prompts, completions, completion_ids, **columns):
     return [random.random() + torch.rand(1).item() for _ in completions]
 
 
-def run(tiny: Path, output: Path, signals=(), **flags) -> Path:
-    rloo.main(Args(**run_flags(tiny, output, **LONG | flags)), signals)
+def run(tiny: Path, output: Path, **flags) -> Path:
+    rloo.main(Args(**run_flags(tiny, output, **LONG | flags)))
     return output
 
 
@@ -2683,29 +2599,27 @@ INTERRUPTED = {  # a function, its call, what happens there -> the newest checkp
 @pytest.mark.parametrize("where", INTERRUPTED)
 def test_an_interrupted_run_that_is_resumed_ends_like_a_whole_one(whole, tiny, tmp_path, monkeypatch, where):
     name, call, event, newest = INTERRUPTED[where]
-    output, calls, signals = tmp_path / "out", itertools.count(1), []
+    output, calls = tmp_path / "out", itertools.count(1)
     owner = torch if name.startswith("torch.") else rloo
     original = getattr(owner, name.removeprefix("torch."))
 
     def interrupted(*inputs, **options):
         now = next(calls) == call
         if now and event == 15:
-            signals.append(event)
+            signal.raise_signal(event)
         elif now:
             raise event()
         return original(*inputs, **options)
 
     with monkeypatch.context() as patch, pytest.raises((Exception, SystemExit, KeyboardInterrupt)) as end:
         patch.setattr(owner, name.removeprefix("torch."), interrupted)
-        run(tiny, output, signals)
+        run(tiny, output)
     assert event != 15 or end.value.code == 143
     if where == "a signal in an update":  # the evaluation that is due after it waits
         assert len(read_metrics(output, "evaluations")) == 1
     assert saved_updates(output)[:1] == newest
     assert end_of(run(tiny, output, resume=True)) == end_of(whole)
     assert not (output / "unfinished-checkpoint").exists()
-
-
 
 
 def fail(*inputs, **options):
@@ -2760,24 +2674,18 @@ def test_a_run_that_is_killed_again_and_again_leaves_each_update_once(whole, tin
     what the one before has written."""
     output = tmp_path / "out"
 
-    def start(update, signals=()):
-        """Ends in the given update of this start: by a signal or, in the middle of changing weights, by an error."""
+    def start(update, end):
+        """Ends in the given update of this start, in the middle of changing weights."""
         calls = itertools.count(1)
-
-        def end(inputs, found):
-            if next(calls) == update:
-                signals.append(15) if signals == [] else no_space()
-            return found
-
         with monkeypatch.context() as patch, pytest.raises((OSError, SystemExit)):
-            spy(patch, "improve", end)
-            run(tiny, output, signals, save_steps=0, resume=True)
+            spy(patch, "improve", lambda inputs, found: end() if next(calls) == update else found)
+            run(tiny, output, save_steps=0, resume=True)
 
-    start(4)
+    start(4, no_space)
     assert not saved_updates(output) and len(read_metrics(output)) == 3
-    start(2, signals=[])
+    start(2, lambda: signal.raise_signal(signal.SIGTERM))
     (output / "metrics.jsonl").open("a").write('{"update": 3, "obj')  # a line that was cut when the power failed
-    start(3)
+    start(3, no_space)
     assert saved_updates(output) == [2] and len(read_metrics(output)) == 4
     assert end_of(run(tiny, output, save_steps=0, resume=True)) == end_of(whole)
 
@@ -3033,6 +2941,18 @@ def test_a_weight_without_a_gradient_on_some_ranks_is_trained(two_processes, tin
     folder, _ = two_processes
     begin, idle = (load_file(x / "model.safetensors")[NORM] for x in (tiny / "sft", folder / "two, idle"))
     assert (idle - begin * (1 - 1e-3 * 0.5) ** 2).abs().max() > 1e-5  # by more than weight decay
+
+
+def test_a_weight_without_a_gradient_on_every_rank_gets_none(monkeypatch):
+    """... not 0, by which AdamW would let it decay."""
+    fakes = {"is_initialized": lambda: True, "all_reduce": lambda x: None, "get_world_size": lambda: 1}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(rloo.dist, name, fake)
+    model = tiny_model()
+    head = model.get_output_embeddings().weight
+    head.grad = torch.ones_like(head)
+    rloo.average_gradients(model)
+    assert [weight for weight in model.parameters() if weight.grad is not None] == [head]
 
 
 def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):

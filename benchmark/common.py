@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +70,8 @@ class Records:
     def __init__(self, path: Path, again: bool = False):
         self.path, self.again = path, again
         self.all: dict[str, dict] = {}
+        self.found: dict[str, None] = {}  # names of what was asked for and is recorded, in order
+        self.added = False  # whether anything was made and written
         self.read()
 
     def read(self):
@@ -78,7 +80,32 @@ class Records:
 
     def needs(self, name: str, *keys) -> bool:
         """Whether an entry of a record is to be made: it is not there, or all is made again."""
-        return self.again or self.value(name, *keys) is None
+        if self.again or self.value(name, *keys) is None:
+            return True
+        self.found[name] = None
+        return False
+
+    def tell(self, names: Sequence[str], text: Callable[[], str]):
+        """For the end of a script: prints what the records say, `text` if all these names are there, and which of them
+        were found rather than made. Nothing if all was made again, since then each was compared."""
+        if self.again:
+            return
+        if all(name in self.all for name in names):
+            print(text())
+        makers: dict[str, list[str]] = {}
+        file_date = git("log", "-1", "--format=%as", "--", str(self.path)) or "unknown"
+        for name in self.found:
+            made = self.all[name].get("made")
+            maker = (
+                f"with rloo.py {made['rloo.py']}, {made['date']}"
+                if made
+                else f"before records had dates (file of {file_date})"
+            )
+            makers.setdefault(maker, []).append(name)
+        for maker, names in makers.items():
+            print(f"recorded {maker}: {', '.join(names)}")
+        if makers:
+            print("nothing of that was run now: --again runs it and compares")
 
     def add(self, name: str, **found):
         """Adds entries to a record."""
@@ -94,6 +121,7 @@ class Records:
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         unfinished.replace(self.path)
+        self.added = True
         os.close(lock)
 
     def value(self, name: str, *keys):
@@ -261,7 +289,8 @@ def insert(page: Path, tables: dict[str, str]):
 
 
 def canvas(columns: int, width: float, height: float, **options):
-    """A figure and its axes (1, columns), in the style of all pictures. Needs matplotlib."""
+    """A figure and its axes (1, columns), in the style of all pictures."""
+    require(matplotlib="matplotlib")
     import matplotlib.pyplot as plt
 
     plt.switch_backend("Agg")

@@ -45,6 +45,28 @@ def test_what_is_made_again_is_compared_and_overwrites_nothing(tmp_path, capsys)
     assert (tmp_path / "records.json").read_text() == before
 
 
+def test_a_command_that_finds_all_recorded_says_so_and_by_what_it_was_made(tmp_path, capsys):
+    records = common.Records(tmp_path / "records.json")
+    records.add("a", win=1)
+    records.add("b", win=2)
+    records.all["old"] = {"win": 3}
+    assert [records.needs(name, "win") for name in ("a", "b", "old", "none")] == [False, False, False, True]
+    records.tell(["a", "none"], lambda: "an incomplete table")
+    assert "incomplete" not in capsys.readouterr().out
+    records.tell(["a", "b"], lambda: "a wins: 1")
+    made = records.all["a"]["made"]
+    assert capsys.readouterr().out.splitlines() == [
+        "a wins: 1",
+        f"recorded with rloo.py {made['rloo.py']}, {made['date']}: a, b",
+        "recorded before records had dates (file of unknown): old",
+        "nothing of that was run now: --again runs it and compares",
+    ]
+    again = common.Records(records.path, again=True)
+    assert again.needs("a", "win")
+    again.tell(["a"], lambda: "a wins: 1")
+    assert capsys.readouterr().out == ""
+
+
 def test_an_incomplete_call_leaves_tables_and_pictures(tmp_path, capsys):
     records = common.Records(tmp_path / "records.json")
     records.add("a", win=1)

@@ -1,13 +1,14 @@
-"""Puts bugs of other trainers back into rloo.py, one at a time, and runs the test that must fail.
+"""Puts bugs of other trainers back into rloo.py and its extensions, one at a time, and runs the test that must fail.
 
     python benchmark/bugs/put_back.py                          # all of changes.toml; record.json and the page's tables
     python benchmark/bugs/put_back.py --rows dropout two-bos   # some, by name; writes nothing
 
-Each goes into a copy of rloo.py. Exits with an error unless all tests pass without bugs and each bug is caught.
+Each goes into a copy of its file. Exits with an error unless all tests pass without bugs and each bug is caught.
 """
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -24,25 +25,40 @@ import common  # noqa: E402
 
 SECTIONS: dict[str, list[dict]] = tomllib.loads((HERE / "changes.toml").read_text(encoding="utf-8"))
 CHANGES = {row["name"]: row for rows in SECTIONS.values() for row in rows if "old" in row}
-TESTS = {name: row["test"] for name, row in CHANGES.items()}
-TESTS |= {"unchanged": " or ".join(f"({test})" for test in sorted(set(TESTS.values())))}
+FILES = {name: row.get("tests", "rloo_test.py") for name, row in CHANGES.items()}  # name -> file of its test
+UNCHANGED = {f"unchanged, {Path(file).name}": file for file in dict.fromkeys(FILES.values())}
 
 
-def changed(name: str) -> str:
-    """rloo.py with a bug; as it is for "unchanged"."""
-    text = (common.ROOT / "rloo.py").read_text(encoding="utf-8")
-    change = CHANGES.get(name, {"old": text, "new": text})
+def changed(name: str) -> tuple[str, str]:
+    """The file of a bug and its text with the bug; that of rloo.py as it is for other names."""
+    change = CHANGES.get(name, {})
+    file = change.get("file", "rloo.py")
+    text = (common.ROOT / file).read_text(encoding="utf-8")
+    if not change:
+        return file, text
     if text.count(change["old"]) != 1:
-        raise ValueError(f"{name}: {change['old']!r} stands {text.count(change['old'])} times in rloo.py, not once")
-    return text.replace(change["old"], change["new"])
+        raise ValueError(f"{name}: {change['old']!r} stands {text.count(change['old'])} times in {file}, not once")
+    return file, text.replace(change["old"], change["new"])
+
+
+def write_copy(folder: Path):
+    """rloo.py, its tests and the extensions, beside links to what else is in benchmark/."""
+    shutil.copytree(common.HERE / "extensions", folder / "benchmark" / "extensions")
+    for name in ("rloo.py", "rloo_test.py"):
+        shutil.copy(common.ROOT / name, folder)
+    for path in common.HERE.iterdir():
+        if path.name != "extensions":
+            (folder / "benchmark" / path.name).symlink_to(path)
 
 
 def begin(name: str, folder: Path) -> int:
-    """Starts a bug's test on a copy of the repository. Returns the process, whose exit status is pytest's."""
-    folder.mkdir()
-    (folder / "rloo.py").write_text(changed(name), encoding="utf-8")
-    (folder / "rloo_test.py").write_bytes((common.ROOT / "rloo_test.py").read_bytes())
-    (folder / "benchmark").symlink_to(common.HERE)
+    """Starts a bug's test, or those of all bugs in a file without any bug. Returns the process, whose exit status is
+    pytest's."""
+    write_copy(folder)
+    file, text = changed(name)
+    (folder / file).write_text(text, encoding="utf-8")
+    tests = UNCHANGED.get(name) or FILES[name]
+    words = [CHANGES[name]["test"]] if name in CHANGES else {CHANGES[x]["test"] for x in FILES if FILES[x] == tests}
     process = os.fork()
     if process:
         return process
@@ -50,7 +66,7 @@ def begin(name: str, folder: Path) -> int:
     os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     options = ["-q", "-x", "--assert=plain", "--basetemp", str(folder / "pytest-of-put-back")]
-    os._exit(pytest.main(["rloo_test.py", "-k", TESTS[name], *options]))
+    os._exit(pytest.main([tests, "-k", " or ".join(f"({word})" for word in sorted(words)), *options]))
 
 
 def put_back(names, jobs: int):
@@ -66,7 +82,7 @@ def put_back(names, jobs: int):
                 process, status = os.wait()
                 ended = running.pop(process)
                 log = (Path(top) / ended / "log").read_text(encoding="utf-8", errors="replace")
-                failed = re.search(r"^FAILED rloo_test.py::(\w+(\[.*?\])?)(?=$| - (?!Name|Attribute))", log, re.M)
+                failed = re.search(r"^FAILED \S+_test.py::(\w+(\[.*?\])?)(?=$| - (?!Name|Attribute))", log, re.M)
                 yield ended, failed[1] if failed else "", os.waitstatus_to_exitcode(status), log
             if name:
                 running[begin(name, Path(top) / name)] = name
@@ -92,9 +108,9 @@ def report():
 def main(rows: tuple[str, ...] = (), jobs: int = 2):
     """Puts bugs back. rows: names in changes.toml, none: all; jobs: tests at a time, on one thread each."""
     start, caught = time.time(), {}
-    for name, failed, status, log in put_back(rows or tuple(TESTS), jobs):
+    for name, failed, status, log in put_back(rows or (*UNCHANGED, *CHANGES), jobs):
         print(f"{name}: {failed or ('nothing fails' if status == 0 else log[-1500:])}", flush=True)
-        if name != "unchanged":
+        if name in CHANGES:
             caught[name] = failed
         elif status:
             sys.exit("a test fails without any bug: nothing is written")

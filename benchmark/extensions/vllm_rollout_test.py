@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 POLICIES = [MINI / "sft", MINI.with_name("mini_gsm8k") / "sft"]  # GPT-NeoX; Qwen3 with a tied head
 STAND_IN = '''
-"""A completion is the first id of its prompt, 10 times the number of weights so far, a part of its seed, and a stop."""
+"""A completion: a sum of its prompt, 10 times the number of weights so far, a part of its seed, and a stop token."""
 import os
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ class LLM:
         for prompt, sampling in zip(prompts, params, strict=True):
             options = sampling.options
             assert options["stop_token_ids"] == [0] and options["ignore_eos"] and options["max_tokens"] == 6
-            ids = [prompt["prompt_token_ids"][0], 10 * self.weights, 3 + sampling.seed % 800]
+            ids = [3 + sum(prompt["prompt_token_ids"]) % 800, 10 * self.weights, 3 + sampling.seed % 800]
             ids += [] if UNENDED else [0]
             steps = [{token: SimpleNamespace(logprob=-1.0 - i)} for i, token in enumerate(ids)]
             found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=steps)]))
@@ -73,8 +73,8 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     seeds = []
     for weights, (_, batch, logprobs) in enumerate(batches, 1):
         k, B, T = batch.responses.shape
-        first = [example["prompt_ids"][0] for example in batch.examples]
-        assert batch.responses[..., 0].tolist() == [first] * k
+        first = [3 + sum(example["prompt_ids"]) % 800 for example in batch.examples]
+        assert batch.responses[..., 0].tolist() == [first] * k and len(set(first)) > 1
         assert (batch.responses[..., 1] == 10 * weights).all() and batch.ended.all() and T == 6
         assert logprobs.tolist() == [[[-1.0, -2.0, -3.0, -4.0, 0.0, 0.0]] * B] * k
         seeds.append(batch.responses[..., 2].flatten().tolist())

@@ -1,4 +1,4 @@
-"""Checks rloo.py on the device that you have: are its results right, what does it need, how fast does it decode?
+"""Checks rloo.py and its extensions on the device that you have: are results right, what do they need, how fast is it?
 
     python benchmark/gpu/check.py                 # on a GPU: ten minutes; without one as the next
     python benchmark/gpu/check.py --device cpu    # tiny models, under two minutes
@@ -8,7 +8,10 @@ random weights or are those of the bundled task, so nothing is downloaded.
 """
 
 import contextlib
+import importlib
+import importlib.util
 import io
+import json
 import math
 import platform
 import subprocess
@@ -23,8 +26,10 @@ from unittest import mock
 import torch
 import transformers
 import tyro
+from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import gpu_memory  # noqa: E402
 
@@ -58,6 +63,7 @@ def random_model(config, device, dtype=torch.float32):
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.layout = "group"
+    model.set_attn_implementation(rloo.GROUP_KERNEL)
     return model
 
 
@@ -76,21 +82,27 @@ def flags(device, **changes) -> rloo.Args:
 
 
 def sample(args, model, examples, k=4, temperature=0.7, stop_ids=STOPS):
-    """A Batch of completions and their log-probs, by the engine of the flags."""
+    """A Batch of completions and, in group rows, their log-probs."""
     torch.manual_seed(0)
-    return rloo.rollout(args, model, examples, k, temperature, stop_ids, version=0)
+    return rloo.rollout(args, model, examples, k, temperature, stop_ids)
 
 
-def update(args, policy, reference, reward_functions, optimizer, examples) -> dict[str, float]:
+def update(args, policy, sampler, reference, reward_functions, optimizer, examples) -> dict[str, float]:
     """The metrics of an update of rloo.py in which no completion ends early."""
-    experience = rloo.collect(args, policy, reference, reward_functions, examples, stop_ids=[-1], version=0)
-    return rloo.metrics_of(args, experience, rloo.improve(args, policy, optimizer, experience))
+    experience = rloo.collect(args, policy, sampler, reference, reward_functions, examples, stop_ids=[-1])
+    improved = rloo.improve(args, policy, optimizer, experience)
+    rloo.update_sampler(sampler, policy)
+    return rloo.metrics_of(args, experience, improved)
 
 
 def quietly(args: rloo.Args) -> list[dict]:
     """The evaluations of a run that prints nothing."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return rloo.main(args)
+
+
+def words_of(flags: dict) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def relative(x, expected) -> float:
@@ -100,7 +112,7 @@ def relative(x, expected) -> float:
 
 def apart(folder: str, name: str) -> float:
     """The largest relative difference between the weights of two runs, `name` and `whole`."""
-    x, y = (rloo.safetensors.torch.load_file(f"{folder}/{run}/model.safetensors") for run in (name, "whole"))
+    x, y = (load_file(f"{folder}/{run}/model.safetensors") for run in (name, "whole"))
     return max(relative(x[weight], y[weight]) for weight in y)
 
 
@@ -149,27 +161,29 @@ def decoding(device) -> Iterator[Line]:
     examples = random_examples(4, 12)
     captured = []
 
-    def capture(decoder, original=rloo.Decoder.capture):
-        captured.append(original(decoder))
-        return captured[-1]
+    def capture(step, original=rloo.cuda_graph):
+        captured.append(step)
+        return original(step)
 
     for family, config in TINY.items():
         model = random_model(config, device)
-        with mock.patch.object(rloo.Decoder, "capture", capture):
+        with mock.patch.object(rloo, "cuda_graph", capture):
             batch, logprobs = sample(args, model, examples, k=8, stop_ids=STOPS[:1])
         yield f"decoding: log-probs of samples, {family}", relative(logprobs, by_transformers(model, batch)), 1e-4
 
         short = replace(args, response_length=16)
         greedy, _ = sample(short, model, examples, k=1, temperature=0.0)
-        by_generate, _ = sample(replace(short, rollout_engine="hf"), model, examples, k=1, temperature=0.0)
+        model.layout = "plain"
+        by_generate, _ = sample(short, model, examples, k=1, temperature=0.0)
+        model.layout = "group"
         different = (greedy.responses != by_generate.responses).double().mean()
         yield f"decoding: greedy tokens unlike generate's, {family}", float(different), 0.0
 
         if torch.device(device).type != "cuda":
             yield f"graph replay, {family}", "needs a GPU", None
             continue
-        yield f"graph replay: steps that are not a CUDA graph, {family}", float(None in captured or not captured), 0.0
-        with mock.patch.object(rloo.Decoder, "capture", lambda decoder: None):
+        yield f"graph replay: no step is a CUDA graph, {family}", float(not captured), 0.0
+        with mock.patch.object(rloo, "cuda_graph", lambda step: step):
             by_steps, _ = sample(args, model, examples, k=8, stop_ids=STOPS[:1])
         different = (batch.responses != by_steps.responses).double().mean()
         yield f"graph replay: tokens unlike single steps', {family}", float(different), 0.0
@@ -203,7 +217,8 @@ def updates(device) -> Iterator[Line]:
     policy = random_model(TINY["multi-head"], device)
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, fused=True)
     reward_functions = {"low": lambda batch: (batch.responses < 32).float().mean(-1)}
-    seen = [update(args, policy, None, reward_functions, optimizer, random_examples(8, 12)) for _ in range(12)]
+    examples = random_examples(8, 12)
+    seen = [update(args, policy, policy, None, reward_functions, optimizer, examples) for _ in range(12)]
     yield "update: ratio less 1 in its first step", max(abs(x["val/ratio"] - 1) for x in seen), 1e-6
     yield "update: rollout's log-probs less training's", max(x["val/rollout_logprob_gap"] for x in seen), 1e-3
     yield "update: share of tokens without reward after 12, about 0.5 before", 1 - seen[-1]["objective/scores"], 0.25
@@ -224,32 +239,67 @@ def resume(device) -> Iterator[Line]:
         yield "resume: weights unlike an uninterrupted run's", apart(folder, "resumed"), 1e-6
 
 
-# ---- Several processes -----------------------------------------------------------------------------------------------
+# ---- Extensions, and several processes -------------------------------------------------------------------------------
 
 
-def fixed_completions(model, prompt_ids, *, k, response_length, **options):
-    """An engine whose completions depend on the prompt alone, so that one process and two train on the same."""
+def extension_names() -> list[str]:
+    """Files of benchmark/extensions that replace functions, but fsdp.py, which takes several processes."""
+    files = sorted((ROOT / "benchmark" / "extensions").glob("*.py"))
+    return [file.stem for file in files if "\nSEAMS = " in file.read_text() and file.stem != "fsdp"]
+
+
+def extensions(device) -> Iterator[Line]:
+    """Two updates by each extension, in float32. Its sampler must have the weights that are trained: with LoRA, those
+    with the adapters."""
+    for name in extension_names():
+        if name.startswith("vllm") and importlib.util.find_spec("vllm") is None:
+            yield f"extension {name}", "vLLM is not installed", None
+        else:
+            limit = 1e-2 if name.startswith("vllm") else 1e-3
+            yield f"extension {name}: rollout's log-probs less training's", gap_of_extension(name, device), limit
+
+
+def gap_of_extension(name, device) -> float:
+    seams = importlib.import_module(f"benchmark.extensions.{name}").SEAMS
+    flags = SMALL_RUN | {"device": str(device), "per_device_train_batch_size": 16, "total_episodes": 32}
+    flags |= {"learning_rate": 1e-2, "adam_eps": 1e-8}  # so that the second rollout shows which weights it has
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                rloo.command_line(words_of(flags | {"output_dir": f"{folder}/run"}), **seams)
+        except SystemExit as error:
+            raise RuntimeError(f"{name}: {error}") from error
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        return max(json.loads(line)["val/rollout_logprob_gap"] for line in lines)
+
+
+def fixed_completions(args, model, examples, k, temperature, stop_ids):
+    """A rollout whose completions depend on the prompt alone, so that one process and two train on the same."""
     tokens = []
-    for ids in prompt_ids:
-        generator = torch.Generator().manual_seed(sum(ids))
-        tokens.append(torch.randint(13, 64, (k, response_length), generator=generator).tolist())
-    return tokens, None
+    for example in examples:
+        generator = torch.Generator().manual_seed(sum(example["prompt_ids"]))
+        tokens.append(torch.randint(13, 64, (k, args.response_length), generator=generator))
+    return rloo.make_batch(examples, torch.stack(tokens, dim=1).to(model.device), stop_ids), None
 
 
 def several(device) -> Iterator[Line]:
-    """The weights of a run of two updates by two processes, against one."""
+    """The weights of a run of two updates by two processes, each with all weights or by fsdp.py, against one."""
     kind = torch.device(device).type
     if kind == "cuda" and torch.cuda.device_count() < 2:
         yield "two processes against one", "needs two GPUs", None
         return
-    common = SMALL_RUN | {"device": kind, "total_episodes": 32, "rollout_engine": f"{__file__}:fixed_completions"}
-    words = [f"--{name}={value}" for name, value in common.items()]
+    common = words_of(SMALL_RUN | {"device": kind, "total_episodes": 32})
+    start = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     with tempfile.TemporaryDirectory() as folder:
-        for name, count in {"whole": 1, "ddp": 2, "fsdp": 2}.items():
-            start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={count}", "--rdzv-backend=c10d"]
-            start += ["--rdzv-endpoint=localhost:0", ROOT / "rloo.py", *words, f"--output_dir={folder}/{name}"]
-            start += [f"--per_device_train_batch_size={16 // count}", f"--sharding={name.replace('whole', 'ddp')}"]
-            done = subprocess.run(start, capture_output=True, text=True, timeout=300)
+        for name, count, seams in (("whole", 1, ""), ("ddp", 2, ""), ("fsdp", 2, ", **fsdp.SEAMS")):
+            lines = [f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]", "import check, rloo"]
+            lines += ["from benchmark.extensions import fsdp"] if seams else []
+            lines += [f"rloo.command_line(rollout=check.fixed_completions{seams})"]
+            script = Path(folder, f"run_{name}.py")
+            script.write_text("\n".join(lines))
+            command = [*start, f"--nproc_per_node={count}", script, *common, f"--output_dir={folder}/{name}"]
+            command.append(f"--per_device_train_batch_size={16 // count}")
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode:
                 raise RuntimeError(f"{name}: {done.stderr}")
         for name in ("ddp", "fsdp"):
@@ -290,34 +340,36 @@ def peak_of_updates(run: gpu_memory.Args, config, device) -> int:
     sizes = {"rloo_k": run.k, "response_length": run.T, "local_rollout_forward_batch_size": run.chunk}
     sizes |= {"per_device_train_batch_size": run.m, "gradient_accumulation_steps": batch // run.m}
     args = flags(device, dtype="bfloat16", **sizes)
-    policy, reference = (random_model(config, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+    policy, sampler, reference = (random_model(config, device, dtype) for dtype in dtypes)
     reward_model = torch.empty(int(run.reward_parameters), dtype=torch.bfloat16, device=device)
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, fused=True)
     examples = random_examples(batch // run.k, run.P, config.vocab_size, shortest=run.P)
     reward_functions = {"mean": lambda batch: batch.responses.float().mean(-1)}
     for _ in range(2):
-        update(args, policy, reference, reward_functions, optimizer, examples)
+        update(args, policy, sampler, reference, reward_functions, optimizer, examples)
     del reward_model
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def decode_rate(device) -> Iterator[Line]:
-    """Tokens per second of both engines, for a model of Qwen2.5-0.5B's size; hf has no log-probs."""
+    """Tokens per second of both layouts, for a model of Qwen2.5-0.5B's size; plain rows have no log-probs yet."""
     on_gpu = torch.device(device).type == "cuda"
     P, T, B, k = (256, 128, 16, 8) if on_gpu else (12, 8, 2, 4)
     config = config_of(gpu_memory.QWEN_05B) if on_gpu else TINY["grouped-query"]
     model = random_model(config, device, torch.bfloat16 if on_gpu else torch.float32)
     examples = random_examples(B, P, config.vocab_size, shortest=P)
-    for engine in ("group", "hf"):
-        args = flags(device, rollout_engine=engine, response_length=T, local_rollout_forward_batch_size=B * k)
+    args = flags(device, response_length=T, local_rollout_forward_batch_size=B * k)
+    for layout in ("group", "plain"):
+        model.layout = layout
+        times = {}
         for _ in range(2):  # the first call warms up
-            begin = rloo.clock(torch.device(device))
-            rloo.rollout(args, model, examples, k, 1.0, stop_ids=[-1], version=0)
-        seconds = rloo.clock(torch.device(device)) - begin
-        yield f"tokens per second, --rollout_engine {engine}", B * k * T / seconds, None
+            with rloo.timed(times, "rollout", torch.device(device)):
+                rloo.rollout(args, model, examples, k, 1.0, stop_ids=[-1])
+        yield f"tokens per second, --layout {layout}", B * k * T / times["time/rollout"], None
 
 
-CHECKS = [log_probs_and_gradients, decoding, stop_tokens, sampling, updates, resume, several, decode_rate]
+CHECKS = [log_probs_and_gradients, decoding, stop_tokens, sampling, updates, resume, extensions, several, decode_rate]
 ON_A_GPU = [learns, memory]  # and only there
 
 

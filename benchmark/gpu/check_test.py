@@ -8,18 +8,29 @@ import pytest
 import torch
 
 import rloo
+from benchmark.extensions import lora
 
 
 def test_all_lines_pass_on_a_cpu(monkeypatch, capsys):
-    """Without those of several processes, and the run that resumes."""
-    monkeypatch.setattr(check, "CHECKS", [x for x in check.CHECKS if x not in (check.resume, check.several)])
+    """Without those of whole runs."""
+    runs = (check.resume, check.extensions, check.several)
+    monkeypatch.setattr(check, "CHECKS", [x for x in check.CHECKS if x not in runs])
     assert check.main("cpu") == 0
     verdicts = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-2]]
     assert [verdicts.count(x) for x in ("PASS", "INFO", "SKIP")] == [26, 2, 2]
 
 
-def lanes_see_a_sibling(x, P, k, original=rloo.prompt_and_own):
-    return original(x, P, k).roll(1, dims=1)
+def test_every_extension_is_checked_and_a_sampler_without_the_trained_weights_fails(monkeypatch):
+    assert {"lora", "correction", "gspo", "vllm_rollout"} <= {*check.extension_names()}
+    monkeypatch.setattr(check, "extension_names", lambda: ["lora", "gspo"])
+    assert [verdict for verdict, _ in check.lines_of(check.extensions, "cpu")] == ["PASS", "PASS"]
+    monkeypatch.setitem(lora.SEAMS, "update_sampler", lambda sampler, policy: None)
+    assert [verdict for verdict, _ in check.lines_of(check.extensions, "cpu")] == ["FAIL", "PASS"]
+
+
+def lanes_see_a_sibling(sdpa, query, key, value, mask, P, k, original=rloo.group_attention):
+    lanes = key[:, :, P:].unflatten(2, (-1, k)).roll(1, dims=3).flatten(2, 3)
+    return original(sdpa, query, torch.cat([key[:, :, :P], lanes], dim=2), value, mask, P, k)
 
 
 def padding_is_seen(real, original=rloo.causal_mask):
@@ -35,7 +46,7 @@ def gradient_stops_before_the_head(model, hidden, *args, original=rloo.block_log
 
 
 def another_scale(*args, original=rloo.step_attention):
-    return original(*args[:4], 1.1 * args[4])
+    return original(*args[:-1], 1.1 * args[-1])
 
 
 def other_lanes_stay(self, lanes, slots, original=rloo.LaneCache.grow):
@@ -59,7 +70,7 @@ def opposite(rewards, estimator, original=rloo.advantage):
 
 
 BROKEN = [  # a function, what it does instead, the check, and the beginning of the line that fails
-    ("prompt_and_own", lanes_see_a_sibling, check.log_probs_and_gradients, "log-probs: group"),
+    ("group_attention", lanes_see_a_sibling, check.log_probs_and_gradients, "log-probs: group"),
     ("causal_mask", padding_is_seen, check.log_probs_and_gradients, "log-probs: group"),
     ("final_logits", larger_logits, check.log_probs_and_gradients, "log-probs: plain"),
     ("block_logprobs", gradient_stops_before_the_head, check.log_probs_and_gradients, "gradients: "),
@@ -69,7 +80,7 @@ BROKEN = [  # a function, what it does instead, the check, and the beginning of 
     ("sample", skewed, check.sampling, "sampling"),
     ("advantage", opposite, check.updates, "update: share of tokens without reward"),
     ("sample", hotter, check.updates, "update: rollout's log-probs"),
-    ("load_moments", lambda *args: None, check.resume, "resume"),
+    ("load_optimizer", lambda *args: None, check.resume, "resume"),
 ]
 
 

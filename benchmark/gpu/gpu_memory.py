@@ -23,10 +23,11 @@ LOGIT_BYTES = 22  # for each logit of a block: float32 logits, log-probs, probab
 BLOCK = 2**27  # logits of a block, see completion_logprobs
 CONTEXT = 0.5 * GIB  # CUDA's own memory, and kernels
 NCCL = 1 * GIB  # buffers of several processes
-# Bytes that a layer keeps of a token for backward: a · width + b · feed_forward + 2c · rank. With LoRA weights and
-# residual stream are in bfloat16; c is the number of linear layers, which have adapters.
-KEPT = {"Qwen2.5": (34, 8, 0), "GPT-NeoX": (26, 4, 0)}
-KEPT_WITH_LORA = {"Qwen2.5": (18, 8, 7), "GPT-NeoX": (19, 4, 4)}
+# Bytes that a layer keeps of a token for backward: a · width + b · feed_forward + 2c · rank; of a prompt's token
+# p · width more (or less). With LoRA weights and residual stream are in bfloat16; c is the number of linear layers,
+# which have adapters.
+KEPT = {"Qwen2.5": (32, 8, 0, 4), "GPT-NeoX": (20, 4, 0, 2)}
+KEPT_WITH_LORA = {"Qwen2.5": (18, 8, 7, 4), "GPT-NeoX": (22, 4, 4, -2)}
 GATED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2")  # model types whose layers are like Qwen2.5's
 
 
@@ -54,9 +55,9 @@ class Args:
     P: int = 512  # --max_prompt_length
     T: int = 53  # --response_length
     chunk: int = 64  # --local_rollout_forward_batch_size
-    gpus: int = 1  # more than one: with --sharding fsdp
+    gpus: int = 1  # more than one: with benchmark/extensions/fsdp.py
     gradient_checkpointing: bool = False
-    lora_rank: int = 0
+    lora_rank: int = 0  # with benchmark/extensions/lora.py
 
 
 QWEN_05B = Model("Qwen2.5", 494e6, 24, 896, 4864, 128, 151_936)
@@ -75,10 +76,14 @@ RUNS = {
 }
 
 
-def kept_by_layer(family: str, width: int, feed_forward: int, lora_rank: int = 0) -> int:
-    """Bytes that a layer keeps of a token for backward."""
-    a, b, c = (KEPT_WITH_LORA if lora_rank else KEPT)[family]
-    return a * width + b * feed_forward + 2 * c * lora_rank
+def kept_by_layer(model: Model, run: Args) -> float:
+    """Bytes that a layer keeps for backward of a prompt and its completions. Each completion has a copy of the keys and
+    values of its prompt, as wide as the queries; attention keeps its masks in bfloat16."""
+    a, b, c, p = (KEPT_WITH_LORA if run.lora_rank else KEPT)[model.family]
+    k, P, T = run.k, run.P, run.T
+    tokens = (P + k * T) * (a * model.width + b * model.feed_forward + 2 * c * run.lora_rank)
+    keys = 4 * model.width * k * (P + T)
+    return tokens + keys + p * model.width * P + 2 * (P * P + T * (P + T))
 
 
 def adapter_parameters(model: Model, rank: int) -> int:
@@ -93,34 +98,35 @@ def adapter_parameters(model: Model, rank: int) -> int:
 
 def needed(model: Model, run: Args) -> dict[str, float]:
     """Bytes on each GPU, by the columns of the table."""
-    slots = run.m // run.k * (run.P + run.k * run.T)
-    layer = kept_by_layer(model.family, model.width, model.feed_forward, run.lora_rank)
+    groups = run.m // run.k
+    layer = groups * kept_by_layer(model, run)
     head = model.vocabulary * model.width
-    if run.lora_rank:  # the policy in bfloat16, which is the reference too, and its adapters
-        trained, frozen, beside = adapter_parameters(model, run.lora_rank), model.parameters, run.reward_parameters
+    sampler = 2 * model.parameters  # in bfloat16, whole on each GPU
+    reward = 2 * run.reward_parameters
+    if run.lora_rank:  # the policy in bfloat16, whose weights the reference shares, and its adapters
+        trained, frozen = adapter_parameters(model, run.lora_rank), 2 * model.parameters
     else:
-        trained, frozen, beside = model.parameters, 0, model.parameters + run.reward_parameters
+        trained, frozen = model.parameters, 2 * model.parameters
     if run.gradient_checkpointing:  # every layer's input, and all of one layer
         stream = 2 if run.lora_rank else 4  # bytes of a number in the residual stream
-        activations = slots * (stream * model.width * model.layers + layer)
+        activations = groups * (run.P + run.k * run.T) * stream * model.width * model.layers + layer
         cast = 2 * head + model.parameters / model.layers  # weights in bfloat16: embedding, head, one layer
     else:
-        activations = slots * layer * model.layers
+        activations = layer * model.layers
         cast = model.parameters
-    if run.lora_rank and run.gpus == 1:  # they are in bfloat16 already; fsdp still gathers them
+    if run.lora_rank:  # the others are in bfloat16 already
         cast = trained
     logits = LOGIT_BYTES * min(run.m * run.T * model.vocabulary, BLOCK)
-    weights = (16 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * cast
     kept = activations + logits + (0 if run.lora_rank else 8 * head)
-    rest = CONTEXT + (NCCL if run.gpus > 1 else 0)
+    rest = sampler + reward + CONTEXT + (NCCL if run.gpus > 1 else 0)
     # fsdp holds two layers at once: gathered, their gradients, and these in float32 to be summed
     two_layers = 2 * 8 * model.parameters / model.layers if run.gpus > 1 else 0
+    training = (16 * trained + frozen) / run.gpus + 2 * cast + kept + two_layers + rest
     # Of prompts and completions. That of a completion doubles up to T, layer by layer: old and new of one layer exist
     # at once, which is left out here.
     cache = 4 * model.layers * model.key_width * (run.chunk / run.k * run.P + run.chunk * run.T)
-    rollout = (12 * trained + 2 * frozen + 2 * beside) / run.gpus + 2 * model.parameters
-    rollout += cache + LOGIT_BYTES * run.chunk * model.vocabulary + rest
-    return {"training": weights + kept + rest + two_layers, "kept": kept, "rollout": rollout, "cache": cache}
+    rollout = (12 * trained + frozen) / run.gpus + cache + LOGIT_BYTES * run.chunk * model.vocabulary + rest
+    return {"training": training, "kept": kept, "rollout": rollout, "cache": cache}
 
 
 def table(runs: dict[str, tuple[Model, Args]]) -> str:

@@ -20,10 +20,11 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -32,6 +33,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 import common  # noqa: E402
 
 import rloo  # noqa: E402
+from benchmark.extensions import correction  # noqa: E402
 
 RECORDS, PICTURE = HERE / "exact.json", HERE / "exact.png"
 SEEDS = range(1, 6)  # tiny models, each with rewards of its own
@@ -139,7 +141,7 @@ UPDATES = {k: all_updates(k) for k in KS}
 
 @dataclass(frozen=True)
 class Option:
-    """What differs from rloo.py's defaults; names as its flags."""
+    """What differs from rloo.py's defaults; names as its flags and those of correction.py."""
 
     advantage_estimator: str = "rloo"
     kl: str = "k1 in reward"  # k1 in reward, k3 in reward, k3 in loss, k3 in both, none
@@ -170,29 +172,29 @@ OPTIONS = {
 def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     """g (U, d) of the updates `index` (k, U, B): minus the gradient of the loss that training would step along.
 
-    As in rloo.collect, the KL is the sampler's from the reference, but with a rollout_correction the policy's. All
-    updates are one batch of U·B prompts; the loss is differentiated by the tokens' log-probs, and those by the
-    parameters."""
+    As in rloo.collect, the KL is the sampler's from the reference. All updates are one batch of U·B prompts; the loss
+    is differentiated by the tokens' log-probs, and those by the parameters."""
     k, U, _ = index.shape
     prompts = torch.arange(B)
     of_completions = (case.logprobs, case.sampler, case.ref_logprobs, case.scores, MASK.expand(B, -1, -1))
     old, sampled, ref, scores, mask = (x[prompts, index].flatten(1, 2) for x in of_completions)  # (k, U·B, ...)
-    correction = option.rollout_correction, option.rollout_correction_cap, option.ratio_level
-    correction = rloo.importance_weight(old, sampled, mask, *correction)
-    of_kl = sampled if option.rollout_correction == "off" else old
     if option.kl in ("k3 in reward", "k3 in both"):
-        scores = scores - KL_COEF * rloo.kl_penalty(of_kl, ref, mask)
+        scores = scores - KL_COEF * rloo.kl_penalty(sampled, ref, mask)
     kl_coef = KL_COEF if option.kl == "k1 in reward" else 0.0
-    advantages = rloo.rlhf_reward(scores, (of_kl - ref) * mask, kl_coef, option.token_level_kl)
+    advantages = rloo.rlhf_reward(scores, (sampled - ref) * mask, kl_coef, option.token_level_kl)
     if option.baseline:
         advantages = rloo.advantage(advantages, option.advantage_estimator)
     advantages = advantages.reshape(k, U * B, -1)
+    if option.rollout_correction != "off":
+        limits = option.rollout_correction, option.rollout_correction_cap, option.ratio_level
+        advantages = advantages * correction.importance_weight(old, sampled, mask, *limits)
     new = old.clone().requires_grad_()
-    losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2, option.ratio_level, correction)
+    losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2, option.ratio_level)
     if option.kl in ("k3 in loss", "k3 in both"):
         losses = losses + KL_COEF * rloo.kl_penalty(new, ref, mask)
-    losses = losses * rloo.loss_scale(mask.sum(-1), mask.any(-1), option.loss_aggregation)
-    (slope,) = torch.autograd.grad(losses.sum() / (k * B), new)  # an update's loss: the mean of its k·B
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # to which rloo.py rounds them
+        weights = rloo.loss_weights(mask.sum(-1), mask.any(-1), option.loss_aggregation)
+    (slope,) = torch.autograd.grad(U * (losses * weights).sum(), new)  # U: each update has a loss of its own
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[prompts, index])
 
 
@@ -272,19 +274,31 @@ def gap_of(case: Case) -> float:
     return ((probability[..., None] * apart).sum() / (probability @ MASK.sum(-1).double()).sum()).item()
 
 
+def without_kl(case: Case) -> Case:
+    """The case with the gradient of E[score] alone as g*."""
+
+    def mean_score(theta):
+        return objective(theta, case.ref_logprobs, case.scores, 0.0)[0]
+
+    return case._replace(exact=torch.autograd.functional.jacobian(mean_score, case.theta))
+
+
 def measure_samplers() -> dict:
-    """Size of the noise -> the median gap, and for each correction the median and the largest bias. A constant in the
-    reward has no effect, so `large mean` is left out."""
+    """Size of the noise -> the median gap, and for each β and correction the median and the largest bias. A constant in
+    the reward has no effect, so `large mean` is left out."""
     found = {}
     for size in SAMPLERS:
-        gaps, biases = [], {label: [] for label in CORRECTIONS}
+        gaps, biases = [], {kl: {label: [] for label in CORRECTIONS} for kl in ("k1 in reward", "none")}
         for seed, _, case in cases(REWARDS[:2]):
             case = with_noise(case, size, seed)
             gaps.append(gap_of(case))
-            for k, label in itertools.product(KS, CORRECTIONS):
-                mean, _ = moments(case, k, CORRECTIONS[label])
-                biases[label].append(bias(case.exact, mean))
-        found[f"{size}"] = {"gap": short(median(gaps))} | {label: [median(x), max(x)] for label, x in biases.items()}
+            for kl, k, label in itertools.product(biases, KS, CORRECTIONS):
+                true = without_kl(case) if kl == "none" else case
+                mean, _ = moments(true, k, replace(CORRECTIONS[label], kl=kl))
+                biases[kl][label].append(bias(true.exact, mean))
+        found[f"{size}"] = {"gap": short(median(gaps))}
+        for kl, of_corrections in biases.items():
+            found[f"{size}"][kl] = {label: [median(x), max(x)] for label, x in of_corrections.items()}
     return found
 
 
@@ -299,10 +313,11 @@ def tidy(value: float) -> str:
 
 
 def table(samplers: dict) -> str:
-    rows = [["logits off by", "gap", *CORRECTIONS]]
+    rows = [["logits off by", "gap", "β", *CORRECTIONS]]
     for size, found in samplers.items():
-        biases = [f"{tidy(middle)} ({tidy(largest)})" for middle, largest in (found[label] for label in CORRECTIONS)]
-        rows.append([size, f"{found['gap']:.3f}", *biases])
+        for kl, beta in (("k1 in reward", f"{KL_COEF}"), ("none", "0")):
+            biases = [f"{tidy(middle)} ({tidy(largest)})" for middle, largest in map(found[kl].get, CORRECTIONS)]
+            rows.append([size, f"{found['gap']:.3f}", beta, *biases])
     return common.markdown(rows)
 
 

@@ -334,11 +334,11 @@ def generate(model, tokenizer, prompts, temperature, length=48):
     """A completion of up to `length` tokens for each prompt, greedy at temperature 0: texts."""
     import rloo
 
-    args = rloo.Args(rollout_engine="hf", response_length=length, local_rollout_forward_batch_size=256)
+    args = rloo.Args(response_length=length, local_rollout_forward_batch_size=256)
     model.layout = "plain"
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of like length need little padding
     examples = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in order]
-    batch, _ = rloo.rollout(args, model, examples, 1, temperature, [tokenizer.eos_token_id], version=0)
+    batch, _ = rloo.rollout(args, model, examples, 1, temperature, [tokenizer.eos_token_id])
     texts = dict(zip(order, rloo.completion_texts(batch, tokenizer)))
     return [texts[i].replace(tokenizer.pad_token, "") for i in range(len(prompts))]
 
@@ -507,7 +507,10 @@ def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
 
     def loss_fn(batch):
         ids, _ = rloo.pad([pair[which] for which in ("better", "worse") for pair in batch])
-        better, worse = rloo.model_scores(model, rloo.make_batch(batch, ids.view(2, len(batch), -1), [eos]))
+        batch = rloo.make_batch(batch, ids.view(2, len(batch), -1), [eos])
+        last = batch.response_mask.sum(-1)[..., None, None]  # (2, B, 1, 1)
+        hidden = torch.take_along_dim(rloo.completion_hidden(model, batch), last, dim=2)  # (2, B, 1, H)
+        better, worse = rloo.head_scores(model, hidden.squeeze(2))
         return F.softplus(worse - better).mean()
 
     return optimise(name, model, total, make_chunk, lambda pair: len(pair["prompt_ids"]), loss_fn, lr, rng)
@@ -533,7 +536,7 @@ def scores_of(model, tokenizer, rows, texts):
     ids, _ = rloo.pad(tokenizer([text + tokenizer.eos_token for text in texts]).input_ids)
     examples = [{"prompt_ids": tokenizer(row["prompt"]).input_ids} for row in rows]
     model.layout = "plain"
-    return rloo.token_reward(model, 128, rloo.make_batch(examples, ids[None], [tokenizer.eos_token_id]))[0].tolist()
+    return rloo.reward_of_model(model, 128, rloo.make_batch(examples, ids[None], [tokenizer.eos_token_id]))[0].tolist()
 
 
 def evaluate(policy, reward_model, tokenizer, rows):

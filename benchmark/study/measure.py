@@ -63,10 +63,12 @@ class Setting:
         }
         return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
 
-    def own_flags(self, save_steps: int = 100, kept: int = 1) -> list[str]:
-        """Flags by which a run of rloo.py goes on if it was stopped, and keeps checkpoints. It evaluates itself on one
-        post: measuring is done here."""
-        evaluation = ["--dataset_test_split", "validation", "--num_eval_prompts", "1", "--num_sample_generations", "0"]
+    def own_flags(self, save_steps: int = 100, kept: int = 1, evaluations: int = 0) -> list[str]:
+        """Flags by which a run of rloo.py goes on if it was stopped, and keeps checkpoints. It evaluates itself on the
+        test split at so many points after the start, or on one post: the rest is measured here."""
+        evaluation = ["--num_sample_generations", str(max(0, evaluations - 1))]
+        if not evaluations:
+            evaluation += ["--dataset_test_split", "validation", "--num_eval_prompts", "1"]
         return [*evaluation, "--save_steps", str(save_steps), "--save_total_limit", str(kept), "--resume"]
 
 
@@ -122,12 +124,18 @@ class Engine:
         flags = ["--device", "cpu", "--dtype", "float32", "--local_rollout_forward_batch_size", str(CHUNK)]
         self.args = rloo.resolve_args(rloo.parse_args(flags))
         self.tokenizer = rloo.load_tokenizer(self.args, str(TASK / "sft"))
-        self.trial = self.examples(common.read_lines(TASK / "test.jsonl")[:50])  # by which layouts are chosen
+        self.longest = max(len(x["prompt_ids"]) for x in self.examples(common.read_lines(TASK / "test.jsonl")))
         self.reference = self.policy(TASK / "sft")
-        (self.reward,) = rloo.load_reward_model(self.args, self.tokenizer, self.trial).values()
+        (self.reward,) = rloo.load_reward_model(self.args, self.tokenizer, self.longest).values()
 
     def policy(self, folder: Path):
-        return rloo.load_model(self.args, str(folder), self.trial)
+        return self.read(folder)
+
+    def read(self, folder: Path, *auto_class, **options):
+        """A model with its layout."""
+        model = rloo.read_model(self.args, str(folder), self.args.torch_dtype, *auto_class, **options)
+        model.layout = rloo.choose_layout(self.args, model, self.longest)
+        return model
 
     def examples(self, posts: list[dict]) -> list[dict]:
         return [rloo.prepare_example(post, self.tokenizer) for post in posts]
@@ -135,7 +143,7 @@ class Engine:
     def complete(self, policy, examples: list[dict], k: int, temperature: float, reward):
         """k completions of each prompt: their texts, number j·B + b, and by name what is measured of them, (k, B)."""
         stop_ids = [self.tokenizer.eos_token_id]
-        batch, logprobs = rloo.rollout(self.args, policy, examples, k, temperature, stop_ids, version=0)
+        batch, logprobs = rloo.rollout(self.args, policy, examples, k, temperature, stop_ids)
         found = {"score": reward(batch), "kl": torch.zeros(batch.ended.shape)}
         if temperature and policy is not self.reference:
             found["kl"] = (logprobs - rloo.chunked_logprobs(self.reference, batch, temperature, CHUNK)).sum(-1)

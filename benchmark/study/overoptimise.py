@@ -49,7 +49,7 @@ def sft_samples(posts: list[dict], k: int, temperature: float, size: int):
     for begin in range(0, len(posts), size):
         some, stop_ids = posts[begin : begin + size], [engine().tokenizer.eos_token_id]
         examples = engine().examples(some)
-        batch, _ = rloo.rollout(engine().args, engine().reference, examples, k, temperature, stop_ids, version=0)
+        batch, _ = rloo.rollout(engine().args, engine().reference, examples, k, temperature, stop_ids)
         texts = rloo.completion_texts(batch, engine().tokenizer)
         gold = mini_tldr.gold_judge(None, texts, facts=[post["facts"] for post in some] * k)
         yield batch, torch.tensor(gold).view(k, -1)
@@ -83,10 +83,9 @@ def start():
 def from_comparisons(name: str):
     """From the start with a new head."""
     begin, end = PROXIES[name]
-    pairs, folder, options = comparisons()[begin:end], str(proxy("start")), {"num_labels": 1}
+    pairs, folder = comparisons()[begin:end], proxy("start")
     torch.manual_seed(1 + begin)
-    options["auto_class"] = transformers.AutoModelForSequenceClassification
-    model = rloo.load_model(engine().args, folder, engine().trial, **options).requires_grad_(True)
+    model = engine().read(folder, transformers.AutoModelForSequenceClassification, num_labels=1).requires_grad_(True)
     torch.nn.init.normal_(model.score.weight, std=0.02)
     rng, eos = random.Random(name), engine().tokenizer.eos_token_id
     return mini_tldr.train_on_comparisons(name, model, pairs, SEEN, rng, eos)
@@ -144,11 +143,15 @@ ROWS |= {f"500_beta{beta:g}": Row(f"500, β = {beta:g}", "500", beta) for beta i
 ROWS["500_two"] = Row("500, mean of two models", "500", two=True)
 
 
+NAMES = [name for row in ROWS.values() for name in row.names()]  # of all records
+NAMES += [f"sft_{name}" for name in PROXIES if name in ROWS]
+
+
 @cache
 def reward_of(name: str):
     """A proxy as measure.grade takes it."""
     args = replace(engine().args, reward_model_path=str(proxy(name)))
-    return rloo.load_reward_model(args, engine().tokenizer, engine().trial)["reward_model"]
+    return rloo.load_reward_model(args, engine().tokenizer, engine().longest)["reward_model"]
 
 
 @cache
@@ -270,9 +273,7 @@ def draw(records: common.Records):
 
 def report(records: common.Records | None = None):
     records = records or common.Records(RECORDS)
-    names = [name for row in ROWS.values() for name in row.names()]
-    names += [f"sft_{name}" for name in PROXIES if name in ROWS]
-    if records.complete(names, "README.md's table and the pictures"):
+    if records.complete(NAMES, "README.md's table and the pictures"):
         common.insert(HERE / "README.md", {"overoptimised": table(records)})
         draw(records)
 
@@ -285,15 +286,15 @@ def main(names: tuple[str, ...] = tuple(ROWS), seeds: int | None = None, again: 
         seeds: at most so many of each row
         again: what has a record too; it is compared with the record, and nothing is written
     """
-    if not again:
-        common.require(matplotlib="matplotlib")
     records, runs = common.Records(RECORDS, again), common.folder_of_runs("study", again)
     for seed, name in itertools.product(range(1, 4), names):
         if seed <= min(seeds or 3, ROWS[name].seeds):
             make(records, name, seed, runs)
         if seed == 1 and name in PROXIES:
             make_sft(records, name)
-    report(records)
+    if again or records.added:
+        report(records)
+    records.tell(NAMES, lambda: table(records))
 
 
 if __name__ == "__main__":

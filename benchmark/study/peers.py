@@ -50,14 +50,17 @@ ROWS = {
 }
 
 
-def names(row: str) -> list[str]:
+def names_of(row: str) -> list[str]:
     """Of the records of a row."""
     return [f"{row}__{seed}" for seed in SEEDS]
 
 
+NAMES = [name for row in ROWS for name in names_of(row)]  # of all records
+
+
 def make(records: common.Records, row: str, python: str, runs: Path, seeds: int | None = None):
     """Trains and measures the first runs of a row, those that have no record."""
-    for seed, name in list(zip(SEEDS, names(row)))[:seeds]:
+    for seed, name in list(zip(SEEDS, names_of(row)))[:seeds]:
         if records.needs(name, "test"):
             command = ROWS[row].command(seed)
             own = [] if ROWS[row].environment else ROWS[row].setting.own_flags()
@@ -71,7 +74,7 @@ def make(records: common.Records, row: str, python: str, runs: Path, seeds: int 
 
 def wins(records: common.Records) -> dict[str, list[float]]:
     """Row -> its gold win rates on test posts in points, one for each seed, of the rows that have some."""
-    found = {row: measure.means(records, names(row), "test", "win") for row in ROWS}
+    found = {row: measure.means(records, names_of(row), "test", "win") for row in ROWS}
     return {row: [100 * value for value in values] for row, values in found.items() if values}
 
 
@@ -90,7 +93,7 @@ def table(records: common.Records) -> str:
     rows = [["method", "gold win rate, %", "minus RLOO, points", "seconds"]]
     for row in sorted(found, key=lambda row: -np.mean(found[row])):
         difference = common.with_interval(apart[row]) if row in apart else ""
-        rows.append([ROWS[row].title, common.plus_minus(found[row]), difference, seconds(records, names(row))])
+        rows.append([ROWS[row].title, common.plus_minus(found[row]), difference, seconds(records, names_of(row))])
     return common.markdown(rows)
 
 
@@ -102,7 +105,7 @@ def headline() -> list[list[str]]:
         x = apart[row]
         number = f"{common.with_interval(x)}: {x.verdict}"
         if row == "ppo":
-            number += f"; {seconds(records, names(row))} seconds against {seconds(records, names('rloo'))}"
+            number += f"; {seconds(records, names_of(row))} seconds against {seconds(records, names_of('rloo'))}"
         title = f"mini TL;DR, {ROWS[row].title} minus RLOO at learning rate 3.55e-4, points"
         rows.append([title, number, str(len(SEEDS)), "`python benchmark/study/peers.py`"])
     return rows
@@ -110,7 +113,7 @@ def headline() -> list[list[str]]:
 
 def report(records: common.Records | None = None):
     records = records or common.Records(RECORDS)
-    if records.complete([name for row in ROWS for name in names(row)], "README.md's table"):
+    if records.complete(NAMES, "README.md's table"):
         common.insert(HERE / "README.md", {"peers": table(records)})
 
 
@@ -134,11 +137,13 @@ def main(
     records, runs = common.Records(RECORDS, again), common.folder_of_runs("study", again)
     for row in names:
         python = pythons[ROWS[row].environment]
-        if python:
+        if python or not any(records.needs(name, "test") for name in names_of(row)[:seeds]):
             make(records, row, python, runs, seeds)
         else:
             print(f"{row}: skipped, since --{ROWS[row].environment} is not given")
-    report(records)
+    if again or records.added:
+        report(records)
+    records.tell(NAMES, lambda: table(records))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "reach.json"
 POSTS = 5_000
 MOST, BEST_OF_N_POSTS = 64, 2_000  # best-of-n: samples of each post, and test posts
+# Evaluations of a run after the start, on the 500 posts of the test split, as `python rloo.py` does them.
+EVALUATIONS = 10
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Row:
     setting: Setting
     seeds: Sequence[int]
     kind: str = "test"
+    evaluations: int = 0
+    """of each run, for the picture"""
 
     def names(self) -> list[str]:
         """Of its records."""
@@ -39,9 +43,12 @@ class Row:
 
 ROWS = {
     # It was chosen with seeds 1 to 6 on validation posts, and has test posts of its own.
-    "default": Row("**default**: β = 0.02, 6,400 episodes", Setting(), range(7, 17), "second_test"),
+    "default": Row("**default**: β = 0.02, 6,400 episodes", Setting(), range(7, 17), "second_test", EVALUATIONS),
     "beta0.05": Row("β = 0.05, 25,600 episodes", Setting(beta=0.05, episodes=25_600), (1, 2, 3)),
 }
+
+
+NAMES = ["sft", *(name for row in ROWS.values() for name in row.names())]  # of all records
 
 
 def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None):
@@ -49,9 +56,25 @@ def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None
     for seed, name in list(zip(row.seeds, row.names()))[:seeds]:
         if records.needs(name, row.kind):
             command = ["rloo.py", *row.setting.flags(seed)]
-            folder = measure.train(name, [sys.executable, *command, *row.setting.own_flags()], runs)
+            own = row.setting.own_flags(evaluations=row.evaluations)
+            folder = measure.train(name, [sys.executable, *command, *own], runs)
             found = {row.kind: measure.measured(folder, row.kind, POSTS, seed, greedy=True)}
+            if row.evaluations:
+                found["curve"] = curve(folder)
             records.add(name, command=" ".join(command), seconds=measure.seconds(folder), **found)
+
+
+def curve(folder: Path) -> dict[str, list[float]]:
+    """The course of a run: its evaluations on the test split, and the KL between one and the next, over training."""
+    evaluations = common.read_lines(folder / "evaluations.jsonl")
+    kl = [line["objective/kl"] for line in common.read_lines(folder / "metrics.jsonl")]
+    parts = np.split(np.array(kl), [x["update"] for x in evaluations[1:-1]])
+    return {
+        "episode": [x["episode"] for x in evaluations],
+        "score": [round(x["sampled/score"], 4) for x in evaluations],
+        "win": [round(x["sampled/gold_win_rate"], 4) for x in evaluations],
+        "kl_between": [round(part.mean(), 4) for part in parts],
+    }
 
 
 def make_sft(records: common.Records):
@@ -59,6 +82,10 @@ def make_sft(records: common.Records):
     for kind in ("test", "second_test"):
         if records.needs("sft", kind):
             records.add("sft", **{kind: measure.measured(common.TASK / "sft", kind, POSTS, 1, greedy=True)})
+    if records.needs("sft", "best_of_n_test_split"):
+        posts = common.read_lines(common.TASK / "test.jsonl")
+        grades = measure.grade(measure.engine().reference, posts, MOST, 1)
+        records.add("sft", best_of_n_test_split={n: best_of(grades, int(n)) for n in ("1", "4", "16")})
     if records.needs("sft", "best_of_n"):
         posts = measure.fresh_posts()["test"][:BEST_OF_N_POSTS]
         grades = measure.grade(measure.engine().reference, posts, MOST, 1)
@@ -144,10 +171,36 @@ def headline() -> list[list[str]]:
     return rows
 
 
+def draw(records: common.Records):
+    """The course of the default: score, win rate and KL over episodes, with best-of-n."""
+    runs = [records.all[name]["curve"] for name in ROWS["default"].names()]
+    best_of = records.all["sft"]["best_of_n_test_split"]
+    figure, (axes,) = common.canvas(3, 12, 3.1)
+    episodes = np.array(runs[0]["episode"])
+    between = (episodes[1:] + episodes[:-1]) / 2
+    panels = [  # title, of the curves, of best-of-n, factor, x
+        ("reward model's score", "score", "score", 1, episodes),
+        ("wins against the reference, by the judge, %", "win", "win", 100, episodes),
+        ("KL from the policy before training, nats", "kl_between", "kl", 1, between),
+    ]
+    for axis, (title, name, measured, factor, x) in zip(axes, panels):
+        for run in runs:
+            axis.plot(x, factor * np.array(run[name]), lw=0.7, alpha=0.45, color="tab:blue")
+        mean = factor * np.mean([run[name] for run in runs], axis=0)
+        axis.plot(x, mean, lw=2.2, color="tab:blue", label="RLOO, mean of ten seeds")
+        for n, style in (("4", "--"), ("16", ":")):
+            level = factor * best_of[n][measured][0]
+            axis.axhline(level, ls=style, lw=1.4, color="black", label=f"best of {n} before training")
+        axis.set(title=title, xlabel="episodes (completions sampled)", xlim=(0, episodes[-1]))
+    axes[0].legend(fontsize=8, loc="lower right")
+    common.save(figure, HERE / "default.png")
+
+
 def report(records: common.Records | None = None):
     records = records or common.Records(RECORDS)
-    if records.complete(["sft", *(name for row in ROWS.values() for name in row.names())], "README.md's table"):
+    if records.complete(NAMES, "README.md's table, default.png"):
         common.insert(HERE / "README.md", {"reached": table(records)})
+        draw(records)
 
 
 def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, again: bool = False):
@@ -164,7 +217,9 @@ def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, agai
             make_sft(records)
         else:
             make(records, ROWS[name], runs, seeds)
-    report(records)
+    if again or records.added:
+        report(records)
+    records.tell(NAMES, lambda: "\n".join(f"{what}: {number}" for what, number, *_ in headline()))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ python -m pytest -q benchmark/study
 """
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -100,7 +101,7 @@ def test_records_are_of_the_commands_that_would_be_run():
         for seed, name in zip(row.seeds, row.names()):
             commands[reach.RECORDS][name] = ["rloo.py", *row.setting.flags(seed)]
     for key, row in peers.ROWS.items():
-        commands[peers.RECORDS] |= {name: row.command(int(name[-1])) for name in peers.names(key)}
+        commands[peers.RECORDS] |= {name: row.command(int(name[-1])) for name in peers.names_of(key)}
     for row in overoptimise.ROWS.values():
         commands[overoptimise.RECORDS] |= {name: row.command(int(name[-1])) for name in row.names()}
     for path, expected in commands.items():
@@ -118,7 +119,13 @@ def pretended(tmp_path, monkeypatch):
         folder = log.with_suffix("")
         folder.mkdir(parents=True)
         (folder / "model.safetensors").touch()
-        (folder / "metrics.jsonl").write_text('{"time/train": 1.5, "lr": 9}\n{"time/train": 2.0, "time/rollout": 1}\n')
+        metrics = [{"time/train": 1.5, "objective/kl": 9.0}, {"time/train": 2.0, "time/rollout": 1, "objective/kl": 2}]
+        metrics.append({"objective/kl": 4})
+        evaluations = [
+            {"update": n, "episode": 32 * n, "sampled/score": n, "sampled/gold_win_rate": 1} for n in (0, 1, 3)
+        ]
+        for file, lines in (("metrics", metrics), ("evaluations", evaluations)):
+            (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     found = {mode: dict.fromkeys(("win", "score", "kl"), [0.5, 0.1]) for mode in ("sampled", "greedy")}
     monkeypatch.setattr(common, "run_logged", run)
@@ -130,7 +137,10 @@ def pretended(tmp_path, monkeypatch):
     return commands
 
 
-def test_a_run_is_made_once_recorded_and_again_only_if_asked(pretended, capsys):
+def test_a_run_is_made_once_recorded_and_again_only_if_asked(pretended, capsys, monkeypatch):
+    monkeypatch.setattr(reach, "headline", lambda: [["the numbers", "here"]])
+    monkeypatch.setattr(reach, "NAMES", reach.ROWS["default"].names()[:2])
+    monkeypatch.setattr(reach, "report", lambda records: print("report"))
     for again in (False, False, True):
         reach.main(("default",), seeds=2, again=again)
     assert len(pretended) == 2 + 2 and "/again/" in pretended[-1][-1]
@@ -138,9 +148,13 @@ def test_a_run_is_made_once_recorded_and_again_only_if_asked(pretended, capsys):
     records = common.Records(reach.RECORDS)
     first, second = (records.all[name] for name in reach.ROWS["default"].names()[:2])
     assert (first["seconds"], first["second_test"]["sampled"]["win"]) == (4.5, [0.5, 0.1]) and "made" in second
+    assert first["curve"] == {"episode": [0, 32, 96], "score": [0, 1, 3], "win": [1, 1, 1], "kl_between": [9.0, 3.0]}
     said = capsys.readouterr().out
+    assert said.count("the numbers: here") == 2  # not with --again
+    names = ", ".join(reach.ROWS["default"].names()[:2])
+    assert f"recorded with rloo.py {first['made']['rloo.py']}, {first['made']['date']}: {names}" in said
     assert "episodes6400__7, second_test, sampled, win: recorded 0.5, 0.1, now 0.5, 0.1" in said
-    assert "README.md's table: left as they are, since there is no record of sft" in said
+    assert said.count("report\n") == 2  # not where nothing was made
 
 
 def test_a_method_of_trl_is_run_by_its_own_python_and_others_can_go_on(pretended):
@@ -199,12 +213,11 @@ def test_an_update_follows_the_plain_gradient(variant, monkeypatch):
     flags |= {"max_grad_norm": 0.0, "dtype": "float32", "device": "cpu", "response_length": 6}
     args, engine = rloo.resolve_args(rloo.Args(**flags)), measure.engine()
     examples = engine.examples(measure.fresh_posts()["validation"][:3])
-    policy = rloo.load_model(args, str(common.TASK / "sft"), examples, trained=True)
+    policy = rloo.load_policy(args, engine.longest, resumed=None)
     scores = torch.tensor([[0.5, 2.0, -1.0], [1.5, 0.3, -0.2]])  # (k, B)
     monkeypatch.setattr(rloo, "advantage", variants.ADVANTAGES[variant])
-    collected = rloo.collect(
-        args, policy, None, {"given": lambda _: scores}, examples, [engine.tokenizer.eos_token_id], 0
-    )
+    stop_ids = [engine.tokenizer.eos_token_id]
+    collected = rloo.collect(args, policy, policy, None, {"given": lambda _: scores}, examples, stop_ids)
     logprobs, _ = rloo.completion_logprobs(policy, collected.batch, args.temperature)
     best = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
     plain = ({"no_baseline": scores, "raft": best}[variant] * logprobs.sum(-1)).mean()

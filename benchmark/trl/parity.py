@@ -170,9 +170,10 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
     tokenizer = rloo.load_tokenizer(args, args.sft_model_path)
     updates = [[rloo.prepare_example({"prompt": text}, tokenizer) for text in texts] for texts in prompts]
     examples = sum(updates, [])
-    policy = rloo.load_model(args, args.sft_model_path, examples, trained=True)
-    reference = rloo.load_model(args, args.sft_model_path, examples) if args.kl_coef else None
-    reward_functions = rloo.load_reward_model(args, tokenizer, examples)
+    longest = max(len(example["prompt_ids"]) for example in examples)
+    policy = rloo.load_policy(args, longest, resumed=None)
+    reference = rloo.load_reference(args, policy) if args.kl_coef else None
+    reward_functions = rloo.load_reward_model(args, tokenizer, longest)
     reward_functions |= rloo.load_functions(args.reward_fns, examples[0], tokenizer)
     stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
     optimizer = rloo.make_optimizer(args, policy, resumed=None)
@@ -182,8 +183,8 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
         with torch.no_grad():
             logprobs, _ = rloo.completion_logprobs(policy, batch, args.temperature)
         with mock.patch.object(rloo, "rollout", lambda *_, given=(batch, logprobs), **__: given):
-            experience = rloo.collect(args, policy, reference, reward_functions, updates[done], stop_ids, done)
-        optimizer.param_groups[0]["lr"] = rloo.learning_rate(args, done, UPDATES)
+            experience = rloo.collect(args, policy, policy, reference, reward_functions, updates[done], stop_ids)
+        optimizer.param_groups[0]["lr"] = rloo.lr_of_update(args, done, UPDATES)
         with mock.patch.object(torch, "randperm", torch.arange):  # mini-batches take prompts in their order
             improved = rloo.improve(args, policy, optimizer, experience)
         weights.append(copy_of(policy))

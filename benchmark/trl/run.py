@@ -8,14 +8,13 @@
 benchmark/requirements.txt says how to make the environments. Defaults are those of rloo.py for mini TL;DR. A flag that
 would change the objective and for which a trainer has no setting is refused; PPO samples one completion per prompt,
 whatever --rloo_k. The folder gets the policy, with the tokenizer and configuration that it had before, and
-metrics.jsonl: a line for each update, by rloo.py's names: its score, the seconds since the update before and the peak
-memory. It appears when complete; a run cannot be resumed.
+metrics.jsonl: a line for each update, by rloo.py's names: its score, the seconds since the update before and, on a GPU,
+the peak memory. It appears when complete; a run cannot be resumed.
 """
 
 import argparse
 import json
 import math
-import resource
 import runpy
 import shutil
 import sys
@@ -191,11 +190,6 @@ class Marks(transformers.TrainerCallback):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def peak_gb(self) -> float:
-        """GiB, as rloo.py counts them."""
-        on_cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        return torch.cuda.max_memory_reserved() / 2**30 if self.on_gpu else on_cpu
-
     def on_train_begin(self, *args, **options):
         self.begin = self.clock()
 
@@ -204,9 +198,11 @@ class Marks(transformers.TrainerCallback):
         if score is None:  # a step of an update that has its line, or the summary at the end
             return
         now, self.updates = self.clock(), self.updates + 1
-        line = {"update": self.updates, "objective/scores": score, "memory/peak_gb": self.peak_gb()}
+        line = {"update": self.updates, "objective/scores": score, "time/update": now - self.begin}
+        if self.on_gpu:
+            line["memory/peak_gb"] = torch.cuda.max_memory_reserved() / 2**30  # GiB, as rloo.py counts them
         with self.path.open("a") as file:
-            file.write(json.dumps(line | {"time/update": now - self.begin}) + "\n")
+            file.write(json.dumps(line) + "\n")
         self.begin = now
 
 
