@@ -81,6 +81,7 @@ def test_no_source_is_in_two_splits_and_a_new_package_moves_few():
 
 def test_rouge_l():
     assert judges.longest_common(list("abcde"), list("xaxcxe")) == 3
+    assert judges.longest_common(["a"], ["a", "a"]) == judges.longest_common(["a", "b"], ["b", "a"]) == 1
     scores = judges.rouge_l(["a fast web server", "", "Web Server"], ["fast server", "fast server", "web server!"])
     assert scores == pytest.approx([2 * 2 / 6, 0, 1])
 
@@ -191,13 +192,8 @@ def test_rloo_and_trl_get_the_same_flags_and_the_annotator_replaces_the_reward_m
     micro_batches = ["--per_device_train_batch_size", "--gradient_accumulation_steps"]
     assert [word.split("=")[0] for word in trl if word not in learned] == micro_batches
     assert "--total_episodes=1600" in trl and "--seed=2" in trl
-    assert [x.split("=")[0] for x in learned if x not in annotator] == [
-        "--reward_model_path",
-        "--reward_weights",
-        "1",
-        "0",
-        "--kl_coef",
-    ]
+    model, *weights, beta = (word.split("=")[0] for word in learned if word not in annotator)
+    assert (model, weights, beta) == ("--reward_model_path", ["--reward_weights", "1", "0"], "--kl_coef")
     logged = learned.index("--reward_weights")
     assert learned[logged - 1].endswith(":closeness") and learned[logged + 1 : logged + 3] == ["1", "0"]
 
