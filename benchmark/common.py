@@ -93,9 +93,14 @@ class Records:
         if all(name in self.all for name in names):
             print(text())
         makers: dict[str, list[str]] = {}
+        file_date = git("log", "-1", "--format=%as", "--", str(self.path)) or "unknown"
         for name in self.found:
             made = self.all[name].get("made")
-            maker = f"with rloo.py {made['rloo.py']}, {made['date']}" if made else "before records had dates"
+            maker = (
+                f"with rloo.py {made['rloo.py']}, {made['date']}"
+                if made
+                else f"before records had dates (file of {file_date})"
+            )
             makers.setdefault(maker, []).append(name)
         for maker, names in makers.items():
             print(f"recorded {maker}: {', '.join(names)}")

@@ -58,7 +58,7 @@ def test_a_command_that_finds_all_recorded_says_so_and_by_what_it_was_made(tmp_p
     assert capsys.readouterr().out.splitlines() == [
         "a wins: 1",
         f"recorded with rloo.py {made['rloo.py']}, {made['date']}: a, b",
-        "recorded before records had dates: old",
+        "recorded before records had dates (file of unknown): old",
         "nothing of that was run now: --again runs it and compares",
     ]
     again = common.Records(records.path, again=True)

@@ -126,9 +126,11 @@ def test_a_resumed_run_ends_like_a_whole_one_and_checkpoints_are_those_of_rloo_p
     assert all(x.keys() == base.keys() and x[NORM].dtype == torch.float32 for x in weights)
     assert not torch.equal(weights[0][NORM], weights[1][NORM]) and torch.equal(weights[1][NORM], weights[2][NORM])
     moments = torch.load(whole / "checkpoint-1" / "optimizer.pt", weights_only=True)
-    for name, weight in rloo.AutoModelForCausalLM.from_pretrained(whole).named_parameters():
-        assert moments[name]["exp_avg"].shape == moments[name]["exp_avg_sq"].shape == weight.shape
-        assert moments[name]["step"] == 2 and moments[name]["exp_avg"].any()  # two epochs of one step
+    for state, weight in zip(
+        moments.values(), rloo.AutoModelForCausalLM.from_pretrained(whole).parameters(), strict=True
+    ):
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == weight.shape
+        assert state["step"] == 2 and state["exp_avg"].any()  # two epochs of one step
 
     target = shutil.copytree(whole, tmp_path / "to one")
     metrics, _ = run({}, output_dir=target, resume=True, total_episodes=32, learning_rate=1e-9)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 POLICIES = [MINI / "sft", MINI.with_name("mini_gsm8k") / "sft"]  # GPT-NeoX; Qwen3 with a tied head
 STAND_IN = '''
-"""A completion is a sum of the ids of its prompt, 10 times the number of weights so far, a part of its seed, and a stop."""
+"""A completion: a sum of its prompt, 10 times the number of weights so far, a part of its seed, and a stop token."""
 import os
 from types import SimpleNamespace
 

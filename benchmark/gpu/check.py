@@ -242,28 +242,35 @@ def resume(device) -> Iterator[Line]:
 # ---- Extensions, and several processes -------------------------------------------------------------------------------
 
 
+def extension_names() -> list[str]:
+    """Files of benchmark/extensions that replace functions, but fsdp.py, which takes several processes."""
+    files = sorted((ROOT / "benchmark" / "extensions").glob("*.py"))
+    return [file.stem for file in files if "\nSEAMS = " in file.read_text() and file.stem != "fsdp"]
+
+
 def extensions(device) -> Iterator[Line]:
-    """Two updates by each file of benchmark/extensions that replaces functions, in float32. Its sampler must have the
-    weights that are trained: with LoRA, those with the adapters."""
-    common = SMALL_RUN | {"device": str(device), "per_device_train_batch_size": 16, "total_episodes": 32}
-    with tempfile.TemporaryDirectory() as folder:
-        for file in sorted((ROOT / "benchmark" / "extensions").glob("*.py")):
-            name = file.stem
-            if "\nSEAMS = " not in file.read_text() or name == "fsdp":  # which takes several processes
-                continue
-            if name.startswith("vllm") and importlib.util.find_spec("vllm") is None:
-                yield f"extension {name}", "vLLM is not installed", None
-                continue
-            seams = importlib.import_module(f"benchmark.extensions.{name}").SEAMS
-            shown = io.StringIO()
-            try:
-                with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-                    rloo.command_line(words_of(common | {"output_dir": f"{folder}/{name}"}), **seams)
-            except SystemExit as error:
-                raise RuntimeError(f"{name}: {error}") from error
-            lines = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]
-            gap = max(line["val/rollout_logprob_gap"] for line in lines)
-            yield f"extension {name}: rollout's log-probs less training's", gap, 1e-2 if "vllm" in name else 1e-3
+    """Two updates by each extension, in float32. Its sampler must have the weights that are trained: with LoRA, those
+    with the adapters."""
+    for name in extension_names():
+        if name.startswith("vllm") and importlib.util.find_spec("vllm") is None:
+            yield f"extension {name}", "vLLM is not installed", None
+        else:
+            limit = 1e-2 if name.startswith("vllm") else 1e-3
+            yield f"extension {name}: rollout's log-probs less training's", gap_of_extension(name, device), limit
+
+
+def gap_of_extension(name, device) -> float:
+    seams = importlib.import_module(f"benchmark.extensions.{name}").SEAMS
+    flags = SMALL_RUN | {"device": str(device), "per_device_train_batch_size": 16, "total_episodes": 32}
+    flags |= {"learning_rate": 1e-2, "adam_eps": 1e-8}  # so that the second rollout shows which weights it has
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                rloo.command_line(words_of(flags | {"output_dir": f"{folder}/run"}), **seams)
+        except SystemExit as error:
+            raise RuntimeError(f"{name}: {error}") from error
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        return max(json.loads(line)["val/rollout_logprob_gap"] for line in lines)
 
 
 def fixed_completions(args, model, examples, k, temperature, stop_ids):

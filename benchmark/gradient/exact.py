@@ -20,7 +20,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -274,19 +274,31 @@ def gap_of(case: Case) -> float:
     return ((probability[..., None] * apart).sum() / (probability @ MASK.sum(-1).double()).sum()).item()
 
 
+def without_kl(case: Case) -> Case:
+    """The case with the gradient of E[score] alone as g*."""
+
+    def mean_score(theta):
+        return objective(theta, case.ref_logprobs, case.scores, 0.0)[0]
+
+    return case._replace(exact=torch.autograd.functional.jacobian(mean_score, case.theta))
+
+
 def measure_samplers() -> dict:
-    """Size of the noise -> the median gap, and for each correction the median and the largest bias. A constant in the
-    reward has no effect, so `large mean` is left out."""
+    """Size of the noise -> the median gap, and for each β and correction the median and the largest bias. A constant in
+    the reward has no effect, so `large mean` is left out."""
     found = {}
     for size in SAMPLERS:
-        gaps, biases = [], {label: [] for label in CORRECTIONS}
+        gaps, biases = [], {kl: {label: [] for label in CORRECTIONS} for kl in ("k1 in reward", "none")}
         for seed, _, case in cases(REWARDS[:2]):
             case = with_noise(case, size, seed)
             gaps.append(gap_of(case))
-            for k, label in itertools.product(KS, CORRECTIONS):
-                mean, _ = moments(case, k, CORRECTIONS[label])
-                biases[label].append(bias(case.exact, mean))
-        found[f"{size}"] = {"gap": short(median(gaps))} | {label: [median(x), max(x)] for label, x in biases.items()}
+            for kl, k, label in itertools.product(biases, KS, CORRECTIONS):
+                true = without_kl(case) if kl == "none" else case
+                mean, _ = moments(true, k, replace(CORRECTIONS[label], kl=kl))
+                biases[kl][label].append(bias(true.exact, mean))
+        found[f"{size}"] = {"gap": short(median(gaps))}
+        for kl, of_corrections in biases.items():
+            found[f"{size}"][kl] = {label: [median(x), max(x)] for label, x in of_corrections.items()}
     return found
 
 
@@ -301,10 +313,11 @@ def tidy(value: float) -> str:
 
 
 def table(samplers: dict) -> str:
-    rows = [["logits off by", "gap", *CORRECTIONS]]
+    rows = [["logits off by", "gap", "β", *CORRECTIONS]]
     for size, found in samplers.items():
-        biases = [f"{tidy(middle)} ({tidy(largest)})" for middle, largest in (found[label] for label in CORRECTIONS)]
-        rows.append([size, f"{found['gap']:.3f}", *biases])
+        for kl, beta in (("k1 in reward", f"{KL_COEF}"), ("none", "0")):
+            biases = [f"{tidy(middle)} ({tidy(largest)})" for middle, largest in map(found[kl].get, CORRECTIONS)]
+            rows.append([size, f"{found['gap']:.3f}", beta, *biases])
     return common.markdown(rows)
 
 

@@ -30,7 +30,7 @@ import throughput  # noqa: E402
 import rloo  # noqa: E402
 
 RECORDS = HERE / "choices.json"
-ROUNDS = 3
+ROUNDS = 2
 LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 2, "num_attention_heads": 8}
 LLAMA |= {"vocab_size": 1000, "max_position_embeddings": 4096}
 SHAPES = [(448, 53, 4), (200, 24, 4), (128, 128, 4), (256, 256, 8), (64, 256, 8), (16, 256, 4)]  # P, T, k

@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 import rloo  # noqa: E402
 
-# Source: docs/source/rloo_trainer.md of huggingface/trl, commit 1894146fb.
+# Source: docs/source/rloo_trainer.md of huggingface/trl, commit 1894146fb; columns of the data:
+# examples/datasets/tldr_preference.py.
 SMOKE_TEST = """python rloo.py
     --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style
     --dataset_train_split descriptiveness
@@ -138,7 +139,8 @@ def test_the_tldr_command_trains_and_evaluates(run):
     rows = []
     for i in range(200):
         messages = [{"role": "user", "content": text(i)}, {"role": "assistant", "content": text(i + 1)}]
-        rows.append({"id": f"t3_{i}", "subreddit": "tifu", "summary": text(i + 1), "messages": messages})
+        row = {"prompt": text(i), "messages": messages, "id": f"t3_{i}", "subreddit": "tifu", "title": "", "post": ""}
+        rows.append(row | {"summary": text(i + 1)})
     data = "trl-internal-testing/tldr-preference-sft-trl-style"
     write_rows(data, train=rows[:160], validation=rows[160:180], test=rows[180:])
     names = dict(re.findall(r"--(\w+_path) (\S+)", TLDR))
