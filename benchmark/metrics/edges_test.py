@@ -192,3 +192,11 @@ def test_only_the_files_of_a_checkpoint_are_written_to_disk_and_before_it_has_it
     monkeypatch.setattr(os, "sync", lambda: pytest.fail("the whole machine"))
     train(tmp_path / "out")
     assert synced == {path.name for path in (tmp_path / "out" / "checkpoint-3").rglob("*") if path.is_file()}
+
+
+def test_two_runs_that_begin_in_the_same_second_do_not_share_a_folder(tmp_path):
+    """The name of the default folder has the time in seconds, and jobs of an array begin together."""
+    rloo.begin_files({"resume": False}, tmp_path / "out", None, 0)
+    with pytest.raises(FileExistsError):
+        rloo.begin_files({"resume": False}, tmp_path / "out", None, 0)
+    rloo.begin_files({"resume": True}, tmp_path / "out", None, 0)
