@@ -154,16 +154,18 @@ def test_a_batch_has_the_completions_of_each_prompt_and_nothing_after_the_stop()
 def test_sft_learns_and_the_reward_model_learns_what_the_annotator_prefers(tmp_path, monkeypatch):
     tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI / "sft")
     monkeypatch.setattr(models, "STOP", tokenizer.eos_token_id)
-    monkeypatch.setattr(judges, "closeness", lambda texts, synopses: [float(-len(text)) for text in texts])
+    # It prefers short texts; a thousand for each prompt's number shows whose completion it is.
+    grade = lambda texts, synopses: [1000.0 * int(x) - len(text) for text, x in zip(texts, synopses, strict=True)]  # noqa: E731
+    monkeypatch.setattr(judges, "closeness", grade)
     prompts = [line["prompt"] for line in report.common.read_lines(MINI / "train.jsonl")[:24]]
-    rows = [{"prompt": text, "synopsis": "the same for all", "package": f"p{i}"} for i, text in enumerate(prompts)]
+    rows = [{"prompt": text, "synopsis": str(i), "package": f"p{i}"} for i, text in enumerate(prompts)]
     models.sft(MINI / "sft", rows, tmp_path / "policy", learning_rate=1e-3, size=4)
     log = report.common.read_lines(tmp_path / "policy" / "log.jsonl")
     assert sum(line["items"] for line in log) == 24 and log[-1]["loss"] < log[0]["loss"] - 0.5
     models.sample(MINI / "sft", rows, 4, tmp_path / "samples.jsonl")
     samples = report.common.read_lines(tmp_path / "samples.jsonl")
     assert [len(x["ids"]) for x in samples] == [4] * 24 and len({x["package"] for x in samples}) == 24
-    assert all(-len(text) == close for x in samples for text, close in zip(x["text"], x["closeness"], strict=True))
+    assert all(x["closeness"] == grade(x["text"], [x["package"][1:]] * 4) for x in samples)
     models.reward_model(MINI / "sft", samples, tmp_path / "reward", learning_rate=3e-3, size=4)
     kind = models.transformers.AutoModelForSequenceClassification
     model, tokenizer = models.load(tmp_path / "reward", kind=kind, num_labels=1)
