@@ -1716,7 +1716,7 @@ def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train, capsys
     (metrics,), _ = train(reward_model_path=None, kl_coef=0.0, **functions)
     assert metrics["rewards/constant_reward/mean"] == 1
     assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
-    assert capsys.readouterr().out.count("update 1 has learned nothing") == 1
+    assert capsys.readouterr().out.count("update 1 learned from no reward") == 1
 
 
 def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
