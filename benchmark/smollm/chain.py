@@ -128,7 +128,7 @@ def train_reward(chain: Chain) -> Path:
 def make_reward(chain: Chain) -> dict:
     """How often the reward model agrees with the judges on pairs of test completions, and best-of-n by it."""
     kind = transformers.AutoModelForSequenceClassification
-    model, tokenizer = models.load(train_reward(chain), torch.bfloat16, kind, num_labels=1)
+    model, tokenizer = models.load(train_reward(chain), kind=kind, num_labels=1)
     rows = sampled(chain, "test", max(COUNTS), of_split("test", chain.test))
     scores = models.score_samples(model, rows, tokenizer)
     gold = {judge: torch.tensor([row[judge] for row in rows]).T for judge in JUDGES}
