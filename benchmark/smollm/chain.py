@@ -189,18 +189,34 @@ def train(chain: Chain, name: str, flags: list[str]) -> list[dict]:
     return read_lines(out / "metrics.jsonl")
 
 
+def seconds_of(metrics: list[dict]) -> list[float]:
+    """Of each update."""
+    return [round(sum(x for name, x in line.items() if name.startswith("time/")), 1) for line in metrics]
+
+
+def make_speed(chain: Chain, updates: int = 4, rounds: int = 2) -> dict:
+    """Seconds of the updates of rloo.py and TRL but the first of each run; a run of each in turns."""
+    short, found = replace(chain, updates=updates), {"rloo": [], "trl": []}
+    for _ in range(rounds):
+        for kind, of_kind in found.items():
+            shutil.rmtree(chain.folder / f"{kind}-speed", ignore_errors=True)
+            metrics = train(
+                short, f"{kind}-speed", training_flags(short, "trl" if kind == "trl" else report.LEARNED, 1)
+            )
+            of_kind.append(seconds_of(metrics)[1:])
+    return found
+
+
 def make_run(chain: Chain, name: str) -> dict:
     kind, _, seed = name.partition("-seed")
     flags = training_flags(chain, kind, int(seed))
     metrics = train(chain, name, flags)
-    words = " ".join(["run.py rloo" if kind == "trl" else "rloo.py", *flags])
-    found = {"command": words.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
+    found = {"command": " ".join(["rloo.py", *flags]).replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
     found["scores"] = [round(line["objective/scores"], 4) for line in metrics]
-    found["seconds"] = [round(sum(x for name, x in line.items() if name.startswith("time/")), 1) for line in metrics]
-    if kind != "trl":  # which logs less
-        found["kl"] = mean(line["objective/kl"] for line in metrics[-10:])
-        logged = "objective/scores" if kind == "annotator" else "rewards/closeness/mean"
-        found["closeness"] = [round(line[logged], 4) for line in metrics]
+    found["seconds"] = seconds_of(metrics)
+    found["kl"] = round(mean(line["objective/kl"] for line in metrics[-10:]), 2)
+    logged = "objective/scores" if kind == "annotator" else "rewards/closeness/mean"
+    found["closeness"] = [round(line[logged], 4) for line in metrics]
     return found | judged(chain, name) if kind in report.RUNS else found
 
 
@@ -209,10 +225,10 @@ def make_run(chain: Chain, name: str) -> dict:
 
 def make(chain: Chain, names: list[str], records: Records):
     """Makes the steps that have no record, or are made again, and the models that they need."""
-    steps = {"sft": make_sft, "reward": make_reward}
+    steps = {"sft": make_sft, "reward": make_reward, "speed": make_speed}
     ready = replace(chain, folder=chain.models)
     for name in [name for name in names if records.needs(name)]:
-        if name.startswith("trl") and not chain.trl:
+        if name == "speed" and not chain.trl:
             print(f"{name}: left out, needs --trl (see benchmark/requirements.txt)")
             continue
         print(f"making {name}", flush=True)

@@ -181,7 +181,7 @@ def test_steps_with_a_record_are_not_made_again(tmp_path, monkeypatch, capsys):
     records = chain.Records(tmp_path / "records.json")
     steps = chain.Chain(tmp_path / "again", tmp_path)
     for _ in range(2):
-        chain.make(steps, ["annotator-seed1", "annotator-seed2", "trl-seed1"], records)
+        chain.make(steps, ["annotator-seed1", "annotator-seed2", "speed"], records)
     assert made == ["annotator-seed1", "annotator-seed2"] and set(needed) == {tmp_path}
     assert "needs --trl" in capsys.readouterr().out
     chain.make(steps, ["annotator-seed1"], chain.Records(tmp_path / "records.json", again=True))

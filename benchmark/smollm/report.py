@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -19,16 +20,15 @@ LEARNED = f"beta{BETA}"
 RUNS = {  # kind -> row of the table
     LEARNED: "RLOO, learned reward model",
     "annotator": "RLOO, the annotator as reward",
-    "trl": "TRL 1.16's RLOO, learned reward model",
 }
-ONCE = ["annotator-seed1", "trl-seed1"]
-NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3", *ONCE]
+NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3"]
+NAMES += ["annotator-seed1", "speed"]
 BEST_OF = {  # entry of the record `reward` -> row of the table
     "best_of_4": "SFT, best of 4 by the reward model",
     "best_of_16": "SFT, best of 16 by the reward model",
     "closest_of_16": "SFT, best of 16 by the annotator",
 }
-JUDGES = {"closeness_wins": "annotator", "rouge_l_wins": "ROUGE-L"}
+COLUMNS = ("annotator, sampled", "annotator, greedy", "ROUGE-L, sampled", "ROUGE-L, greedy")
 
 
 def of_kind(records: common.Records, kind: str) -> list[dict]:
@@ -36,22 +36,32 @@ def of_kind(records: common.Records, kind: str) -> list[dict]:
     return [records.all[f"{kind}-seed{seed}"] for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
 
 
-def row(title: str, found: list[dict]) -> list[str]:
-    """Win rates by each judge, and what the sampled completions are like; best-of-n has no greedy completions."""
+def policies(records: common.Records) -> dict[str, list[dict]]:
+    """Row of a table -> its records; best-of-n has no greedy completions."""
+    found = {"SFT": [records.all["sft"]]} | {title: of_kind(records, kind) for kind, title in RUNS.items()}
+    found |= {title: [{"sampled": records.all["reward"][name]}] for name, title in BEST_OF.items()}
+    return {title: rows for title, rows in found.items() if rows}
 
-    def cell(mode: str, entry: str, factor: float = 100, decimals: int = 1) -> str:
-        return common.plus_minus([x[mode][entry] for x in found if mode in x], factor, decimals)
 
-    wins = [cell(mode, judge) for judge in JUDGES for mode in ("sampled", "greedy")]
-    kl = common.plus_minus([x["kl"] for x in found if "kl" in x], 1, 1)
-    return [title, *wins, cell("sampled", "ended", 100, 0), cell("sampled", "length", 1, 1), kl]
+def cells(found: list[dict], entry: str, factor: float = 100, decimals: int = 1) -> list[str]:
+    """An entry of sampled completions, and of greedy ones."""
+    modes = [[x[mode][entry] for x in found if mode in x] for mode in ("sampled", "greedy")]
+    return [common.plus_minus(values, factor, decimals) for values in modes]
 
 
 def results(records: common.Records) -> str:
-    wins = [f"{judge}, {mode}" for judge in JUDGES.values() for mode in ("sampled", "greedy")]
-    rows = [["beats SFT's own, %: policy", *wins, "end, %", "tokens", "KL"], row("SFT", [records.all["sft"]])]
-    rows += [row(title, of_kind(records, kind)) for kind, title in RUNS.items() if of_kind(records, kind)]
-    rows += [row(title, [{"sampled": records.all["reward"][name]}]) for name, title in BEST_OF.items()]
+    """Win rates by each judge, and what the sampled completions are like."""
+    rows = [["beats SFT's own, %", *COLUMNS, "end, %", "tokens", "KL"]]
+    for title, found in policies(records).items():
+        wins = [*cells(found, "closeness_wins"), *cells(found, "rouge_l_wins")]
+        kl = common.plus_minus([x["kl"] for x in found if "kl" in x], 1, 1)
+        rows.append([title, *wins, cells(found, "ended", 100, 0)[0], cells(found, "length", 1)[0], kl])
+    return common.markdown(rows)
+
+
+def means(records: common.Records) -> str:
+    rows = [["mean × 100", *COLUMNS]]
+    rows += [[title, *cells(x, "closeness"), *cells(x, "rouge_l")] for title, x in policies(records).items()]
     return common.markdown(rows)
 
 
@@ -73,16 +83,18 @@ def examples(records: common.Records) -> str:
 
 
 def speed(records: common.Records) -> str:
-    """All updates but the first of each run."""
-    rows = [["seconds of an update", "median", "range"]]
-    for kind in (LEARNED, "trl"):
-        seconds = sorted(x for found in of_kind(records, kind) for x in found["seconds"][1:])
-        rows.append([RUNS[kind], f"{seconds[len(seconds) // 2]:.0f}", f"{seconds[0]:.0f} to {seconds[-1]:.0f}"])
-    return common.markdown(rows)
+    """Each round's median, and their ratio in that round."""
+    found = {kind: [median(updates) for updates in records.all["speed"][kind]] for kind in ("rloo", "trl")}
+    ratios = [theirs / ours for ours, theirs in zip(*found.values())]
+    rows = [["round", *(f"{n}" for n in range(1, len(ratios) + 1))]]
+    rows += [
+        [title, *(f"{x:.1f}" for x in found[kind])] for kind, title in (("rloo", "rloo.py, s"), ("trl", "TRL 1.16, s"))
+    ]
+    return common.markdown([*rows, ["TRL / rloo.py", *(f"{ratio:.1f}" for ratio in ratios)]])
 
 
 def tables(records: common.Records) -> dict[str, str]:
-    return {table.__name__: table(records) for table in (results, trials, examples, speed)}
+    return {table.__name__: table(records) for table in (results, means, trials, examples, speed)}
 
 
 def show(records: common.Records, names: list[str]):
