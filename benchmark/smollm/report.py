@@ -1,7 +1,4 @@
-"""Tables and picture of README.md from records.json; smollm.py and `python benchmark/common.py` call it.
-
-A cell is the mean over the seeds that have a record, with ± the standard error over seeds if there are three or more.
-"""
+"""Tables and picture of README.md from records.json; chain.py and `python benchmark/common.py` call it."""
 
 import sys
 from pathlib import Path
@@ -12,105 +9,112 @@ import common  # noqa: E402
 import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
-BASE = "full-beta0.02"  # what the others are compared with
-LABELS = {
-    "base": "before training",
-    "full-beta0": "all weights, β = 0",
-    "full-beta0.02": "all weights, β = 0.02",
-    "full-beta0.1": "all weights, β = 0.1",
-    "lora8-beta0.02": "LoRA of rank 8, β = 0.02",
-    "trl-beta0.02": "TRL 1.16, all weights, β = 0.02",
+UPDATES, SIZE = 20, 32  # of a run; completions of an update
+WINDOW = 5  # updates that a point of the picture is the mean of
+BETA, ANNOTATOR_BETA = 0.01, 0.002  # BETA: the best of the trials; the annotator spreads a fifth as much
+EXAMPLES = 5  # of the first test packages, which are in a random order
+SEEDS = (1, 2, 3)
+TRIALS = [f"beta{beta}" for beta in (0.01, 0.03, 0.1)]
+LEARNED = f"beta{BETA}"
+RUNS = {  # kind -> row of the table
+    LEARNED: "RLOO, learned reward model",
+    "annotator": "RLOO, the annotator as reward",
+    "trl": "TRL 1.16's RLOO, learned reward model",
 }
-TITLES = {  # in the picture
-    "sentiment": "Positive answers: sentiment, from −1 to 1",
-    "reversal": "Reversing lists of words: verifier's score, from 0 to 1",
+ONCE = ["annotator-seed1", "trl-seed1"]
+NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3", *ONCE]
+BEST_OF = {  # entry of the record `reward` -> row of the table
+    "best_of_4": "SFT, best of 4 by the reward model",
+    "best_of_16": "SFT, best of 16 by the reward model",
+    "closest_of_16": "SFT, best of 16 by the annotator",
 }
-COLUMNS = {  # of a task's table: title -> keys of an entry, its factor and decimals; the first is compared
-    "sentiment": {
-        "score": ("test sampled score", 1, 2),
-        "name their topic, %": ("test sampled names_topic", 100, 0),
-        "say glad, happy or love, %": ("test sampled gladness", 100, 0),
-    },
-    "reversal": {
-        "exact, sampled, %": ("test sampled exact", 100, 1),
-        "exact, greedy, %": ("test greedy exact", 100, 1),
-        "exact of four words, greedy, %": ("harder greedy exact", 100, 1),
-    },
-}
+JUDGES = {"closeness_wins": "annotator", "rouge_l_wins": "ROUGE-L"}
 
 
-# What tables and picture are drawn from
-NAMES = [f"{task}-base" for task in TITLES]
-NAMES += [f"sentiment-{setting}-seed{seed}" for setting in list(LABELS)[1:] for seed in (1, 2, 3)]
-NAMES += [f"reversal-{BASE}-seed{seed}" for seed in (1, 2, 3)]
-
-
-def of_setting(records: common.Records, task: str, setting: str) -> list[dict]:
+def of_kind(records: common.Records, kind: str) -> list[dict]:
     """The records of its seeds."""
-    names = [name for name in NAMES if (name.rpartition("-seed")[0] or name) == f"{task}-{setting}"]
-    return [records.all[name] for name in names if name in records.all]
+    return [records.all[f"{kind}-seed{seed}"] for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
 
 
-def values(found: list[dict], keys: str, factor: float = 1) -> list[float]:
-    """An entry of each record that has it."""
-    for key in keys.split():
-        found = [record[key] for record in found if key in record]
-    return [factor * value for value in found]
+def row(title: str, found: list[dict]) -> list[str]:
+    """Win rates by each judge, and what the sampled completions are like; best-of-n has no greedy completions."""
+
+    def cell(mode: str, entry: str, factor: float = 100, decimals: int = 1) -> str:
+        return common.plus_minus([x[mode][entry] for x in found if mode in x], factor, decimals)
+
+    wins = [cell(mode, judge) for judge in JUDGES for mode in ("sampled", "greedy")]
+    kl = common.plus_minus([x["kl"] for x in found if "kl" in x], 1, 1)
+    return [title, *wins, cell("sampled", "ended", 100, 0), cell("sampled", "length", 1, 1), kl]
 
 
-def task_table(records: common.Records, task: str) -> str:
-    """A line for each setting; differences as on all pages."""
-    found = {setting: of_setting(records, task, setting) for setting in LABELS}
-    first, *others = COLUMNS[task]
-    keys, factor, decimals = COLUMNS[task][first]
-    scores = {setting: values(found[setting], keys, factor) for setting in LABELS}
-    apart = common.differences(scores, BASE)
-    minus = {f"minus {LABELS[BASE]}": {x: common.with_interval(apart[x], decimals) for x in apart}} if apart else {}
-    rows = [["policy", first, *minus, *others]]
-    for setting in [setting for setting in LABELS if found[setting]]:
-        score, *cells = (cell(found[setting], *column) for column in COLUMNS[task].values())
-        rows.append([LABELS[setting], score, *(column.get(setting, "") for column in minus.values()), *cells])
+def results(records: common.Records) -> str:
+    wins = [f"{judge}, {mode}" for judge in JUDGES.values() for mode in ("sampled", "greedy")]
+    rows = [["beats SFT's own, %: policy", *wins, "end, %", "tokens", "KL"], row("SFT", [records.all["sft"]])]
+    rows += [row(title, of_kind(records, kind)) for kind, title in RUNS.items() if of_kind(records, kind)]
+    rows += [row(title, [{"sampled": records.all["reward"][name]}]) for name, title in BEST_OF.items()]
     return common.markdown(rows)
 
 
-def cell(found: list[dict], keys: str, factor: float, decimals: int) -> str:
-    return common.plus_minus(values(found, keys, factor), decimals=decimals)
+def trials(records: common.Records) -> str:
+    rows = [["β", "closeness, second half of the training", "KL"]]
+    for kind in TRIALS:
+        found = records.all[f"{kind}-seed1"]
+        late = found["closeness"][UPDATES // 2 :]
+        rows.append([kind.removeprefix("beta"), f"{sum(late) / len(late):.3f}", f"{found['kl']:.1f}"])
+    return common.markdown(rows)
 
 
-def samples_table(records: common.Records) -> str:
-    """Greedy completions of the same prompts, before training and of the first seed, with their scores."""
-    rows = [["prompt", LABELS["base"], LABELS[BASE]]]
-    before, after = (of_setting(records, "sentiment", setting)[0]["examples"] for setting in ("base", BASE))
-    for examples in zip(before, after, strict=True):
-        texts = [" ".join(example["completion"].split()).replace("|", "\\|") for example in examples]
-        scored = [f"{text} **{example['score']:.2f}**" for text, example in zip(texts, examples, strict=True)]
-        rows.append([examples[0]["prompt"], *scored])
+def examples(records: common.Records) -> str:
+    rows = [["package", "maintainer", "SFT", "RLOO"]]
+    ours = records.all[f"{LEARNED}-seed1"]["examples"]
+    for package, (human, sft) in records.all["sft"]["examples"].items():
+        rows.append([package, *(text.replace("|", "\\|") for text in (human, sft, ours[package][1]))])
+    return common.markdown(rows)
+
+
+def speed(records: common.Records) -> str:
+    """All updates but the first of each run."""
+    rows = [["seconds of an update", "median", "range"]]
+    for kind in (LEARNED, "trl"):
+        seconds = sorted(x for found in of_kind(records, kind) for x in found["seconds"][1:])
+        rows.append([RUNS[kind], f"{seconds[len(seconds) // 2]:.0f}", f"{seconds[0]:.0f} to {seconds[-1]:.0f}"])
     return common.markdown(rows)
 
 
 def tables(records: common.Records) -> dict[str, str]:
-    """The page's tables, by their names."""
-    return {task: task_table(records, task) for task in TITLES} | {"samples": samples_table(records)}
+    return {table.__name__: table(records) for table in (results, trials, examples, speed)}
+
+
+def show(records: common.Records, names: list[str]):
+    """Prints by which commit of rloo.py and when steps were made, and the table if all that it needs is there."""
+    for name in [name for name in names if name in records.all]:
+        made = records.all[name]["made"]
+        print(f"{name}: recorded {made['date']}, rloo.py {made['rloo.py']}")
+    if {"sft", "reward"} <= records.all.keys():
+        print(results(records))
 
 
 def draw(records: common.Records):
-    """The score of training prompts: mean and range over the seeds of each setting."""
-    figure, (axes,) = common.canvas(2, 10, 4.2)
-    for axis, (task, title) in zip(axes, TITLES.items(), strict=True):
-        for number, (setting, label) in enumerate(LABELS.items()):
-            found = of_setting(records, task, setting) if setting != "base" else []
-            if found:
-                scores = [plot.smoothed(record["reward"], 5) for record in found]
-                plot.course(axis, range(5, 41), scores, color=f"C{number - 1}", label=label)
-        axis.set(title=title, xlabel="update (32 completions each)", ylabel="mean score of 5 updates")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle("SmolLM2-135M: prompts that it is trained on. Mean and range of three seeds", fontsize=10)
-    common.save(figure, HERE / "training.png")
+    figure, (axes,) = common.canvas(1, 7, 4.4)
+    axis = axes[0]
+    for number, kind in enumerate((LEARNED, "annotator")):
+        lines = [plot.smoothed(x["closeness"], WINDOW) for x in of_kind(records, kind)]
+        plot.course(axis, range(WINDOW, WINDOW + len(lines[0])), lines, color=f"C{number}", label=RUNS[kind])
+    reward = records.all["reward"]
+    axis.axhline(reward["closeness"], color="0.4", label="SFT")
+    for style, (name, title) in zip(("--", "-.", ":"), BEST_OF.items(), strict=True):
+        axis.axhline(reward[name]["closeness"], color="0.4", ls=style, label=title)
+    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel=f"cosine, mean of {WINDOW} updates")
+    figure.suptitle(
+        "Closeness to the maintainer's synopsis: packages that are new to the policy; lines: test", fontsize=9
+    )
+    figure.legend(loc="outside lower center", ncols=2)
+    common.save(figure, HERE / "closeness.png")
 
 
 def report():
     records = common.Records(RECORDS)
-    if records.complete(NAMES, "smollm/README.md's tables, training.png"):
+    if records.complete(NAMES, "smollm/README.md's tables, closeness.png"):
         common.insert(HERE / "README.md", tables(records))
         draw(records)
 
@@ -118,9 +122,8 @@ def report():
 def headline() -> list[list[str]]:
     """Rows of benchmark/README.md's table."""
     records, rows = common.Records(RECORDS), []
-    for task, what in (("sentiment", "sentiment of sampled answers, −1 to 1"), ("reversal", "exact lists, sampled, %")):
-        before, after = (of_setting(records, task, setting) for setting in ("base", BASE))
-        column = next(iter(COLUMNS[task].values()))
-        number = f"{cell(before, *column)} → {cell(after, *column)}"
-        rows.append([f"SmolLM2-135M: {what}", number, str(len(after)), "`python benchmark/smollm/smollm.py`"])
+    for kind in (LEARNED, "annotator"):
+        found = [x["sampled"]["closeness_wins"] for x in of_kind(records, kind)]
+        title = f"real text, SmolLM2-135M (4-bit weights), {RUNS[kind]}: beats SFT by the annotator, sampled, %"
+        rows.append([title, common.plus_minus(found, 100), str(len(found)), "`python benchmark/smollm/chain.py`"])
     return rows

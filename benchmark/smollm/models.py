@@ -1,0 +1,179 @@
+"""What the chain needs besides RLOO: SFT, samples, a reward model that learns from pairs of them. All by functions of
+rloo.py, so that a prompt is read once for its completions."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1]))
+import judges  # noqa: E402
+
+import rloo  # noqa: E402
+
+T, K, TEMPERATURE = 24, 4, 0.7  # tokens of a completion at most, completions of a prompt
+LONGEST = 256  # tokens of a prompt; the few longer ones are left out here
+STOP = 2  # <|im_end|>
+UNDECIDED = 0.1  # the reward model does not learn from pairs whose closeness differs by less
+
+
+def flags(layout: str = "group", k: int = K) -> rloo.Args:
+    lengths = {"response_length": T, "max_prompt_length": LONGEST, "local_rollout_forward_batch_size": 64}
+    return rloo.Args(layout=layout, rloo_k=k, dtype="bfloat16", device="cpu", **lengths)
+
+
+def load(path: Path, dtype=torch.float32, kind=transformers.AutoModelForCausalLM, layout="group", **options):
+    """A model as rloo.py loads it, and its tokenizer."""
+    model = rloo.read_model(flags(), path, dtype, kind, **options)
+    model.layout = rloo.choose_layout(flags(layout), model, LONGEST)
+    return model, transformers.AutoTokenizer.from_pretrained(path)
+
+
+def read_examples(rows: list[dict], tokenizer) -> list[dict]:
+    """The examples of rows whose prompts are short enough."""
+    examples = [rloo.prepare_example(row, tokenizer) for row in rows]
+    return [example for example in examples if len(example["prompt_ids"]) <= LONGEST]
+
+
+def batch_of(examples: Sequence[dict], completions: Sequence[list[list[int]]]) -> rloo.Batch:
+    """Prompts with k completions each, as token ids."""
+    k = len(completions[0])
+    rows = [own[j] + [STOP] * (T - len(own[j])) for j in range(k) for own in completions]  # in the order (k, B)
+    return rloo.make_batch(list(examples), torch.tensor(rows).view(k, -1, T), [STOP])  # drops all but the first stop
+
+
+def of_like_length(items: list, size: int, seed: int) -> list[list]:
+    """All items in random batches, each of prompts of like length, which need little padding."""
+    random = np.random.default_rng(seed)
+    order, batches = random.permutation(len(items)), []
+    for begin in range(0, len(items), 8 * size):
+        part = sorted((items[i] for i in order[begin : begin + 8 * size]), key=lambda item: len(item[0]["prompt_ids"]))
+        batches += [part[i : i + size] for i in range(0, len(part), size)]
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def fit(model, tokenizer, items: list, loss_of: Callable, size: int, learning_rate: float, out: Path):
+    """One epoch of AdamW, and saves. `loss_of` (model, items) is a sum over items: (example, completions, ...)."""
+    out.mkdir(parents=True, exist_ok=True)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, fused=True)
+    batches = of_like_length(items, size, seed=1)
+    with (out / "log.jsonl").open("w", buffering=1) as log:
+        for step, chosen in enumerate(batches):
+            begin = time.perf_counter()
+            with rloo.training_dtype(flags(), torch.device("cpu")):
+                loss = loss_of(model, chosen) / len(chosen)
+            loss.backward()
+            rise, fall = (step + 1) / max(1, len(batches) // 20), 1 - step / len(batches)
+            optimizer.param_groups[0]["lr"] = learning_rate * min(rise, fall)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            line = {"step": step + 1, "items": len(chosen), "loss": loss.item(), "seconds": time.perf_counter() - begin}
+            log.write(json.dumps(line) + "\n")
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+# ---- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def sft(source: Path, rows: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
+    """Trains on prompts and synopses: the mean over pairs of the mean over tokens of -log π."""
+    model, tokenizer = load(source, layout="plain")  # a prompt has one completion
+    model.requires_grad_(True)
+
+    def loss_of(model, items):
+        batch = batch_of(*zip(*items, strict=True))
+        logprobs, _ = rloo.completion_logprobs(model, batch, 1.0)
+        return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
+
+    examples = read_examples(rows, tokenizer)
+    texts = tokenizer([" " + example["columns"]["synopsis"] for example in examples])["input_ids"]
+    items = [(example, [ids[: T - 1] + [STOP]]) for example, ids in zip(examples, texts, strict=True)]
+    fit(model, tokenizer, items, loss_of, size, learning_rate, out)
+
+
+# ---- Samples ---------------------------------------------------------------------------------------------------------
+
+
+def sample(policy: Path, rows: list[dict], k: int, out: Path):
+    """k completions of each prompt, with the judges' grades, into a file."""
+    model, tokenizer = load(policy, torch.bfloat16)
+    examples = read_examples(rows, tokenizer)
+    rloo.set_seed(1)
+    lines = []
+    for begin in range(0, len(examples), 100):
+        part = sorted(examples[begin : begin + 100], key=lambda example: len(example["prompt_ids"]))
+        batch, _ = rloo.rollout(flags(k=k), model, part, k, TEMPERATURE, [STOP])
+        ids, texts = batch.completion_ids(), rloo.completion_texts(batch, tokenizer)
+        synopses = [example["columns"]["synopsis"] for example in batch.examples]
+        close = judges.closeness(texts, synopses * k)
+        rouge = judges.rouge_l(texts, synopses * k)
+        for b, example in enumerate(batch.examples):
+            row = {"package": example["columns"]["package"], "prompt": example["prompt"], "synopsis": synopses[b]}
+            for name, values in (("ids", ids), ("text", texts), ("closeness", close), ("rouge_l", rouge)):
+                row[name] = [values[j * len(synopses) + b] for j in range(k)]
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    out.write_text("".join(lines), encoding="utf-8")
+
+
+# ---- The reward model ------------------------------------------------------------------------------------------------
+
+
+def bradley_terry(scores: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
+    """Mean over the pairs of a prompt of -log σ(score of the better one - score of the other), (B,), for (k, B). Which
+    one is better is what `gold` says; pairs that are nearly equal there do not count."""
+    margin = scores[:, None] - scores[None]  # (k, k, B)
+    better = gold[:, None] > gold[None] + UNDECIDED
+    return -(F.logsigmoid(margin) * better).sum((0, 1)) / better.sum((0, 1)).clamp(min=1)
+
+
+def agreement(scores: torch.Tensor, gold: torch.Tensor, undecided: float = 0.0) -> float:
+    """Share of the pairs of (k, B), `undecided` ones aside, that both order alike; equal scores count half."""
+    better = gold[:, None] > gold[None] + undecided
+    margin = scores[:, None] - scores[None]
+    return (((margin > 0) + 0.5 * (margin == 0)) * better).sum().item() / better.sum().item()
+
+
+def scores_of(model, batch: rloo.Batch) -> torch.Tensor:
+    """Scores (k, B) of completions: the head at their last tokens."""
+    hidden = rloo.completion_hidden(model, batch)
+    last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
+    return rloo.head_scores(model, hidden.gather(2, last).squeeze(2))
+
+
+@torch.no_grad()
+def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
+    """Scores (k, B) of the completions of rows as `sample` writes them."""
+    examples = [{"prompt_ids": ids} for ids in tokenizer([row["prompt"] for row in rows])["input_ids"]]
+    ids = [row["ids"] for row in rows]
+    batches = [batch_of(examples[i : i + 8], ids[i : i + 8]) for i in range(0, len(rows), 8)]
+    return torch.cat([scores_of(model, batch) for batch in batches], dim=1)
+
+
+def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
+    """Trains a new head and the upper half of the SFT model's layers, on the pairs of completions of each prompt."""
+    rloo.set_seed(1)
+    kind = transformers.AutoModelForSequenceClassification
+    model, tokenizer = load(source, kind=kind, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.01)
+    layers = rloo.layers_of(model)
+    for module in (model.score, *layers[len(layers) // 2 :]):
+        module.requires_grad_(True)
+
+    def loss_of(model, items):
+        examples, completions, gold = zip(*items, strict=True)
+        scores = scores_of(model, batch_of(examples, completions))
+        return bradley_terry(scores, torch.tensor(gold).T).sum()
+
+    items = [({"prompt_ids": tokenizer(x["prompt"])["input_ids"]}, x["ids"], x["closeness"]) for x in samples]
+    fit(model, tokenizer, items, loss_of, size, learning_rate, out)
