@@ -31,7 +31,7 @@ def files(tmp_path_factory) -> Path:
     rows = [json.dumps({"prompt": f"a post about {n}"}) for n in range(16)]
     (folder / "data.jsonl").write_text("\n".join(rows))
     (folder / "of_edges").mkdir()
-    for name in ("of_edges/mine.py", "reward.v2.py"):
+    for name in ("plain.py", "of_edges/mine.py", "reward.v2.py"):
         (folder / name).write_text("def brief(completions, **columns):\n    return [-len(x) for x in completions]\n")
     return folder
 
@@ -44,12 +44,12 @@ def train(files, monkeypatch):
     for stream in ("stdout", "stderr"):  # command_line replaces them
         monkeypatch.setattr(sys, stream, getattr(sys, stream))
 
-    def run(output, *flags, replaced=(), **named):
-        given = {"sft_model_path": "policy", "dataset_name": "data.jsonl", "output_dir": output, "device": "cpu"}
+    def run(output, *flags, total_episodes=12, sft_model_path="policy", **replacements):
+        given = {"sft_model_path": sft_model_path, "dataset_name": "data.jsonl", "output_dir": output, "device": "cpu"}
         given |= {"rloo_k": 2, "per_device_train_batch_size": 4, "response_length": 4, "num_sample_generations": 0}
-        given |= {"num_eval_prompts": 2, "total_episodes": 12, "reward_fns": "reward.v2.py:brief"} | named
+        given |= {"num_eval_prompts": 0, "total_episodes": total_episodes, "reward_fns": "plain.py:brief"}
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        rloo.command_line([*words, *flags], **dict(replaced))
+        rloo.command_line([*words, *flags], **replacements)
 
     return run
 
@@ -119,10 +119,13 @@ def test_a_tracker_without_a_key_or_package_is_one_line_before_anything_is_loade
     def no_key(**options):
         raise RuntimeError("No API key configured. Use `wandb login` to log in.\nSecond line")
 
+    def load_policy(*inputs):
+        pytest.fail("a model is loaded")
+
     for module, said in ((types.SimpleNamespace(init=no_key), "No API key configured"), (None, "ModuleNotFoundError")):
         monkeypatch.setitem(sys.modules, "wandb", module)
         with pytest.raises(SystemExit, match=f"--track: .*{said}") as ended:
-            train(tmp_path / "out", "--track", sft_model_path="policy", replaced={"load_policy": None}.items())
+            train(tmp_path / "out", "--track", load_policy=load_policy)
         assert "\n" not in str(ended.value)
         assert not (tmp_path / "out").exists()
 

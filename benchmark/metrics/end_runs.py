@@ -16,6 +16,7 @@ costs the update whose save failed; those runs save after each update, the other
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -36,6 +37,7 @@ import common  # noqa: E402
 RECORDS = HERE / "end_runs.json"
 FLAGS = "--response_length 8 --per_device_train_batch_size 4 --rloo_k 2 --total_episodes 120 --learning_rate 5e-4 "
 FLAGS += "--num_sample_generations 0 --num_eval_prompts 2 --device cpu"
+KINDS = ("tee", "hangup", "group", "metrics", "full disk")
 POOL = []  # the workers of brief_by_pool, once it has been called
 
 
@@ -142,25 +144,21 @@ def run(folder: Path, number: int, seed: int) -> dict[str, dict]:
 
     whole = folder / "whole"
     start("whole", "whole").join()
+    largest = max(file.stat().st_size for file in (whole / "checkpoint-1").iterdir())
     rng = random.Random(seed)
-    found = {}
-    for kind in ("tee", "hangup", "group", "metrics", "full disk"):
-        counts = found[kind] = {"runs": 0, "updates lost": 0, "differences": 0}
-        for i in range(number):
-            output = folder / f"{kind} {i}"
-            largest = max(file.stat().st_size for file in (whole / "checkpoint-1").iterdir())
-            moment = rng.randrange(2, 5) if kind == "metrics" else rng.randrange(2000, largest)
-            done = end(kind, start(kind, output.name, moment), output, rng)
-            saved = max([int(path.name[11:]) for path in output.glob("checkpoint-*")], default=0)
-            names = ("model.safetensors", "optimizer.pt")
-            kept = [output / f"checkpoint-{saved}" / name for name in names]
-            expected = [whole / f"checkpoint-{saved}" / name for name in names]
-            equal = saved and all(a.read_bytes() == b.read_bytes() for a, b in zip(kept, expected, strict=True))
-            counts["runs"] += 1
-            counts["updates lost"] = max(counts["updates lost"], done - saved)
-            if not equal:
-                counts["differences"] += 1
-                print(f"{output}: checkpoint {saved} after {done} updates, see {output}.log")
+    found = {kind: {"runs": 0, "updates lost": 0, "differences": 0} for kind in KINDS}
+    for i, kind in itertools.product(range(number), KINDS):
+        output = folder / f"{kind} {i}"
+        moment = rng.randrange(2, 5) if kind == "metrics" else rng.randrange(2000, largest)
+        done = end(kind, start(kind, output.name, moment), output, rng)
+        saved = max([int(path.name[11:]) for path in output.glob("checkpoint-*")], default=0)
+        names = [f"checkpoint-{saved}/{name}" for name in ("model.safetensors", "optimizer.pt")]
+        counts = found[kind]
+        counts["runs"] += 1
+        counts["updates lost"] = max(counts["updates lost"], done - saved)
+        if not saved or any((output / name).read_bytes() != (whole / name).read_bytes() for name in names):
+            counts["differences"] += 1
+            print(f"{output}: checkpoint {saved} after {done} updates, see {output}.log")
     return found
 
 
