@@ -65,6 +65,13 @@ def means(records: common.Records) -> str:
     return common.markdown(rows)
 
 
+def agreement(records: common.Records) -> str:
+    """Of the reward model with the judges, on pairs of 16 SFT samples of each test package."""
+    rows = {"closeness": "annotator", "decided": "annotator, cosines at least 0.1 apart", "rouge_l": "ROUGE-L"}
+    found = [[title, f"{100 * records.all['reward'][f'agreement_{key}']:.1f}"] for key, title in rows.items()]
+    return common.markdown([["reward model orders pairs as the", "%"], *found])
+
+
 def trials(records: common.Records) -> str:
     rows = [["β", "closeness, second half of the training", "KL"]]
     for kind in TRIALS:
@@ -94,7 +101,7 @@ def speed(records: common.Records) -> str:
 
 
 def tables(records: common.Records) -> dict[str, str]:
-    return {table.__name__: table(records) for table in (results, means, trials, examples, speed)}
+    return {table.__name__: table(records) for table in (results, means, agreement, trials, examples, speed)}
 
 
 def show(records: common.Records, names: list[str]):
