@@ -41,6 +41,7 @@ class Chain:
     sft: int = 1_600  # pairs
     reward: int = 800  # prompts, with 4 completions each
     updates: int = report.UPDATES
+    seeds: tuple[int, ...] = report.SEEDS
     test: int = 100
 
 
@@ -92,7 +93,7 @@ def judged(chain: Chain, name: str) -> dict:
 # ---- SFT and the reward model ----------------------------------------------------------------------------------------
 
 
-def of_split(split: str, limit: int) -> list[dict]:
+def of_split(split: str, limit: int | None = None) -> list[dict]:
     return read_lines(PREPARED / f"{split}.jsonl")[:limit]
 
 
@@ -114,7 +115,17 @@ def train_sft(chain: Chain) -> Path:
 def make_sft(chain: Chain) -> dict:
     log = read_lines(train_sft(chain) / "log.jsonl")
     found = {"pairs": sum(line["items"] for line in log), "seconds": round(sum(line["seconds"] for line in log))}
+    found["closeness"] = {str(seed): sft_closeness(chain, seed) for seed in chain.seeds}
     return found | judged(chain, "sft")
+
+
+def sft_closeness(chain: Chain, seed: int) -> list[float]:
+    """What the SFT model's samples have on the packages of each update of a run."""
+    sizes = chain.updates, report.SIZE // models.K
+    updates = models.rows_of_updates(of_split("train"), chain.models / "sft", seed, *sizes)
+    samples = sampled(chain, f"seed{seed}", models.K, sum(updates, []))
+    found = {row["package"]: mean(row["closeness"]) for row in samples}
+    return [round(mean(found[row["package"]] for row in update), 4) for update in updates]
 
 
 def train_reward(chain: Chain) -> Path:
@@ -253,7 +264,7 @@ def main():
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
-        chain = Chain(folder, folder, None, sft=160, reward=48, updates=6, test=24)
+        chain = Chain(folder, folder, None, sft=160, reward=48, updates=6, seeds=(1,), test=24)
         make(chain, ["sft", "reward", f"{report.LEARNED}-seed1", "annotator-seed1"], records)
         print(report.results(records))
         return

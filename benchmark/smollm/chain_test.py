@@ -173,6 +173,15 @@ def test_sft_learns_and_the_reward_model_learns_what_the_annotator_prefers(tmp_p
     assert models.agreement(scores, torch.tensor([x["closeness"] for x in samples]).T) > 0.7
 
 
+def test_rows_of_updates_are_those_that_rloo_trains_on():
+    tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI / "sft")
+    rows = report.common.read_lines(MINI / "train.jsonl")[:30]
+    updates = models.rows_of_updates(rows, MINI / "sft", seed=2, updates=3, size=4)
+    examples = models.read_examples(rows, tokenizer)
+    theirs = [models.rloo.examples_of_update(examples, 2, done * 4, 4) for done in range(3)]
+    assert [[x["prompt"] for x in own] for own in updates] == [[x["prompt"] for x in own] for own in theirs]
+
+
 def test_steps_with_a_record_are_not_made_again(tmp_path, monkeypatch, capsys):
     made, needed = [], []
     monkeypatch.setattr(chain, "make_run", lambda _, name: made.append(name) or {"kl": 1.0})

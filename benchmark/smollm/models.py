@@ -83,6 +83,14 @@ def fit(model, tokenizer, items: list, loss_of: Callable, size: int, learning_ra
     tokenizer.save_pretrained(out)
 
 
+def rows_of_updates(rows: list[dict], policy: Path, seed: int, updates: int, size: int) -> list[list[dict]]:
+    """The rows that a run of rloo.py trains on, `size` in each update."""
+    examples = read_examples(rows, transformers.AutoTokenizer.from_pretrained(policy))
+    chosen = rloo.examples_of_update(examples, seed, 0, updates * size)
+    chosen = [{"prompt": example["prompt"], **example["columns"]} for example in chosen]
+    return [chosen[begin : begin + size] for begin in range(0, len(chosen), size)]
+
+
 # ---- SFT -------------------------------------------------------------------------------------------------------------
 
 

@@ -72,12 +72,19 @@ def agreement(records: common.Records) -> str:
     return common.markdown([["reward model orders pairs as the", "%"], *found])
 
 
+def gains(records: common.Records, kind: str) -> list[list[float]]:
+    """Closeness of each seed's samples in each update, less that of the SFT model's on the same packages."""
+    sft = records.all["sft"]["closeness"]
+    courses = [(x["closeness"], sft[str(seed)]) for seed, x in zip(SEEDS, of_kind(records, kind))]
+    return [[ours - theirs for ours, theirs in zip(*course)] for course in courses]
+
+
 def trials(records: common.Records) -> str:
-    rows = [["β", "closeness, second half of the training", "KL"]]
+    rows = [["β", "cosine gained over SFT, second half of the training, × 100", "KL"]]
     for kind in TRIALS:
-        found = records.all[f"{kind}-seed1"]
-        late = found["closeness"][UPDATES // 2 :]
-        rows.append([kind.removeprefix("beta"), f"{sum(late) / len(late):.3f}", f"{found['kl']:.1f}"])
+        late = gains(records, kind)[0][UPDATES // 2 :]
+        kl = records.all[f"{kind}-seed1"]["kl"]
+        rows.append([kind.removeprefix("beta"), f"{100 * sum(late) / len(late):+.1f}", f"{kl:.1f}"])
     return common.markdown(rows)
 
 
@@ -117,16 +124,14 @@ def draw(records: common.Records):
     figure, (axes,) = common.canvas(1, 7, 4.4)
     axis = axes[0]
     for number, kind in enumerate((LEARNED, "annotator")):
-        lines = [plot.smoothed(x["closeness"], WINDOW) for x in of_kind(records, kind)]
+        lines = [plot.smoothed(line, WINDOW) for line in gains(records, kind)]
         plot.course(axis, range(WINDOW, WINDOW + len(lines[0])), lines, color=f"C{number}", label=RUNS[kind])
     reward = records.all["reward"]
-    axis.axhline(reward["closeness"], color="0.4", label="SFT")
     for style, (name, title) in zip(("--", "-.", ":"), BEST_OF.items(), strict=True):
-        axis.axhline(reward[name]["closeness"], color="0.4", ls=style, label=title)
-    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel=f"cosine, mean of {WINDOW} updates")
-    figure.suptitle(
-        "Closeness to the maintainer's synopsis: packages that are new to the policy; lines: test", fontsize=9
-    )
+        axis.axhline(reward[name]["closeness"] - reward["closeness"], color="0.4", ls=style, label=title)
+    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel=f"cosine gained over SFT, mean of {WINDOW} updates")
+    title = "Closeness to the maintainer's synopsis, less SFT's on the same packages. Mean and range of seeds"
+    figure.suptitle(title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=2)
     common.save(figure, HERE / "closeness.png")
 
