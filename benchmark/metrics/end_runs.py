@@ -9,7 +9,7 @@
     metrics      an error in one's own metrics_of
     full disk    the third save cannot write: no file may grow beyond some size
 
-Each run has up to 30 updates of a very small model. It is signalled at a random moment after its second update,
+Each run has a very small model. It is signalled at a random moment after its second update,
 or meets its error there, and must leave a checkpoint of the last update before that moment whose weights and optimizer
 equal, bit for bit, those of the same update in a run that nobody ended. Only a disk without room for another checkpoint
 costs the update whose save failed; those runs save after each update, the others only when they are ended.
@@ -35,8 +35,8 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]  # for rloo.py, which th
 import common  # noqa: E402
 
 RECORDS = HERE / "end_runs.json"
-FLAGS = "--response_length 8 --per_device_train_batch_size 4 --rloo_k 2 --total_episodes 120 --learning_rate 5e-4 "
-FLAGS += "--num_sample_generations 0 --num_eval_prompts 2 --device cpu"
+FLAGS = "--response_length 8 --per_device_train_batch_size 4 --rloo_k 2 --learning_rate 5e-4 "
+FLAGS += "--lr_scheduler_type constant --num_sample_generations 0 --num_eval_prompts 2 --device cpu"
 KINDS = ("tee", "hangup", "group", "metrics", "full disk")
 POOL = []  # the workers of brief_by_pool, once it has been called
 
@@ -78,6 +78,13 @@ def train(kind: str, folder: Path, output: Path, moment: int):
             out = tee.stdin.fileno()
         os.dup2(out, 1)
         os.dup2(out, 2)
+    sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # nohup, a shell's `&` or pytest may have changed them
+        signal.signal(number, signal.SIG_DFL)
     import torch
 
     import rloo
@@ -101,6 +108,7 @@ def train(kind: str, folder: Path, output: Path, moment: int):
     flags = ["--sft_model_path", folder / "policy", "--dataset_name", folder / "data", "--output_dir", output]
     flags += ["--reward_fns", f"{HERE / 'end_runs.py'}:{'brief_by_pool' if kind == 'group' else 'brief'}"]
     flags += ["--save_steps", 1 if kind in ("full disk", "whole") else 0, "--save_total_limit", 100]
+    flags += ["--total_episodes", 80 if kind == "whole" else 800]
     rloo.command_line([*map(str, flags), *FLAGS.split()], **replaced.get(kind, {}))
 
 
