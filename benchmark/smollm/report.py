@@ -97,14 +97,13 @@ def examples(records: common.Records) -> str:
 
 
 def speed(records: common.Records) -> str:
-    """Each round's median, and their ratio in that round."""
-    found = {kind: [median(updates) for updates in records.all["speed"][kind]] for kind in ("rloo", "trl")}
-    ratios = [theirs / ours for ours, theirs in zip(*found.values())]
-    rows = [["round", *(f"{n}" for n in range(1, len(ratios) + 1))]]
-    rows += [
-        [title, *(f"{x:.1f}" for x in found[kind])] for kind, title in (("rloo", "rloo.py, s"), ("trl", "TRL 1.16, s"))
-    ]
-    return common.markdown([*rows, ["TRL / rloo.py", *(f"{ratio:.1f}" for ratio in ratios)]])
+    """Of all updates but the first of each run; the range of the ratio is that of any two of them."""
+    ours, theirs = (sorted(sum(records.all["speed"][kind], [])) for kind in ("rloo", "trl"))
+    rows = [["seconds of an update", "median", "range"]]
+    for title, x in (("rloo.py", ours), ("TRL 1.16", theirs)):
+        rows.append([title, f"{median(x):.0f}", f"{x[0]:.0f} to {x[-1]:.0f}"])
+    ratios = f"{theirs[0] / ours[-1]:.1f} to {theirs[-1] / ours[0]:.1f}"
+    return common.markdown([*rows, ["TRL / rloo.py", f"{median(theirs) / median(ours):.1f}", ratios]])
 
 
 def tables(records: common.Records) -> dict[str, str]:
