@@ -69,8 +69,8 @@ def save_policy(folder: Path):
 
 
 def train(kind: str, folder: Path, output: Path, moment: int):
-    """One run, in a process and a group of its own; what it prints goes to a log beside its output folder."""
-    os.setsid()
+    """One run, in a process group of its own; what it prints goes to a log beside its output folder."""
+    os.setpgrp()
     with open(f"{output}.log", "wb") as log:
         out = log.fileno()
         if kind == "tee":
