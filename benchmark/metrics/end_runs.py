@@ -123,7 +123,7 @@ def end(kind: str, process, output: Path, rng) -> int:
     while process.is_alive() and updates(output) < 2:
         time.sleep(0.002)
     if kind in ("metrics", "full disk"):
-        process.join()
+        process.join(120)
         return updates(output) + (kind == "metrics")  # its update was made but not written
     time.sleep(rng.uniform(0, 0.2))
     done = updates(output)
@@ -132,7 +132,7 @@ def end(kind: str, process, output: Path, rng) -> int:
         os.killpg(process.pid, to_all[kind])
     else:
         os.kill(process.pid, signal.SIGHUP)
-    process.join()
+    process.join(120)
     return done
 
 
