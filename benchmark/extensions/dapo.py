@@ -19,7 +19,7 @@ collect_all = rloo.collect
 
 def without_equal_groups(*inputs):
     experience = collect_all(*inputs)
-    experience.in_loss = experience.in_loss & ~rloo.equal_groups(experience.scores)  # (k, B)
+    experience.in_loss = experience.in_loss & ~rloo.equal_groups(experience.shaped_scores)  # (k, B)
     return experience
 
 

@@ -16,10 +16,11 @@ import rloo  # noqa: E402
 ppo = rloo.policy_loss
 
 
-def gspo(new, old, advantages, mask, *clip_and_level):
+def gspo(new, old, advantages, mask, clip_low, clip_high, ratio_level):
     """PPO's clipped loss (k, B) with log-probs divided by lengths: then log ρ = Σ_t (new_t - old_t) / n."""
+    rloo.require(ratio_level == "sequence", "gspo.py has one ratio per completion: --ratio_level sequence")
     n = mask.sum(-1, keepdim=True)  # (k, B, 1)
-    return ppo(new / n, old / n, advantages, mask, *clip_and_level)
+    return ppo(new / n, old / n, advantages, mask, clip_low, clip_high, ratio_level)
 
 
 SEAMS = {"policy_loss": gspo}

@@ -16,6 +16,8 @@ import rloo  # noqa: E402
 
 
 def maxrl(rewards, estimator):
+    binary = (rewards == 0) | (rewards == 1) | rewards.isnan()
+    rloo.require(binary.all(), "maxrl.py: rewards must be 0 or 1, and --kl_coef 0")
     mean = rewards.nanmean(0)  # the share of right completions, (B,)
     return (rewards - mean) / mean.where(mean > 0, 1.0)
 

@@ -48,24 +48,26 @@ ROWS = {
 }
 
 
-NAMES = ["sft", *(name for row in ROWS.values() for name in row.names())]  # of all records
+COURSES = [f"course__{seed}" for seed in (7, 8, 9, 10)]  # of the default's first runs
+NAMES = ["sft", "sft_test_split", *COURSES, *(name for row in ROWS.values() for name in row.names())]  # all records
 
 
 def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None):
     """Trains and measures the first runs of a row, those that have no record."""
     for seed, name in list(zip(row.seeds, row.names()))[:seeds]:
+        command = ["rloo.py", *row.setting.flags(seed)]
+        words = [sys.executable, *command, *row.setting.own_flags(evaluations=row.evaluations)]
+        own_course = f"course__{seed}"
+        if row.evaluations and own_course in COURSES and records.needs(own_course):
+            records.add(own_course, **course(measure.train(name, words, runs)))
         if records.needs(name, row.kind):
-            command = ["rloo.py", *row.setting.flags(seed)]
-            own = row.setting.own_flags(evaluations=row.evaluations)
-            folder = measure.train(name, [sys.executable, *command, *own], runs)
+            folder = measure.train(name, words, runs)
             found = {row.kind: measure.measured(folder, row.kind, POSTS, seed, greedy=True)}
-            if row.evaluations:
-                found["curve"] = curve(folder)
             records.add(name, command=" ".join(command), seconds=measure.seconds(folder), **found)
 
 
-def curve(folder: Path) -> dict[str, list[float]]:
-    """The course of a run: its evaluations on the test split, and the KL between one and the next, over training."""
+def course(folder: Path) -> dict[str, list[float]]:
+    """A run's own evaluations on the test split, and the KL between one and the next, over training."""
     evaluations = common.read_lines(folder / "evaluations.jsonl")
     kl = [line["objective/kl"] for line in common.read_lines(folder / "metrics.jsonl")]
     parts = np.split(np.array(kl), [x["update"] for x in evaluations[1:-1]])
@@ -73,6 +75,7 @@ def curve(folder: Path) -> dict[str, list[float]]:
         "episode": [x["episode"] for x in evaluations],
         "score": [round(x["sampled/score"], 4) for x in evaluations],
         "win": [round(x["sampled/gold_win_rate"], 4) for x in evaluations],
+        "greedy": [round(x["greedy/gold_win_rate"], 4) for x in (evaluations[0], evaluations[-1])],
         "kl_between": [round(part.mean(), 4) for part in parts],
     }
 
@@ -82,10 +85,10 @@ def make_sft(records: common.Records):
     for kind in ("test", "second_test"):
         if records.needs("sft", kind):
             records.add("sft", **{kind: measure.measured(common.TASK / "sft", kind, POSTS, 1, greedy=True)})
-    if records.needs("sft", "best_of_n_test_split"):
+    if records.needs("sft_test_split"):
         posts = common.read_lines(common.TASK / "test.jsonl")
         grades = measure.grade(measure.engine().reference, posts, MOST, 1)
-        records.add("sft", best_of_n_test_split={n: best_of(grades, int(n)) for n in ("1", "4", "16")})
+        records.add("sft_test_split", best_of_n={n: best_of(grades, int(n)) for n in ("1", "4", "16")})
     if records.needs("sft", "best_of_n"):
         posts = measure.fresh_posts()["test"][:BEST_OF_N_POSTS]
         grades = measure.grade(measure.engine().reference, posts, MOST, 1)
@@ -156,6 +159,11 @@ def headline() -> list[list[str]]:
     """Rows of the benchmarks' README."""
     records, rows = common.Records(RECORDS), []
     command = "`python benchmark/study/reach.py --names {}`"
+    for mode, name in (("sampled", "win"), ("greedy", "greedy")):
+        values = np.array([records.all[course][name] for course in COURSES])  # (seeds, evaluations)
+        number = f"{100 * values[:, 0].mean():.1f} → {common.plus_minus(values[:, -1], 100)}"
+        title = f"`python rloo.py`, its own evaluations on 500 posts: gold win rate, {mode}, %"
+        rows.append([title, number, str(len(values)), command.format("default")])
     for mode in ("sampled", "greedy"):
         before = records.all["sft"]["second_test"][mode]["win"][0]
         ends = measure.means(records, ROWS["default"].names(), "second_test", "win", mode)
@@ -173,8 +181,8 @@ def headline() -> list[list[str]]:
 
 def draw(records: common.Records):
     """The course of the default: score, win rate and KL over episodes, with best-of-n."""
-    runs = [records.all[name]["curve"] for name in ROWS["default"].names()]
-    best_of = records.all["sft"]["best_of_n_test_split"]
+    runs = [records.all[name] for name in COURSES]
+    best_of = records.all["sft_test_split"]["best_of_n"]
     figure, (axes,) = common.canvas(3, 12, 3.1)
     episodes = np.array(runs[0]["episode"])
     between = (episodes[1:] + episodes[:-1]) / 2
@@ -187,7 +195,7 @@ def draw(records: common.Records):
         for run in runs:
             axis.plot(x, factor * np.array(run[name]), lw=0.7, alpha=0.45, color="tab:blue")
         mean = factor * np.mean([run[name] for run in runs], axis=0)
-        axis.plot(x, mean, lw=2.2, color="tab:blue", label="RLOO, mean of ten seeds")
+        axis.plot(x, mean, lw=2.2, color="tab:blue", label=f"RLOO, mean of {len(runs)} seeds (thin)")
         for n, style in (("4", "--"), ("16", ":")):
             level = factor * best_of[n][measured][0]
             axis.axhline(level, ls=style, lw=1.4, color="black", label=f"best of {n} before training")

@@ -122,7 +122,8 @@ def pretended(tmp_path, monkeypatch):
         metrics = [{"time/train": 1.5, "objective/kl": 9.0}, {"time/train": 2.0, "time/rollout": 1, "objective/kl": 2}]
         metrics.append({"objective/kl": 4})
         evaluations = [
-            {"update": n, "episode": 32 * n, "sampled/score": n, "sampled/gold_win_rate": 1} for n in (0, 1, 3)
+            {"update": n, "episode": 32 * n, "sampled/score": n, "sampled/gold_win_rate": 1, "greedy/gold_win_rate": n}
+            for n in (0, 1, 3)
         ]
         for file, lines in (("metrics", metrics), ("evaluations", evaluations)):
             (folder / f"{file}.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -139,7 +140,7 @@ def pretended(tmp_path, monkeypatch):
 
 def test_a_run_is_made_once_recorded_and_again_only_if_asked(pretended, capsys, monkeypatch):
     monkeypatch.setattr(reach, "headline", lambda: [["the numbers", "here"]])
-    monkeypatch.setattr(reach, "NAMES", reach.ROWS["default"].names()[:2])
+    monkeypatch.setattr(reach, "NAMES", [*reach.COURSES[:2], *reach.ROWS["default"].names()[:2]])
     monkeypatch.setattr(reach, "report", lambda records: print("report"))
     for again in (False, False, True):
         reach.main(("default",), seeds=2, again=again)
@@ -148,10 +149,11 @@ def test_a_run_is_made_once_recorded_and_again_only_if_asked(pretended, capsys, 
     records = common.Records(reach.RECORDS)
     first, second = (records.all[name] for name in reach.ROWS["default"].names()[:2])
     assert (first["seconds"], first["second_test"]["sampled"]["win"]) == (4.5, [0.5, 0.1]) and "made" in second
-    assert first["curve"] == {"episode": [0, 32, 96], "score": [0, 1, 3], "win": [1, 1, 1], "kl_between": [9.0, 3.0]}
+    course = {"episode": [0, 32, 96], "score": [0, 1, 3], "win": [1, 1, 1], "greedy": [0, 3], "kl_between": [9.0, 3.0]}
+    assert {key: records.all["course__7"][key] for key in course} == course
     said = capsys.readouterr().out
     assert said.count("the numbers: here") == 2  # not with --again
-    names = ", ".join(reach.ROWS["default"].names()[:2])
+    names = ", ".join(name for pair in zip(reach.COURSES[:2], reach.ROWS["default"].names()) for name in pair)
     assert f"recorded with rloo.py {first['made']['rloo.py']}, {first['made']['date']}: {names}" in said
     assert "episodes6400__7, second_test, sampled, win: recorded 0.5, 0.1, now 0.5, 0.1" in said
     assert said.count("report\n") == 2  # not where nothing was made
