@@ -271,6 +271,19 @@ def draw(records: common.Records):
     common.save(figure, SCORE_AND_JUDGE)
 
 
+def headline() -> list[list[str]]:
+    """A row of the benchmarks' README."""
+    records = common.Records(RECORDS)
+    wins = [along(records, name, "win") for name in PROXIES if name in ROWS]
+    ends = [win[:, -1].mean() for win in wins]
+    answer = (
+        f"yes, without a KL penalty: {wins[0][0, 0]:.0f}% wins before, {min(ends):.0f} to {max(ends):.0f}% at the end"
+    )
+    sure = f"{len(ends)} reward models, 3 seeds each"
+    command, page = "python benchmark/study/overoptimise.py", "study/README.md#over-optimisation"
+    return [["Can training fool the reward model?", answer, sure, command, page]]
+
+
 def report(records: common.Records | None = None):
     records = records or common.Records(RECORDS)
     if records.complete(NAMES, "README.md's table and the pictures"):

@@ -101,13 +101,12 @@ def headline() -> list[list[str]]:
     """Rows of the benchmarks' README."""
     records = common.Records(RECORDS)
     apart, rows = compared(records), []
-    for row in ("grpo", "ppo"):
-        x = apart[row]
-        number = f"{common.with_interval(x)}: {x.verdict}"
-        if row == "ppo":
-            number += f"; {seconds(records, names_of(row))} seconds against {seconds(records, names_of('rloo'))}"
-        title = f"mini TL;DR, {ROWS[row].title} minus RLOO at learning rate 3.55e-4, points"
-        rows.append([title, number, str(len(SEEDS)), "`python benchmark/study/peers.py`"])
+    for row, question in (("ppo", "Does PPO win more often than RLOO?"), ("grpo", "Does GRPO?")):
+        times = f"{seconds(records, names_of(row))} seconds against {seconds(records, names_of('rloo'))}"
+        answer = f"{apart[row].verdict}, {common.with_interval(apart[row])} points; {times}"
+        rows.append(
+            [question, answer, f"{len(SEEDS)} seeds", "python benchmark/study/peers.py", "study/README.md#peers"]
+        )
     return rows
 
 

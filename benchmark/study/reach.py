@@ -157,26 +157,38 @@ def table(records: common.Records) -> str:
 
 def headline() -> list[list[str]]:
     """Rows of the benchmarks' README."""
-    records, rows = common.Records(RECORDS), []
-    command = "`python benchmark/study/reach.py --names {}`"
+    records, page = common.Records(RECORDS), "study/README.md#what-rloo-reaches"
+
+    def row_of(question: str, numbers: dict[str, str], sure: str, names: str) -> list[str]:
+        answer = "; ".join(f"{mode} {number}%" for mode, number in numbers.items())
+        return [question, answer, sure, f"python benchmark/study/reach.py --names {names}", page]
+
+    seeds, numbers, courses = len(ROWS["default"].seeds), {}, {}
     for mode, name in (("sampled", "win"), ("greedy", "greedy")):
-        values = np.array([records.all[course][name] for course in COURSES])  # (seeds, evaluations)
-        number = f"{100 * values[:, 0].mean():.1f} → {common.plus_minus(values[:, -1], 100)}"
-        title = f"`python rloo.py`, its own evaluations on 500 posts: gold win rate, {mode}, %"
-        rows.append([title, number, str(len(values)), command.format("default")])
-    for mode in ("sampled", "greedy"):
         before = records.all["sft"]["second_test"][mode]["win"][0]
         ends = measure.means(records, ROWS["default"].names(), "second_test", "win", mode)
-        number = f"{100 * before:.1f} → {common.plus_minus(ends, 100)}"
-        rows.append(
-            [f"mini TL;DR, default: gold win rate, {mode}, %", number, str(len(ends)), command.format("sft default")]
-        )
+        numbers[mode] = f"{100 * before:.1f} → {common.plus_minus(ends, 100)}"
+        values = np.array([records.all[course][name] for course in COURSES])  # (seeds, evaluations)
+        courses[mode] = f"{100 * values[:, 0].mean():.1f} → {common.plus_minus(values[:, -1], 100)}"
+    bests = {f"n = {n}:": over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")}
     row = ROWS["beta0.05"]
-    number = common.plus_minus(measure.means(records, row.names(), row.kind, "win"), 100)
-    rows.append([f"{row.title}: gold win rate, %", number, str(len(row.seeds)), command.format("beta0.05")])
-    bests = [over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")]
-    rows.append(["best of 4, 16, 64 before training, ± over posts, %", ", ".join(bests), "", command.format("sft")])
-    return rows
+    longer = {"sampled": common.plus_minus(measure.means(records, row.names(), row.kind, "win"), 100)}
+    return [
+        row_of(
+            "How often do summaries beat the references, before and after `python rloo.py`?",
+            numbers,
+            f"{seeds} seeds, {POSTS:,} fresh posts",
+            "sft default",
+        ),
+        row_of("The same, by the run's own evaluations", courses, f"{len(COURSES)} seeds, 500 posts", "default"),
+        row_of(f"And with {row.title}?", longer, f"{len(row.seeds)} seeds", "beta0.05"),
+        row_of(
+            "What does the best of n samples reach, without training?",
+            bests,
+            f"± over {BEST_OF_N_POSTS:,} posts",
+            "sft",
+        ),
+    ]
 
 
 def draw(records: common.Records):
@@ -227,7 +239,7 @@ def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, agai
             make(records, ROWS[name], runs, seeds)
     if again or records.added:
         report(records)
-    records.tell(NAMES, lambda: "\n".join(f"{what}: {number}" for what, number, *_ in headline()))
+    records.tell(NAMES, lambda: "\n".join(f"{question} {answer}" for question, answer, *_ in headline()))
 
 
 if __name__ == "__main__":
