@@ -108,8 +108,8 @@ def report():
 def headline() -> list[list[str]]:
     """A row of benchmark/README.md's table."""
     caught = common.Records(HERE / "record.json").all["bugs"]["caught"].values()
-    answer = f"{sum(map(bool, caught))} of {len(caught)}, put back into the code, make a test fail"
-    question = "Would the tests notice bugs that other trainers had?"
+    answer = f"{sum(map(bool, caught))} of {len(caught)}, put back, make a test fail"
+    question = "Would the tests notice bugs of other trainers?"
     return [[question, answer, "a chosen list", "python benchmark/bugs/put_back.py", "bugs/README.md"]]
 
 

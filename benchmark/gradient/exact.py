@@ -348,9 +348,7 @@ def draw(options: dict):
 def headline() -> list[list[str]]:
     """A row of the benchmarks' README."""
     positions = common.Records(RECORDS).value("options", "found", "rloo (the defaults)").values()
-    answer = (
-        f"yes, in one step before clipping: its relative bias is at most {max(x['bias'][-1] for x in positions):.0e}"
-    )
+    answer = f"yes, before clipping: its relative bias is at most {max(x['bias'][-1] for x in positions):.0e}"
     sure = "exact, for tiny models"
     return [["Is RLOO's gradient unbiased?", answer, sure, "python benchmark/gradient/exact.py", "gradient/README.md"]]
 

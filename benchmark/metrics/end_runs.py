@@ -194,7 +194,7 @@ def headline() -> list[list[str]]:
     """A row of benchmark/README.md's table."""
     found = common.Records(RECORDS).all.values()
     answer = f"at most {max(x['updates lost'] for x in found)} update"
-    question = "How much does a run lose that is stopped, meets an error or finds the disk full?"
+    question = "What does a run lose that is stopped or meets an error?"
     sure = f"{sum(x['runs'] for x in found)} runs, on a CPU"
     command = "python benchmark/metrics/end_runs.py --again"
     return [[question, answer, sure, command, "metrics/README.md#stopped-runs"]]

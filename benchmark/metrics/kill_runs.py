@@ -128,7 +128,7 @@ def headline() -> list[list[str]]:
     """A row of benchmark/README.md's table."""
     found = common.Records(RECORDS).all["kills"]
     answer = f"yes, bit for bit: {found['differences']} differences"
-    question = "Does a run that is killed and resumed end as if it had not been?"
+    question = "Does a killed run, resumed, end as if it had not been killed?"
     return [
         [question, answer, f"{found['kills']} kills, on a CPU", "python benchmark/metrics/kill_runs.py --again", PAGE]
     ]

@@ -98,16 +98,13 @@ def table(records: common.Records) -> str:
 
 
 def headline() -> list[list[str]]:
-    """Rows of the benchmarks' README."""
-    records = common.Records(RECORDS)
-    apart, rows = compared(records), []
-    for row, question in (("ppo", "Does PPO win more often than RLOO?"), ("grpo", "Does GRPO?")):
-        times = f"{seconds(records, names_of(row))} seconds against {seconds(records, names_of('rloo'))}"
-        answer = f"{apart[row].verdict}, {common.with_interval(apart[row])} points; {times}"
-        rows.append(
-            [question, answer, f"{len(SEEDS)} seeds", "python benchmark/study/peers.py", "study/README.md#peers"]
-        )
-    return rows
+    """A row of the benchmarks' README."""
+    apart = compared(common.Records(RECORDS))
+    found = [
+        f"{row.upper()} {apart[row].verdict}, {common.with_interval(apart[row])} points" for row in ("ppo", "grpo")
+    ]
+    question, command = "Do PPO and GRPO, by TRL, win more often?", "python benchmark/study/peers.py"
+    return [[question, "; ".join(found), f"{len(SEEDS)} seeds", command, "study/README.md#peers"]]
 
 
 def report(records: common.Records | None = None):

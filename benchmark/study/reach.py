@@ -160,34 +160,22 @@ def headline() -> list[list[str]]:
     records, page = common.Records(RECORDS), "study/README.md#what-rloo-reaches"
 
     def row_of(question: str, numbers: dict[str, str], sure: str, names: str) -> list[str]:
-        answer = "; ".join(f"{mode} {number}%" for mode, number in numbers.items())
+        answer = "; ".join(f"{what} {number}%" for what, number in numbers.items())
         return [question, answer, sure, f"python benchmark/study/reach.py --names {names}", page]
 
-    seeds, numbers, courses = len(ROWS["default"].seeds), {}, {}
-    for mode, name in (("sampled", "win"), ("greedy", "greedy")):
+    default, longer = ROWS["default"], ROWS["beta0.05"]
+    numbers = {}
+    for mode in ("sampled", "greedy"):
         before = records.all["sft"]["second_test"][mode]["win"][0]
-        ends = measure.means(records, ROWS["default"].names(), "second_test", "win", mode)
+        ends = measure.means(records, default.names(), "second_test", "win", mode)
         numbers[mode] = f"{100 * before:.1f} → {common.plus_minus(ends, 100)}"
-        values = np.array([records.all[course][name] for course in COURSES])  # (seeds, evaluations)
-        courses[mode] = f"{100 * values[:, 0].mean():.1f} → {common.plus_minus(values[:, -1], 100)}"
+    of_longer = {"sampled": common.plus_minus(measure.means(records, longer.names(), longer.kind, "win"), 100)}
     bests = {f"n = {n}:": over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")}
-    row = ROWS["beta0.05"]
-    longer = {"sampled": common.plus_minus(measure.means(records, row.names(), row.kind, "win"), 100)}
+    question = "How often do summaries beat the references, before and after `python rloo.py`?"
     return [
-        row_of(
-            "How often do summaries beat the references, before and after `python rloo.py`?",
-            numbers,
-            f"{seeds} seeds, {POSTS:,} fresh posts",
-            "sft default",
-        ),
-        row_of("The same, by the run's own evaluations", courses, f"{len(COURSES)} seeds, 500 posts", "default"),
-        row_of(f"And with {row.title}?", longer, f"{len(row.seeds)} seeds", "beta0.05"),
-        row_of(
-            "What does the best of n samples reach, without training?",
-            bests,
-            f"± over {BEST_OF_N_POSTS:,} posts",
-            "sft",
-        ),
+        row_of(question, numbers, f"{len(default.seeds)} seeds, {POSTS:,} posts", "sft default"),
+        row_of(f"And with {longer.title}?", of_longer, f"{len(longer.seeds)} seeds", "beta0.05"),
+        row_of("And the best of n samples, without training?", bests, f"{BEST_OF_N_POSTS:,} posts", "sft"),
     ]
 
 

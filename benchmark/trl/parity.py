@@ -385,13 +385,13 @@ def headline() -> list[list[str]]:
     """A row of benchmark/README.md's table."""
     rows = json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]
     apart = [row["difference"] for row in rows if row["agree"]]
-    answer = f"in {len(apart)} of {len(rows)} settings, up to {digits(max(apart))}; in the others TRL's code differs"
-    question = "Do training by TRL and by rloo.py end in the same weights?"
+    answer = f"in {len(apart)} of {len(rows)} settings; in the others TRL's code differs"
+    question = "Does TRL end in the same weights?"
     return [
         [
             question,
             answer,
-            "3 updates of each setting",
+            f"to {digits(max(apart))}, 3 updates",
             "python benchmark/trl/parity.py",
             "trl/README.md#the-same-algorithm",
         ]
