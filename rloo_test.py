@@ -275,11 +275,9 @@ def count_tokens(prompts, completions, completion_ids, **columns):
 
 
 def advantages_of(scores, kl, mask, kl_coef: float, token_level: bool, normalize: bool = False, estimator="rloo"):
-    """As in `collect`: (k, B, 1), or (k, B, T) at token level."""
-    advantages = rloo.advantage(rloo.rlhf_reward(scores, kl, kl_coef, token_level), estimator)
-    advantages = advantages.view(*scores.shape, -1)
-    advantages = advantages.masked_fill(~mask[..., : advantages.shape[-1]], math.nan)
-    return (rloo.standardize(advantages) if normalize else advantages).nan_to_num(0.0)
+    flags = {"kl_coef": kl_coef, "token_level_kl": token_level, "normalize_advantage": normalize}
+    args = rloo.Args(**flags, advantage_estimator=estimator)
+    return rloo.advantages_of(args, types.SimpleNamespace(response_mask=mask), scores, kl)
 
 
 def test_baseline_is_the_one_of_trl_s_documented_example():

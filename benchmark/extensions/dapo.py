@@ -14,16 +14,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-collect_all = rloo.collect
+
+def without_equal_groups(collect):
+    """A `collect` that leaves groups of equal scores out of the loss."""
+
+    def collect_and_filter(*inputs):
+        experience = collect(*inputs)
+        experience.in_loss = experience.in_loss & ~rloo.equal_groups(experience.shaped_scores)  # (k, B)
+        return experience
+
+    return collect_and_filter
 
 
-def without_equal_groups(*inputs):
-    experience = collect_all(*inputs)
-    experience.in_loss = experience.in_loss & ~rloo.equal_groups(experience.shaped_scores)  # (k, B)
-    return experience
-
-
-SEAMS = {"collect": without_equal_groups}
+SEAMS = {"collect": without_equal_groups(rloo.collect)}
 
 if __name__ == "__main__":
     rloo.command_line(**SEAMS)

@@ -321,19 +321,21 @@ def test_a_mismatch_is_corrected_and_logged(level, run, monkeypatch):
         return batch, (logprobs - noise) * batch.response_mask
 
     seen = spy(monkeypatch, "improve")
-    flags = {"kl_coef": 0.0, "response_length": 20, "ratio_level": level}
-    mask_flags = {"rollout_correction": "mask", "rollout_correction_cap": 1.25}
+    flags = {"kl_coef": 0.3, "response_length": 20, "ratio_level": level}
+    cap = {"sequence": 20.0, "token": 1.25}[level]
+    mask_flags = {"rollout_correction": "mask", "rollout_correction_cap": cap}
     (plain,), _ = run({"rollout": noisy}, **flags)
     (exact,), _ = run(correction.SEAMS, **flags, **mask_flags)
     (metrics,), _ = run(correction.SEAMS | {"rollout": noisy}, **flags, **mask_flags)
-    uncorrected, _, experience = (inputs[3] for inputs, _ in seen)
+    uncorrected, without_noise, experience = (inputs[3] for inputs, _ in seen)
     mask = experience.batch.response_mask
     log_w = noise * mask
     if level == "sequence":
         log_w, mask = log_w.sum(-1, keepdim=True), mask[..., :1]
-    w = log_w.exp() * (log_w.exp() <= 1.25)
-    assert (w == 0).any() and metrics["completions/mean_length"] < 20
-    assert torch.allclose(experience.advantages, uncorrected.advantages * w, atol=1e-4)
+    w = log_w.exp() * (log_w.exp() <= cap)
+    assert (w == 0).any() and (w > 1).any() and metrics["completions/mean_length"] < 20
+    assert torch.allclose(experience.advantages, without_noise.advantages * w, atol=1e-3)  # the KL is the policy's
+    assert not torch.allclose(experience.advantages, uncorrected.advantages * w, atol=1e-3)
     assert metrics["val/rollout_weight"] == pytest.approx(w[mask].mean().item(), abs=1e-4)
     assert exact["val/rollout_weight"] == pytest.approx(1, abs=1e-4) and "val/rollout_weight" not in plain
     assert metrics["val/rollout_logprob_gap"] == pytest.approx(0.2, abs=0.02) and metrics["val/ratio"] == 1
@@ -437,10 +439,9 @@ def test_top_p_is_seen_by_the_trial_and_by_the_gap(run, monkeypatch, capsys):
     assert torch.allclose(tokens.bincount() / 2000, kept, atol=0.05)
     assert torch.allclose(logprobs.exp(), kept[tokens])
 
-    metrics, _ = run({"sample": sample})
-    said = capsys.readouterr().out
-    assert "the decoder" in said and "log-probs" in said and ", plain rows" in said
-    assert metrics[0]["val/rollout_logprob_gap"] < 1e-5  # sampled by `generate`, as if nothing had been replaced
+    with pytest.raises(SystemExit, match="the replaced `sample` is used in group rows only"):
+        run({"sample": sample})
+    assert "in group rows the decoder of this file gives other log-probs" in capsys.readouterr().out
     monkeypatch.setattr(rloo, "choose_layout", lambda *inputs: "group")  # a `rollout` has no trial
     (metrics,), _ = run({"sample": sample}, attn_implementation=rloo.GROUP_KERNEL)
     assert 0.01 < metrics["val/rollout_logprob_gap"] < -math.log(0.9)

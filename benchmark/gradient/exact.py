@@ -172,8 +172,8 @@ OPTIONS = {
 def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     """g (U, d) of the updates `index` (k, U, B): minus the gradient of the loss that training would step along.
 
-    As in rloo.collect, the KL is the sampler's from the reference. All updates are one batch of U·B prompts; the loss
-    is differentiated by the tokens' log-probs, and those by the parameters."""
+    As in rloo.collect, the KL is the sampler's from the reference; with the correction it is the policy's. All updates
+    are one batch of U·B prompts; the loss is differentiated by the tokens' log-probs, and those by the parameters."""
     k, U, _ = index.shape
     prompts = torch.arange(B)
     of_completions = (case.logprobs, case.sampler, case.ref_logprobs, case.scores, MASK.expand(B, -1, -1))
@@ -181,7 +181,8 @@ def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     if option.kl in ("k3 in reward", "k3 in both"):
         scores = scores - KL_COEF * rloo.kl_penalty(sampled, ref, mask)
     kl_coef = KL_COEF if option.kl == "k1 in reward" else 0.0
-    advantages = rloo.rlhf_reward(scores, (sampled - ref) * mask, kl_coef, option.token_level_kl)
+    of_kl = sampled if option.rollout_correction == "off" else old
+    advantages = rloo.rlhf_reward(scores, (of_kl - ref) * mask, kl_coef, option.token_level_kl)
     if option.baseline:
         advantages = rloo.advantage(advantages, option.advantage_estimator)
     advantages = advantages.reshape(k, U * B, -1)
