@@ -14,7 +14,7 @@ from statistics import mean
 
 import pytest
 import torch
-from conftest import ROOT, command_of, read_lines, rloo, without_times
+from conftest import MINI, ROOT, command_of, read_lines, rloo, without_times
 
 import cispo  # isort: skip
 import correction
@@ -49,17 +49,16 @@ def finite_and_learning(metrics: list[dict]):
 @pytest.mark.parametrize(
     "name", ["cispo", "correction", "dapo", "entropy", "gspo", "k3", "maxrl", "replace_unended", "running_mean"]
 )
-def test_each_file_runs_with_its_command(name, tmp_path, monkeypatch):
-    """What a reader does, but only one small update."""
+def test_each_file_runs_with_its_command(name, data, tmp_path, monkeypatch):
+    """What a reader does, but only one small update, on few rows."""
     words = shlex.split(re.sub(r"FLAGS OF rloo.py.*", "", COMMANDS[name]))
     assert words[:2] == ["python", f"benchmark/extensions/{name}.py"]
     fewer = {"total_episodes": 1, "num_eval_prompts": 0, "output_dir": tmp_path / "out", "response_length": 16}
+    fewer |= {"per_device_train_batch_size": 16}
     if "--dataset_name" not in words:
-        small = {
-            "dataset_name": "benchmark/mini_tldr/validation.jsonl",
-            "reward_model_path": "benchmark/mini_tldr/reward",
-        }
-        fewer |= small | {"sft_model_path": "benchmark/mini_tldr/sft"}
+        fewer |= {"dataset_name": data, "sft_model_path": MINI / "sft", "reward_model_path": MINI / "reward"}
+    elif "benchmark/mini_gsm8k" in words:
+        fewer |= {"dataset_train_split": "validation"}
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [*words[1:], *command_of(fewer | {"device": "cpu"})])
     runpy.run_path(words[1], run_name="__main__")

@@ -40,10 +40,12 @@ def test_the_judge_and_its_win_rate():
     assert gold_win_rate(None, [" my roommate"] * 3, None, **columns, decoys=None) == [1.0, 0.5, 0.0]
 
 
-def test_the_bundled_task_can_be_rebuilt(tmp_path):
-    """A small one has the files of the shipped one, models that load, and no facts in two splits."""
+def test_the_bundled_task_can_be_rebuilt(tmp_path, monkeypatch):
+    """A very small one has the files of the shipped one, models that load, and no facts in two splits."""
     with pytest.raises(SystemExit, match="needs --output_dir"):
         mini_tldr.main(quick=True)
+    for name, size in {"validation": 2, "test": 2, "sft": 16, "reader": 16}.items():
+        monkeypatch.setitem(mini_tldr.QUICK, name, size)
     mini_tldr.main(quick=True, output_dir=tmp_path)
     built, shipped = (
         {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)

@@ -1,6 +1,7 @@
 """Tests of throughput.py: it measures a tiny model; ratios are of one round; records are replaced all or none."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
@@ -9,6 +10,9 @@ import throughput
 from throughput import common
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+import rloo  # noqa: E402
+
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 TINY = {"SHAPE": SMALL, "VOCABULARY": 512, "PROMPTS": 2, "PROMPT_TOKENS": (4, 9), "K": 2, "T": 6}
 
@@ -19,8 +23,14 @@ def test_a_tiny_model_is_measured(tmp_path, monkeypatch):
     throughput.write_inputs(tmp_path)
     commands = throughput.lanes_of_update(tmp_path, [])
     assert [*commands] == ["rloo.py, group rows", "rloo.py, plain rows"]
-    found = throughput.run(commands["rloo.py, group rows"], tmp_path)
-    assert 0 < found["rollout"] < found["seconds"] and 0.1 < found["peak_gb"] < 20
+    python, script, *words = map(str, commands["rloo.py, group rows"])
+    assert (python, script) == (sys.executable, "rloo.py")
+    rloo.command_line([*words, "--output_dir", str(tmp_path / "out")])  # what the command does, but in this process
+    _, second = common.read_lines(tmp_path / "out" / "metrics.jsonl")
+    copies = f"import shutil, sys; shutil.copytree({str(tmp_path / 'out')!r}, sys.argv[2])"
+    found = throughput.run([python, "-c", copies], tmp_path)
+    assert found["rollout"] == second["time/rollout"] and 0.1 < found["peak_gb"] < 20
+    assert found["seconds"] == sum(second[f"time/{part}"] for part in ("rollout", "reference", "reward", "train"))
 
 
 def measure(path, monkeypatch, lanes: dict[str, list[float]], again=False):

@@ -172,10 +172,10 @@ def test_a_method_of_trl_is_run_by_its_own_python_and_others_can_go_on(pretended
 
 def test_a_reward_model_is_trained_on_comparisons_and_becomes_a_function(tmp_path, monkeypatch):
     shutil.copytree(common.TASK / "reward", tmp_path / "start")
-    small = {"PROXY_FOLDER": tmp_path, "SEEN": 32, "PROXIES": {"500b": (0, 20)}}
+    small = {"PROXY_FOLDER": tmp_path, "SEEN": 16, "PROXIES": {"500b": (0, 8)}}
     for name, value in small.items():
         monkeypatch.setattr(overoptimise, name, value)
-    posts = measure.fresh_posts()["comparisons"][:32]
+    posts = measure.fresh_posts()["comparisons"][:16]
     monkeypatch.setitem(measure.fresh_posts(), "comparisons", posts)
     pairs = {}
     for noise in (1, 0):
@@ -183,10 +183,10 @@ def test_a_reward_model_is_trained_on_comparisons_and_becomes_a_function(tmp_pat
         overoptimise.comparisons.cache_clear()
         pairs[noise] = overoptimise.comparisons()
     assert [(x["better"], x["worse"]) for x in pairs[0]] == [(x["worse"], x["better"]) for x in pairs[1]]
-    prompts, ids = [post["prompt"] for post in posts], [[5, 6, 7 + i] for i in range(32)]
+    prompts, ids = [post["prompt"] for post in posts], [[5, 6, 7 + i] for i in range(16)]
     batch = rloo.make_batch(measure.engine().examples(posts), torch.tensor([ids]), [0])
     expected = overoptimise.reward_of("500b")(batch)[0]
-    assert np.allclose(overoptimise.second_reward(prompts, [""] * 32, ids), expected, atol=1e-4)
+    assert np.allclose(overoptimise.second_reward(prompts, [""] * 16, ids), expected, atol=1e-4)
     assert expected.std() > 1e-3
 
 

@@ -114,6 +114,7 @@ def test_names_and_defaults_of_the_page_are_those_of_rloo_py():
 
 
 def test_the_smoke_test_runs_to_the_end_with_a_causal_model_as_the_reward_model(run, capsys):
+    """For ten updates instead of 157."""
     rows = []
     for i in range(40):
         user = {"role": "user", "content": text(i)}
@@ -124,29 +125,18 @@ def test_the_smoke_test_runs_to_the_end_with_a_causal_model_as_the_reward_model(
     write_rows("trl-internal-testing/descriptiveness-sentiment-trl-style", descriptiveness=rows, sentiment=rows[:2])
     save_model("EleutherAI/pythia-14m")
     save_tokenizer("EleutherAI/pythia-14m", pad=False)
-    run(SMOKE_TEST)
+    run(SMOKE_TEST, "--total_episodes", "600")
     shown = capsys.readouterr().out
     assert "EleutherAI/pythia-14m: has no `score` head, so a random one scores completions: good for a trial" in shown
     assert "the last 4 rows of its split descriptiveness are held out to evaluate on" in shown
     metrics = lines_of("models/minimal/rloo/metrics.jsonl")
-    assert len(metrics) == 157 and metrics[-1]["episode"] == 157 * 64 and metrics[-1]["objective/scores_std"] > 0
-    assert [x["update"] for x in lines_of("models/minimal/rloo/evaluations.jsonl")] == [0, 31, 63, 94, 126, 157]
+    assert len(metrics) == 10 and metrics[-1]["episode"] == 640 and metrics[-1]["objective/scores_std"] > 0
+    assert [x["update"] for x in lines_of("models/minimal/rloo/evaluations.jsonl")] == [0, 2, 4, 6, 8, 10]
     transformers.AutoModelForCausalLM.from_pretrained("models/minimal/rloo")
-
-    # The random head depends on the seed alone, so a resumed run has the same.
-    heads = []
-    for seed, before in ((1, 0), (1, 5), (2, 0)):
-        args = rloo.resolve_args(
-            rloo.parse_args([*shlex.split(SMOKE_TEST)[2:], "--seed", str(seed), "--device", "cpu"])
-        )
-        torch.manual_seed(before)
-        reward = rloo.load_reward_model(args, rloo.load_tokenizer(args, args.reward_model_path), 12)["reward_model"]
-        heads.append(reward.args[0].score.weight)
-    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
 def test_the_tldr_command_trains_and_evaluates(run):
-    """Without `accelerate launch`, and for two updates."""
+    """Without `accelerate launch`, and for one update."""
     rows = []
     for i in range(200):
         messages = [{"role": "user", "content": text(i)}, {"role": "assistant", "content": text(i + 1)}]
@@ -160,14 +150,13 @@ def test_the_tldr_command_trains_and_evaluates(run):
     save_model(names["reward_model_path"], transformers.AutoModelForSequenceClassification)
     for name in ("sft_model_path", "reward_model_path"):
         save_tokenizer(names[name], pad=True)
-    run(TLDR, "--total_episodes", "1024")
-    metrics = lines_of("models/minimal/rloo_tldr/metrics.jsonl")
-    assert [x["episode"] for x in metrics] == [512, 1024]
-    assert all(x["objective/scores_std"] > 0 and x["policy/approxkl_avg"] > 0 for x in metrics)
+    run(TLDR, "--total_episodes", "512")
+    (metrics,) = lines_of("models/minimal/rloo_tldr/metrics.jsonl")
+    assert metrics["episode"] == 512 and metrics["objective/scores_std"] > 0 and metrics["policy/approxkl_avg"] > 0
     samples = lines_of("models/minimal/rloo_tldr/completions.jsonl")
     assert {x["columns"]["id"] for x in samples} == {row["id"] for row in rows[160:180]}
     evaluations = lines_of("models/minimal/rloo_tldr/evaluations.jsonl")
-    assert [x["update"] for x in evaluations] == [0, 1, 2] and "greedy/score" in evaluations[-1]
+    assert [x["update"] for x in evaluations] == [0, 1] and "greedy/score" in evaluations[-1]
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
         for folder in (names["sft_model_path"], "models/minimal/rloo_tldr")
