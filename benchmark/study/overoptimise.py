@@ -280,10 +280,12 @@ def headline() -> list[list[str]]:
     records = common.Records(RECORDS)
     wins = [along(records, name, "win") for name in PROXIES if name in ROWS]
     ends = [win[:, -1].mean() for win in wins]
-    answer = f"yes: without a KL penalty wins fall from {wins[0][0, 0]:.0f}% to {min(ends):.0f} to {max(ends):.0f}%"
+    answer = (
+        f"yes: without a KL penalty wins fall from {wins[0][0, 0]:.0f}% to between {min(ends):.0f} and {max(ends):.0f}%"
+    )
     sure = f"{len(ends)} reward models, 3 seeds each"
     command, page = "python benchmark/study/overoptimise.py", "study/README.md#over-optimisation"
-    return [["Can training fool the reward model?", answer, sure, command, page]]
+    return [["Can a policy fool its reward model?", answer, sure, command, page]]
 
 
 def report(records: common.Records | None = None):
