@@ -5,11 +5,13 @@ Ctrl-C through tee, SIGHUP, SIGTERM to a pool as well, an error in metrics and a
 
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
 import signal
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -19,20 +21,19 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import end_runs  # noqa: E402
 
 import rloo  # noqa: E402
+from rloo_test import modules_of_this_test  # noqa: E402, F401
 
 USER = {"role": "user", "content": "b c"}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """A folder with a policy, data and reward functions, one in a package and one in a file with a dot in its name."""
+    """A folder with a policy, data and a reward function."""
     folder = tmp_path_factory.mktemp("edges")
     end_runs.save_policy(folder / "policy")
     rows = [json.dumps({"prompt": f"a post about {n}"}) for n in range(16)]
     (folder / "data.jsonl").write_text("\n".join(rows))
-    (folder / "of_edges").mkdir()
-    for name in ("plain.py", "of_edges/mine.py", "reward.v2.py"):
-        (folder / name).write_text("def brief(completions, **columns):\n    return [-len(x) for x in completions]\n")
+    (folder / "plain.py").write_text("def brief(completions, **columns):\n    return [-len(x) for x in completions]\n")
     return folder
 
 
@@ -176,11 +177,53 @@ def test_ids_of_messages_are_those_of_the_tokenizers_own_template():
         rloo.prepare_example({"prompt": [USER], "tools": "[]"}, tokenizer)
 
 
-@pytest.mark.parametrize("spec", ["of_edges.mine:brief", "reward.v2.py:brief"])
-def test_a_reward_function_may_be_in_a_package_or_in_a_file_with_a_dot_in_its_name(files, monkeypatch, spec):
-    monkeypatch.chdir(files)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert rloo.load_function(spec)(["ab"]) == [-2]
+def test_the_command_line_runs_in_a_thread_of_a_notebook(train, tmp_path, monkeypatch):
+    """... whose output has no `reconfigure`; and signals are handled as before, once a run has ended."""
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train(tmp_path / "main", total_episodes=4)
+    thread = threading.Thread(target=train, args=[tmp_path / "thread"])
+    thread.start()
+    thread.join()
+    assert saved(tmp_path / "thread") == {"checkpoint-3"} and screen.getvalue().count("results: ") == 2
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
+    """Importing it would run the script again. A script that is no file, as a notebook, may use one of a file."""
+    script = tmp_path / "mine.py"
+    script.write_text("def reward(completions, **columns): return [1.0]")
+    running = types.ModuleType("__main__")
+    running.reward = tracker
+    monkeypatch.setitem(sys.modules, "__main__", running)
+    for first, expected in ((str(script), tracker), ("-", None), ("", None)):
+        monkeypatch.setattr(sys, "argv", [first])
+        found = rloo.load_function(f"{script}:reward")
+        assert found is expected or expected is None and found([]) == [1.0]
+
+
+def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_with_a_dot(tmp_path, monkeypatch):
+    """... and it may import what lies beside it. Functions of one file share its variables; a file with the name of a
+    module that is loaded must be renamed."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("rewards", "a", "b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "rewards" / "__init__.py").write_text("")
+    (tmp_path / "rewards" / "beside.py").write_text("one = 1.0")
+    (tmp_path / "rewards" / "length.py").write_text("from .beside import one\ndef reward(**columns): return [one]")
+    (tmp_path / "beside_it.py").write_text("two = 2.0")
+    (tmp_path / "my.rewards.v2.py").write_text("from beside_it import two\ndef reward(**columns): return [two]")
+    for file in ("json.py", "a/same.py", "b/same.py"):
+        (tmp_path / file).write_text("def reward(**columns): return [3.0]\n\ndef other(**columns): return []")
+    specs = ("rewards.length", "my.rewards.v2.py", "a/same.py")
+    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0]]
+    reward, other = (rloo.load_function(f"{tmp_path}/a/same.py:{name}") for name in ("reward", "other"))
+    assert reward.__globals__ is other.__globals__
+    for file in ("json.py", "b/same.py"):
+        with pytest.raises(rloo.InputError, match=f"{file}:reward: rename it"):
+            rloo.load_function(f"{file}:reward")
+    assert sys.modules["json"] is json
 
 
 def test_only_the_files_of_a_checkpoint_are_written_to_disk_and_before_it_has_its_name(train, tmp_path, monkeypatch):
@@ -199,7 +242,7 @@ def test_only_the_files_of_a_checkpoint_are_written_to_disk_and_before_it_has_it
 
 def test_two_runs_that_begin_in_the_same_second_do_not_share_a_folder(tmp_path):
     """The name of the default folder has the time in seconds, and jobs of an array begin together."""
-    rloo.begin_files({"resume": False}, tmp_path / "out", None, 0)
+    rloo.begin_files({"resume": False, "log_completions": False}, tmp_path / "out", None, 0)
     with pytest.raises(FileExistsError):
-        rloo.begin_files({"resume": False}, tmp_path / "out", None, 0)
-    rloo.begin_files({"resume": True}, tmp_path / "out", None, 0)
+        rloo.begin_files({"resume": False, "log_completions": False}, tmp_path / "out", None, 0)
+    rloo.begin_files({"resume": True, "log_completions": False}, tmp_path / "out", None, 0)

@@ -48,7 +48,7 @@ ROWS = {
 }
 
 
-COURSES = [f"course__{seed}" for seed in (7, 8, 9, 10)]  # of the default's first runs
+COURSES = [f"course__{seed}" for seed in ROWS["default"].seeds]
 NAMES = ["sft", "sft_test_split", *COURSES, *(name for row in ROWS.values() for name in row.names())]  # all records
 
 
@@ -58,7 +58,7 @@ def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None
         command = ["rloo.py", *row.setting.flags(seed)]
         words = [sys.executable, *command, *row.setting.own_flags(evaluations=row.evaluations)]
         own_course = f"course__{seed}"
-        if row.evaluations and own_course in COURSES and records.needs(own_course):
+        if row.evaluations and records.needs(own_course):
             records.add(own_course, **course(measure.train(name, words, runs)))
         if records.needs(name, row.kind):
             folder = measure.train(name, words, runs)
