@@ -2337,7 +2337,13 @@ def test_padding_repeats_a_token_of_its_row(monkeypatch):
 # Killed, resumed, told to stop, out of space
 
 # Evaluations at 0, 3 and 6 of six updates, with two optimizer steps each; checkpoints at 2, 4 and 6.
-LONG = {"total_episodes": 96, "num_mini_batches": 2, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+LONG = {
+    "log_completions": True,
+    "total_episodes": 96,
+    "num_mini_batches": 2,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 3e-3,
+}
 LONG |= {"lr_scheduler_type": "cosine", "warmup_ratio": 0.3, "save_steps": 2, "save_total_limit": 9}
 LONG |= {"num_eval_prompts": 4, "num_sample_generations": 1, "eval_fns": (spec("count_tokens"),)}
 LONG |= {"reward_fns": (spec("noise"),)}
@@ -2354,12 +2360,13 @@ def run(tiny: Path, output: Path, **flags) -> Path:
 
 
 def end_of(output: Path) -> dict:
-    """What a finished run leaves: weights, metrics without times, evaluations and completions."""
+    """What a finished run leaves: weights, metrics without times, evaluations and all completions."""
     return {
         "weights": (output / "model.safetensors").read_bytes(),
         "metrics": without_times(read_metrics(output)),
         "evaluations": (output / "evaluations.jsonl").read_bytes(),
         "completions": (output / "completions.jsonl").read_bytes(),
+        "training": (output / "training_completions.jsonl").read_bytes(),
     }
 
 
@@ -2382,6 +2389,20 @@ def test_a_run_repeats_itself_and_its_checkpoints_are_models(whole, tiny, tmp_pa
     assert not torch.equal(final_weights(whole / "checkpoint-4"), final_weights(whole))
     assert torch.equal(final_weights(whole / "checkpoint-6"), final_weights(whole))
     run(tiny, tmp_path / "from a checkpoint", sft_model_path=str(whole / "checkpoint-4"), total_episodes=16)
+
+
+def test_training_completions_have_the_numbers_that_training_learned_from(whole):
+    lines, updates = read_metrics(whole, "training_completions"), read_metrics(whole)
+    for metrics in updates:
+        own = [line for line in lines if line["update"] == metrics["update"]]
+        assert len(own) == 16 and {line["mode"] for line in own} == {"training"}
+        for name, metric in (("score", "objective/scores"), ("kl", "objective/kl")):
+            assert mean(line["grades"][name] for line in own) == pytest.approx(metrics[metric], abs=1e-5)
+        for i in range(0, len(own), 2):  # k = 2: siblings, one after the other, have opposite advantages
+            assert own[i]["prompt"] == own[i + 1]["prompt"]
+            advantages = [line["grades"]["advantage"] for line in own[i : i + 2]]
+            assert advantages[0] == pytest.approx(-advantages[1], abs=1e-6)
+    assert len(lines) == 16 * len(updates) and any(line["grades"]["advantage"] > 0 for line in lines)
 
 
 def no_space(*inputs):

@@ -28,8 +28,8 @@ ROOT = HERE.parent
 TASK = HERE / "mini_tldr"  # data, sft/, reward/
 LEAST_SEEDS = 3  # on each side of a comparison, and for a standard error
 # Each module has report(), which redraws its page; headline(), if it has one, gives rows of README.md's table.
-REPORTS = ("study/reach", "study/peers", "study/overoptimise", "smollm/report", "speed/throughput", "gpu/gpu_memory")
-REPORTS += ("trl/parity", "gradient/exact", "bugs/put_back")
+REPORTS = ("study/reach", "study/peers", "study/overoptimise", "smollm/report", "speed/throughput", "trl/parity")
+REPORTS += ("gradient/exact", "bugs/put_back", "metrics/kill_runs", "metrics/end_runs", "gpu/gpu_memory")
 
 
 # ---- Records and runs ------------------------------------------------------------------------------------------------
@@ -315,9 +315,13 @@ def modules() -> list:
 
 
 def headline(rooms: Sequence) -> str:
-    """The table of README.md: each number once, beside the command that makes it."""
-    rows = [row for room in rooms if hasattr(room, "headline") for row in room.headline()]
-    return markdown([["result", "number", "seeds", "command"], *rows])
+    """The table of README.md. A row of a module's headline(): question, answer, how sure it is, the command, and
+    the part of a page that says more."""
+    table = [["question", "answer", "how sure", "command"]]
+    for room in rooms:
+        for question, answer, sure, command, page in room.headline() if hasattr(room, "headline") else []:
+            table.append([f"[{question}]({page})", answer, sure, f"`{command}`"])
+    return markdown(table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Tests of common.py: records, logs, statistics, tables, and the index.
+"""Tests of common.py (records, logs, statistics, tables, the index) and of all pages: every command parses, and every
+file, anchor and name of rloo.py that a page names is there.
 
 python -m pytest -q benchmark/common_test.py
 """
@@ -8,11 +9,16 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import common
 import numpy as np
 import plot
 import pytest
+
+sys.path.insert(0, str(common.ROOT))
+
+import rloo  # noqa: E402
 
 
 def test_records_are_json_with_a_line_for_each_and_keep_what_others_wrote(tmp_path):
@@ -165,3 +171,71 @@ def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_p
     plot.draw([tmp_path / "a", tmp_path / "b"], tmp_path / "plot.png")
     assert list(lines) == ["score", "KL from the reference", "win", "other"]
     assert (lines["score"], lines["KL from the reference"]) == (2, 1)
+
+
+# ---- Every page ------------------------------------------------------------------------------------------------------
+
+PAGES = [common.ROOT / "README.md", common.HERE / "README.md", *sorted(common.HERE.glob("[a-z]*/README.md"))]
+CODE = [common.ROOT / "rloo.py", *common.HERE.rglob("*.py")]
+WORDS = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in CODE)))
+OF_OTHERS = {
+    "deps",
+    "nnodes",
+    "nproc_per_node",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "shutdown_timeout",
+}  # pip's, torchrun's
+
+
+def commands_in(page: Path) -> list[str]:
+    """The blocks of shell commands, and commands within lines."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    return blocks + [line.replace("\n", " ") for line in re.findall(r"`((?:python|torchrun) [^`]+)`", text)]
+
+
+def commands_of(blocks: list[str], folder: Path) -> list[list[str]]:
+    """The words of each python or torchrun command, as bash expands them. The blocks are run one after another in one
+    shell, where these two only write down their words, and nothing is installed."""
+    stubs = 'python() { printf \'%s\\t\' "$@"; echo; }\ntorchrun() { python "$@"; }\n'
+    stubs += "".join(f"{name}() {{ :; }}\n" for name in ("pip", "python3", "apt-get"))
+    done = subprocess.run(["bash", "-c", stubs + "\n".join(blocks)], cwd=folder, capture_output=True, text=True)
+    return [line.split("\t")[:-1] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(common.ROOT)))
+def test_every_command_of_a_page_parses(page, tmp_path):
+    """... and every script that it names is there. Whether they do what they say: the other tests."""
+    blocks = commands_in(page)
+    commands = commands_of(blocks, tmp_path)
+    lines = [line.lstrip() for block in blocks for line in block.splitlines()]
+    assert len(commands) >= sum(line.startswith(("python ", "torchrun ")) for line in lines) > 0
+    for words in commands:
+        (script,) = [word for word in words if word == "-" or word.endswith(".py")][:1] or ["pytest"]
+        if Path(script).name == "rloo.py" and "--help" not in words:
+            assert isinstance(rloo.parse_args(words[words.index(script) + 1 :]), rloo.Args)
+        assert script in ("-", "pytest", "rloo.py", "mine.py") or (common.ROOT / script).is_file(), script
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(common.ROOT)))
+def test_what_a_page_names_is_there(page):
+    """Links with their anchors, pictures, every file under benchmark/, names of rloo.py, and flags."""
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if not path.startswith("http"):
+            target = page.parent / path if path else page
+            assert target.exists() and (not anchor or anchor in anchors(target)), link
+    for path in re.findall(r"benchmark/[\w/.-]+\.(?:py|sh|json|md|png|txt)\b", text):
+        assert (common.ROOT / path).is_file(), path
+    for name in re.findall(r"\brloo\.(\w+)", text):
+        assert name in ("py", "git") or hasattr(rloo, name), f"rloo.{name}"
+    for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", re.sub(r"<!-- | -->", "", text)):
+        assert flag.removeprefix("no_") in WORDS | OF_OTHERS, f"--{flag}"

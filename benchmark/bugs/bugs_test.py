@@ -32,7 +32,6 @@ def test_the_record_has_all_changes_and_the_page_is_that_of_the_data():
     page = (HERE / "README.md").read_text()
     assert common.filled(page, {"bugs": tables(record)}) == page
     assert f"[{len(CHANGES)} bugs of other trainers]" in (common.ROOT / "README.md").read_text()
-    assert f"| {len(CHANGES)} are put back by a command" in (common.HERE / "README.md").read_text()
     for row in (row for rows in SECTIONS.values() for row in rows):
         kinds = ({"note"}, change := {"old", "new", "test"}, change | {"tests"}, change | {"file", "tests"})
         assert row.keys() - {"name", "bug", "seen"} in kinds

@@ -105,6 +105,14 @@ def report():
     common.insert(HERE / "README.md", {"bugs": tables(common.Records(HERE / "record.json").all["bugs"])})
 
 
+def headline() -> list[list[str]]:
+    """A row of benchmark/README.md's table."""
+    caught = common.Records(HERE / "record.json").all["bugs"]["caught"].values()
+    answer = f"{sum(map(bool, caught))} of {len(caught)}, put back, make a test fail"
+    question = "Would the tests notice bugs of other trainers?"
+    return [[question, answer, "a chosen list", "python benchmark/bugs/put_back.py", "bugs/README.md"]]
+
+
 def main(rows: tuple[str, ...] = (), jobs: int = 2):
     """Puts bugs back. rows: names in changes.toml, none: all; jobs: tests at a time, on one thread each."""
     start, caught = time.time(), {}

@@ -5,7 +5,8 @@
 
 The baseline comes from the updates before, so it does not depend on the completions that it is compared with. A prompt
 that is read for the first time has the baseline of rloo.py. The means are not saved: a resumed run starts new ones, and
-with several processes each has its own. It is worth it only if each prompt comes several times. Replaces `collect`.
+with several processes each has its own. It is worth it only if each prompt comes several times. Not together with
+correction.py, which computes advantages a second time. Replaces `advantages_of`.
 """
 
 import sys
@@ -17,27 +18,27 @@ import rloo  # noqa: E402
 RATE = 0.5  # weight of the newest rewards in a running mean
 means = {}  # tokens of a prompt -> running mean of its rewards
 
-collect_with_siblings = rloo.collect
+advantages_of_siblings = rloo.advantages_of
 
 
-def with_running_means(args, *inputs):
+def with_running_means(args, batch, shaped_scores, kl):
     rloo.require(not args.token_level_kl, "running_mean.py: has one baseline per completion, not one per token")
     rloo.require(not args.normalize_advantage, "running_mean.py: advantages would be normalised before it")
-    experience = collect_with_siblings(args, *inputs)
+    advantages = advantages_of_siblings(args, batch, shaped_scores, kl)  # (k, B, 1)
     kl_coef = args.kl_coef if args.kl_in_reward else 0.0
-    rewards = rloo.rlhf_reward(experience.shaped_scores, experience.kl, kl_coef)  # (k, B), NaN without a score
-    for b, example in enumerate(experience.batch.examples):
+    rewards = rloo.rlhf_reward(shaped_scores, kl, kl_coef)  # (k, B), NaN without a score
+    for b, example in enumerate(batch.examples):
         prompt = tuple(example["prompt_ids"])
         mean = rewards[:, b].nanmean().item()
         if prompt in means:
-            experience.advantages[:, b, 0] = (rewards[:, b] - means[prompt]).nan_to_num(0.0)
+            advantages[:, b, 0] = (rewards[:, b] - means[prompt]).nan_to_num(0.0)
             mean = RATE * mean + (1 - RATE) * means[prompt]
         if mean == mean:  # not NaN: at least one completion had a score
             means[prompt] = mean
-    return experience
+    return advantages
 
 
-SEAMS = {"collect": with_running_means}
+SEAMS = {"advantages_of": with_running_means}
 
 if __name__ == "__main__":
     rloo.command_line(**SEAMS)

@@ -4,7 +4,8 @@
         --reward_fns benchmark/extensions/unlike_siblings.py:unlike_siblings --reward_weights 1 0.5
 
 Not an extension: rloo.py calls it as it is. The lists that a reward function gets have a prompt's k completions one
-after the other. In evaluations a prompt has one completion, which gets the whole bonus.
+after the other. In evaluations a prompt has one completion, which gets the whole bonus. Two copies
+of a prompt in one update count as one.
 """
 
 from itertools import groupby

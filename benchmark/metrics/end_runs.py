@@ -37,7 +37,13 @@ import common  # noqa: E402
 RECORDS = HERE / "end_runs.json"
 FLAGS = "--response_length 8 --per_device_train_batch_size 4 --rloo_k 2 --learning_rate 5e-4 "
 FLAGS += "--lr_scheduler_type constant --num_sample_generations 0 --num_eval_prompts 2 --device cpu"
-KINDS = ("tee", "hangup", "group", "metrics", "full disk")
+KINDS = {  # and what the page calls them
+    "tee": "Ctrl-C, with its output piped into `tee`",
+    "hangup": "SIGHUP, as when a connection drops",
+    "group": "SIGTERM to the run and the pool of its reward function",
+    "metrics": "an error in `metrics_of`",
+    "full disk": "a disk that is full at a save",
+}
 POOL = []  # the workers of brief_by_pool, once it has been called
 
 
@@ -170,6 +176,30 @@ def run(folder: Path, number: int, seed: int) -> dict[str, dict]:
     return found
 
 
+def table(records) -> str:
+    """What README.md says of the records."""
+    rows = [["a run is ended by", "runs", "most updates lost"]]
+    for kind, title in KINDS.items():
+        found = records.all[kind]
+        rows.append([title, str(found["runs"]), str(found["updates lost"])])
+    return common.markdown(rows)
+
+
+def report():
+    """Writes the table of README.md."""
+    common.insert(HERE / "README.md", {"ends": table(common.Records(RECORDS))})
+
+
+def headline() -> list[list[str]]:
+    """A row of benchmark/README.md's table."""
+    found = common.Records(RECORDS).all.values()
+    answer = f"at most {max(x['updates lost'] for x in found)} update"
+    question = "What does a run lose that is stopped or meets an error?"
+    sure = f"{sum(x['runs'] for x in found)} runs, on a CPU"
+    command = "python benchmark/metrics/end_runs.py --again"
+    return [[question, answer, sure, command, "metrics/README.md#stopped-runs"]]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="compare with the record instead of replacing it")
@@ -183,6 +213,8 @@ def main():
     shutil.rmtree(folder)
     for kind, counts in found.items():
         records.add(kind, **counts)
+    if not records.again:
+        report()
 
 
 if __name__ == "__main__":

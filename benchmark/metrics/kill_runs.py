@@ -24,6 +24,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]  # for rloo.py, which th
 import common  # noqa: E402
 
 RECORDS = HERE / "kill_runs.json"
+PAGE = "metrics/README.md#killed-runs"
 FLAGS = "--response_length 12 --per_device_train_batch_size 8 --rloo_k 2 --total_episodes 80 --learning_rate 5e-4 "
 FLAGS += "--save_steps 1 --num_sample_generations 2 --device cpu --resume"
 
@@ -121,6 +122,16 @@ def sentence(records) -> str:
 def report():
     """Writes the sentence of README.md."""
     common.insert(HERE / "README.md", {"kills": sentence(common.Records(RECORDS))})
+
+
+def headline() -> list[list[str]]:
+    """A row of benchmark/README.md's table."""
+    found = common.Records(RECORDS).all["kills"]
+    answer = f"yes, bit for bit: {found['differences']} differences"
+    question = "Does a killed run, resumed, end as if it had not been killed?"
+    return [
+        [question, answer, f"{found['kills']} kills, on a CPU", "python benchmark/metrics/kill_runs.py --again", PAGE]
+    ]
 
 
 def main():

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import end_runs  # noqa: E402
 import kill_runs  # noqa: E402
 
 from rloo_test import count_tokens, read_metrics, tiny, train  # noqa: E402, F401
@@ -61,10 +62,11 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, monkeypatch)
     assert one == resumed != other and {flags["resume"] for flags in started} == {"allow"}
 
 
-def test_the_page_says_what_was_recorded_of_killed_runs():
+def test_the_page_says_what_was_recorded_of_stopped_and_killed_runs():
     page = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     said = kill_runs.sentence(kill_runs.common.Records(kill_runs.RECORDS))
-    assert kill_runs.common.filled(page, {"kills": said}) == page
+    ends = end_runs.table(kill_runs.common.Records(end_runs.RECORDS))
+    assert kill_runs.common.filled(page, {"kills": said, "ends": ends}) == page
 
 
 def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path):  # noqa: F811

@@ -18,17 +18,21 @@ SEEDS = (1, 2, 3)
 TRIALS = [f"beta{beta}" for beta in (0.01, 0.03, 0.1)]
 LEARNED = f"beta{BETA}"
 RUNS = {  # kind -> row of the table
-    LEARNED: "RLOO, learned reward model",
-    "annotator": "RLOO, the annotator as reward",
+    LEARNED: "RLOO by the reward model",
+    "annotator": "RLOO by the annotator",
 }
 NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3"]
 NAMES += ["annotator-seed1", "speed"]
 BEST_OF = {  # entry of the record `reward` -> row of the table
-    "best_of_4": "SFT, best of 4 by the reward model",
-    "best_of_16": "SFT, best of 16 by the reward model",
-    "closest_of_16": "SFT, best of 16 by the annotator",
+    "best_of_16": "best of 16 by the reward model",
+    "closest_of_16": "best of 16 by the annotator",
 }
-COLUMNS = ("annotator, sampled", "annotator, greedy", "ROUGE-L, sampled", "ROUGE-L, greedy")
+MEASURES = {  # entry of a record -> row of the table
+    "closeness": "closeness × 100",
+    "rouge_l": "ROUGE-L × 100",
+    "closeness_wins": "wins by closeness, %",
+    "rouge_l_wins": "wins by ROUGE-L, %",
+}
 
 
 def of_kind(records: common.Records, kind: str) -> list[dict]:
@@ -36,40 +40,37 @@ def of_kind(records: common.Records, kind: str) -> list[dict]:
     return [records.all[f"{kind}-seed{seed}"] for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
 
 
+def run_title(records: common.Records, kind: str) -> str:
+    number = len(of_kind(records, kind))
+    return f"{RUNS[kind]}, {number} seed{'s' if number > 1 else ''}"
+
+
 def policies(records: common.Records) -> dict[str, list[dict]]:
-    """Row of a table -> its records; best-of-n has no greedy completions."""
-    found = {"SFT": [records.all["sft"]]} | {title: of_kind(records, kind) for kind, title in RUNS.items()}
+    """Column of the table -> its records; best-of-n has no greedy completions."""
+    found = {"SFT": [records.all["sft"]]} | {run_title(records, kind): of_kind(records, kind) for kind in RUNS}
     found |= {title: [{"sampled": records.all["reward"][name]}] for name, title in BEST_OF.items()}
     return {title: rows for title, rows in found.items() if rows}
 
 
-def cells(found: list[dict], entry: str, factor: float = 100, decimals: int = 1) -> list[str]:
-    """An entry of sampled completions, and of greedy ones."""
-    modes = [[x[mode][entry] for x in found if mode in x] for mode in ("sampled", "greedy")]
-    return [common.plus_minus(values, factor, decimals) for values in modes]
-
-
 def results(records: common.Records) -> str:
-    """Win rates by each judge, and what the sampled completions are like."""
-    rows = [["beats SFT's own, %", *COLUMNS, "end, %", "tokens", "KL"]]
-    for title, found in policies(records).items():
-        wins = [*cells(found, "closeness_wins"), *cells(found, "rouge_l_wins")]
-        kl = common.plus_minus([x["kl"] for x in found if "kl" in x], 1, 1)
-        rows.append([title, *wins, cells(found, "ended", 100, 0)[0], cells(found, "length", 1)[0], kl])
-    return common.markdown(rows)
-
-
-def means(records: common.Records) -> str:
-    rows = [["mean × 100", *COLUMNS]]
-    rows += [[title, *cells(x, "closeness"), *cells(x, "rouge_l")] for title, x in policies(records).items()]
-    return common.markdown(rows)
+    """What the judges give to each policy, and how often it wins against the SFT model; sampled / greedy."""
+    found = policies(records)
+    rows = [["sampled / greedy", *found]]
+    for entry, title in MEASURES.items():
+        modes = [
+            [[x[mode][entry] for x in column if mode in x] for mode in ("sampled", "greedy")]
+            for column in found.values()
+        ]
+        rows.append([title, *(" / ".join(common.plus_minus(x, 100) for x in both if x) for both in modes)])
+    length = [common.plus_minus([x["sampled"]["length"] for x in column]) for column in found.values()]
+    kl = [common.plus_minus([x["kl"] for x in column if "kl" in x]) for column in found.values()]
+    return common.markdown([*rows, ["tokens, sampled", *length], ["KL from SFT, nats", *kl]])
 
 
 def agreement(records: common.Records) -> str:
-    """Of the reward model with the judges, on pairs of 16 SFT samples of each test package."""
-    rows = {"closeness": "annotator", "decided": "annotator, cosines at least 0.1 apart", "rouge_l": "ROUGE-L"}
-    found = [[title, f"{100 * records.all['reward'][f'agreement_{key}']:.1f}"] for key, title in rows.items()]
-    return common.markdown([["reward model orders pairs as the", "%"], *found])
+    """Of the reward model with the annotator, on pairs of 16 SFT samples of each test package."""
+    share = records.all["reward"]["agreement_closeness"]
+    return f"It orders {100 * share:.1f}% of pairs of SFT samples as the annotator does; chance is 50%."
 
 
 def gains(records: common.Records, kind: str) -> list[list[float]]:
@@ -79,35 +80,27 @@ def gains(records: common.Records, kind: str) -> list[list[float]]:
     return [[ours - theirs for ours, theirs in zip(*course)] for course in courses]
 
 
-def trials(records: common.Records) -> str:
-    rows = [["β", "cosine gained over SFT, second half of the training, × 100", "KL"]]
-    for kind in TRIALS:
-        late = gains(records, kind)[0][UPDATES // 2 :]
-        kl = records.all[f"{kind}-seed1"]["kl"]
-        rows.append([kind.removeprefix("beta"), f"{100 * sum(late) / len(late):+.1f}", f"{kl:.1f}"])
-    return common.markdown(rows)
-
-
-def examples(records: common.Records) -> str:
-    rows = [["package", "maintainer", "SFT", "RLOO"]]
-    ours = records.all[f"{LEARNED}-seed1"]["examples"]
-    for package, (human, sft) in records.all["sft"]["examples"].items():
-        rows.append([package, *(text.replace("|", "\\|") for text in (human, sft, ours[package][1]))])
-    return common.markdown(rows)
+def example(records: common.Records) -> str:
+    """The first test package for which the greedy synopses of SFT and RLOO (seed 1) differ."""
+    ours = {package: texts[1] for package, texts in records.all[f"{LEARNED}-seed1"]["examples"].items()}
+    theirs = records.all["sft"]["examples"]
+    name = next(package for package in theirs if theirs[package][1] != ours[package])
+    lines = zip(("maintainer", "SFT", "RLOO"), (*theirs[name], ours[name]))
+    return "\n".join([f"{name}:", "", *(f"- {who}: {text}" for who, text in lines)])
 
 
 def speed(records: common.Records) -> str:
     """Of all updates but the first of each run; the range of the ratio is that of any two of them."""
     ours, theirs = (sorted(sum(records.all["speed"][kind], [])) for kind in ("rloo", "trl"))
-    rows = [["seconds of an update", "median", "range"]]
-    for title, x in (("rloo.py", ours), ("TRL 1.16", theirs)):
-        rows.append([title, f"{median(x):.0f}", f"{x[0]:.0f} to {x[-1]:.0f}"])
-    ratios = f"{theirs[0] / ours[-1]:.1f} to {theirs[-1] / ours[0]:.1f}"
-    return common.markdown([*rows, ["TRL / rloo.py", f"{median(theirs) / median(ours):.1f}", ratios]])
+    times = [f"{median(x):.0f} seconds ({x[0]:.0f} to {x[-1]:.0f})" for x in (ours, theirs)]
+    ratio = (
+        f"{median(theirs) / median(ours):.1f} times as long ({theirs[0] / ours[-1]:.1f} to {theirs[-1] / ours[0]:.1f})"
+    )
+    return f"An update takes rloo.py {times[0]} and TRL 1.16 {times[1]}: TRL takes **{ratio}**."
 
 
 def tables(records: common.Records) -> dict[str, str]:
-    return {table.__name__: table(records) for table in (results, means, agreement, trials, examples, speed)}
+    return {table.__name__: table(records) for table in (results, agreement, example, speed)}
 
 
 def show(records: common.Records, names: list[str]):
@@ -124,12 +117,17 @@ def draw(records: common.Records):
     axis = axes[0]
     for number, kind in enumerate((LEARNED, "annotator")):
         lines = [plot.smoothed(line, WINDOW) for line in gains(records, kind)]
-        plot.course(axis, range(WINDOW, WINDOW + len(lines[0])), lines, color=f"C{number}", label=RUNS[kind])
+        plot.course(
+            axis, range(WINDOW, WINDOW + len(lines[0])), lines, color=f"C{number}", label=run_title(records, kind)
+        )
     reward = records.all["reward"]
-    for style, (name, title) in zip(("--", "-.", ":"), BEST_OF.items(), strict=True):
-        axis.axhline(reward[name]["closeness"] - reward["closeness"], color="0.4", ls=style, label=title)
+    for style, (name, title) in zip(("--", ":"), BEST_OF.items(), strict=True):
+        label = f"SFT, {title}, test packages"
+        axis.axhline(reward[name]["closeness"] - reward["closeness"], color="0.4", ls=style, label=label)
+    axis.axhline(0, color="black", lw=0.8)
     axis.set(xlabel=f"update ({SIZE} completions each)", ylabel=f"cosine gained over SFT, mean of {WINDOW} updates")
-    title = "Closeness to the maintainer's synopsis, less SFT's on the same packages. Mean and range of seeds"
+    title = "How much closer to the maintainer's synopsis than SFT samples for the same packages, by the annotator.\n"
+    title += "Curves: training packages, each new to the policy (mean; band: range of seeds)"
     figure.suptitle(title, fontsize=9)
     figure.legend(loc="outside lower center", ncols=2)
     common.save(figure, HERE / "closeness.png")
@@ -143,10 +141,18 @@ def report():
 
 
 def headline() -> list[list[str]]:
-    """Rows of benchmark/README.md's table."""
-    records, rows = common.Records(RECORDS), []
-    for kind in (LEARNED, "annotator"):
-        found = [x["sampled"]["closeness_wins"] for x in of_kind(records, kind)]
-        title = f"real text, SmolLM2-135M (4-bit weights), {RUNS[kind]}: beats SFT by the annotator, sampled, %"
-        rows.append([title, common.plus_minus(found, 100), str(len(found)), "`python benchmark/smollm/chain.py`"])
-    return rows
+    """A row of benchmark/README.md's table."""
+    records = common.Records(RECORDS)
+    ours, sft = [x["greedy"] for x in of_kind(records, LEARNED)], records.all["sft"]["greedy"]
+    mean, wins = (common.plus_minus([x[name] for x in ours], 100) for name in ("closeness", "closeness_wins"))
+    answer = f"closeness to the human's {100 * sft['closeness']:.1f} → {mean}; wins against SFT {wins}%"
+    question = "Does SmolLM2-135M learn to sum up real texts?"
+    return [
+        [
+            question,
+            answer,
+            "3 seeds; ± 4 points over texts",
+            "python benchmark/smollm/chain.py",
+            "smollm/README.md",
+        ]
+    ]

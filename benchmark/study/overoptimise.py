@@ -220,16 +220,17 @@ def along(records: common.Records, name: str, measured: str, kind: str = "test")
 
 
 def table(records: common.Records) -> str:
-    rows = [["reward model trained on (seeds)", "agrees with the judge, %", "best of 64: judge, %"]]
-    rows[0] += ["stopped early: judge, %", "end: judge, %", "end: reward model, %", "√KL"]
+    rows = [["reward model trained on (seeds)", "agrees with the judge, %"]]
+    rows[0] += [f"judge: {what}, %" for what in ("best of 64", "RLOO stopped early", "RLOO at the end")]
+    rows[0] += ["reward model: RLOO at the end, %"]
     for name, row in ROWS.items():
         sft, cells = records.all[f"sft_{row.proxy}"], ["", ""]
         if name == row.proxy:
             cells = [f"{100 * share:.1f}" for share in (sft["agreement"][0], sft["best_of_n"]["64"]["win"][0])]
-        win, proxy_win, root = (along(records, name, measured) for measured in ("win", "proxy_win", "kl"))
+        win, proxy_win = (along(records, name, measured) for measured in ("win", "proxy_win"))
         stops = 1 + along(records, name, "win", "validation")[:, 1:].argmax(1)
         cells += map(common.plus_minus, (win[np.arange(row.seeds), stops], win[:, -1], proxy_win[:, -1]))
-        rows.append([f"{row.title} ({row.seeds})", *cells, f"{root[:, -1].mean():.1f}"])
+        rows.append([f"{row.title} ({row.seeds})", *cells])
     return common.markdown(rows)
 
 
@@ -241,7 +242,7 @@ def lines(axis, x, y, colour: str, label: str = "", style: str = "-"):
 
 def draw(records: common.Records):
     """Win rates over √KL: best-of-n and RLOO for each proxy, and what protects. Then one proxy over episodes."""
-    figure, ((best_of, proxies, protected),) = common.canvas(3, 13, 4.6, sharey=True)
+    figure, ((best_of, proxies, protected),) = common.canvas(3, 13, 4.9, sharex=True, sharey=True)
     for name, colour in (("100", "tab:red"), ("500", "tab:orange"), ("2000", "tab:green"), ("4800", "tab:blue")):
         points = records.all[f"sft_{name}"]["best_of_n"].values()
         roots = np.sqrt([[point["kl"][0] for point in points]])
@@ -253,22 +254,36 @@ def draw(records: common.Records):
         title = ROWS[name].title.removeprefix("500, ") if name != "500" else "β = 0"
         lines(protected, along(records, name, "kl"), along(records, name, "win"), colour, title)
     best_of.set(title="best of n, n = 1 to 64", ylabel="wins against the references, %", ylim=(0, 100))
-    best_of.legend(title="solid: by the judge, dotted: by the\nreward model, trained on", loc="lower right", fontsize=8)
-    proxies.set(title="RLOO, β = 0 (thin: seeds, thick: their mean)")
-    protected.set(title="RLOO, 500 comparisons, by the judge")
-    protected.legend(fontsize=8)
+    best_of.legend(title="reward model trained on", loc="upper right", fontsize=8)
+    proxies.set(title="RLOO without a KL penalty, by the same reward models")
+    protected.set(title="RLOO by the model of 500 comparisons, judge only")
+    protected.legend(title="what protects", fontsize=8)
     for axis in (best_of, proxies, protected):
         axis.set(xlabel="√KL from the SFT policy, KL in nats")
+    title = "Mini TL;DR: wins by the judge (solid) and by the reward model itself (dotted). Thin: seeds, thick: mean"
+    figure.suptitle(title, fontsize=11)
     common.save(figure, PICTURE)
-    figure, ((judge, score),) = common.canvas(2, 9, 3.6)
+    figure, ((judge, score),) = common.canvas(2, 9, 3.9)
     for name in ("500", "500_beta0.1", "500_beta0.3"):
         episodes = np.array([[0, *UPDATES]] * ROWS[name].seeds) * SETTING.size
         for axis, measured in ((judge, "win"), (score, "score")):
             lines(axis, episodes, along(records, name, measured), COLOURS[name], f"β = {ROWS[name].beta:g}")
-    judge.set(title="what is wanted: wins by the judge, %", xlabel="episodes", ylim=(0, None))
-    score.set(title="what is maximised: the reward model's score", xlabel="episodes")
-    score.legend(title="thin: seeds, thick: mean")
+    judge.set(title="what is wanted: wins by the judge, %", xlabel="episodes (completions sampled)", ylim=(0, None))
+    score.set(title="what is maximised: the reward model's score", xlabel="episodes (completions sampled)")
+    score.legend(title="KL penalty; thin: seeds, thick: mean")
+    figure.suptitle("RLOO on mini TL;DR by a reward model that was trained on 500 comparisons", fontsize=11)
     common.save(figure, SCORE_AND_JUDGE)
+
+
+def headline() -> list[list[str]]:
+    """A row of the benchmarks' README."""
+    records = common.Records(RECORDS)
+    wins = [along(records, name, "win") for name in PROXIES if name in ROWS]
+    ends = [win[:, -1].mean() for win in wins]
+    answer = f"yes: without a KL penalty wins fall from {wins[0][0, 0]:.0f}% to {min(ends):.0f} to {max(ends):.0f}%"
+    sure = f"{len(ends)} reward models, 3 seeds each"
+    command, page = "python benchmark/study/overoptimise.py", "study/README.md#over-optimisation"
+    return [["Can training fool the reward model?", answer, sure, command, page]]
 
 
 def report(records: common.Records | None = None):

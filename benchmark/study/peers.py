@@ -98,17 +98,13 @@ def table(records: common.Records) -> str:
 
 
 def headline() -> list[list[str]]:
-    """Rows of the benchmarks' README."""
-    records = common.Records(RECORDS)
-    apart, rows = compared(records), []
-    for row in ("grpo", "ppo"):
-        x = apart[row]
-        number = f"{common.with_interval(x)}: {x.verdict}"
-        if row == "ppo":
-            number += f"; {seconds(records, names_of(row))} seconds against {seconds(records, names_of('rloo'))}"
-        title = f"mini TL;DR, {ROWS[row].title} minus RLOO at learning rate 3.55e-4, points"
-        rows.append([title, number, str(len(SEEDS)), "`python benchmark/study/peers.py`"])
-    return rows
+    """A row of the benchmarks' README."""
+    apart = compared(common.Records(RECORDS))
+    found = [
+        f"{row.upper()} {apart[row].verdict}, {common.with_interval(apart[row])} points" for row in ("ppo", "grpo")
+    ]
+    question, command = "Do PPO and GRPO, by TRL, win more often?", "python benchmark/study/peers.py"
+    return [[question, "; ".join(found), f"{len(SEEDS)} seeds", command, "study/README.md#peers"]]
 
 
 def report(records: common.Records | None = None):

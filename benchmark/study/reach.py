@@ -48,7 +48,7 @@ ROWS = {
 }
 
 
-COURSES = [f"course__{seed}" for seed in (7, 8, 9, 10)]  # of the default's first runs
+COURSES = [f"course__{seed}" for seed in ROWS["default"].seeds]
 NAMES = ["sft", "sft_test_split", *COURSES, *(name for row in ROWS.values() for name in row.names())]  # all records
 
 
@@ -58,7 +58,7 @@ def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None
         command = ["rloo.py", *row.setting.flags(seed)]
         words = [sys.executable, *command, *row.setting.own_flags(evaluations=row.evaluations)]
         own_course = f"course__{seed}"
-        if row.evaluations and own_course in COURSES and records.needs(own_course):
+        if row.evaluations and records.needs(own_course):
             records.add(own_course, **course(measure.train(name, words, runs)))
         if records.needs(name, row.kind):
             folder = measure.train(name, words, runs)
@@ -157,26 +157,26 @@ def table(records: common.Records) -> str:
 
 def headline() -> list[list[str]]:
     """Rows of the benchmarks' README."""
-    records, rows = common.Records(RECORDS), []
-    command = "`python benchmark/study/reach.py --names {}`"
-    for mode, name in (("sampled", "win"), ("greedy", "greedy")):
-        values = np.array([records.all[course][name] for course in COURSES])  # (seeds, evaluations)
-        number = f"{100 * values[:, 0].mean():.1f} → {common.plus_minus(values[:, -1], 100)}"
-        title = f"`python rloo.py`, its own evaluations on 500 posts: gold win rate, {mode}, %"
-        rows.append([title, number, str(len(values)), command.format("default")])
+    records, page = common.Records(RECORDS), "study/README.md#what-rloo-reaches"
+
+    def row_of(question: str, numbers: dict[str, str], sure: str, names: str) -> list[str]:
+        answer = "; ".join(f"{what} {number}%" for what, number in numbers.items())
+        return [question, answer, sure, f"python benchmark/study/reach.py --names {names}", page]
+
+    default, longer = ROWS["default"], ROWS["beta0.05"]
+    numbers = {}
     for mode in ("sampled", "greedy"):
         before = records.all["sft"]["second_test"][mode]["win"][0]
-        ends = measure.means(records, ROWS["default"].names(), "second_test", "win", mode)
-        number = f"{100 * before:.1f} → {common.plus_minus(ends, 100)}"
-        rows.append(
-            [f"mini TL;DR, default: gold win rate, {mode}, %", number, str(len(ends)), command.format("sft default")]
-        )
-    row = ROWS["beta0.05"]
-    number = common.plus_minus(measure.means(records, row.names(), row.kind, "win"), 100)
-    rows.append([f"{row.title}: gold win rate, %", number, str(len(row.seeds)), command.format("beta0.05")])
-    bests = [over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")]
-    rows.append(["best of 4, 16, 64 before training, ± over posts, %", ", ".join(bests), "", command.format("sft")])
-    return rows
+        ends = measure.means(records, default.names(), "second_test", "win", mode)
+        numbers[mode] = f"{100 * before:.1f} → {common.plus_minus(ends, 100)}"
+    of_longer = {"sampled": common.plus_minus(measure.means(records, longer.names(), longer.kind, "win"), 100)}
+    bests = {f"n = {n}:": over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")}
+    question = "How often do summaries beat the references, before and after `python rloo.py`?"
+    return [
+        row_of(question, numbers, f"{len(default.seeds)} seeds, {POSTS:,} posts", "sft default"),
+        row_of(f"And with {longer.title}?", of_longer, f"{len(longer.seeds)} seeds", "beta0.05"),
+        row_of("And the best of n samples, without training?", bests, f"{BEST_OF_N_POSTS:,} posts", "sft"),
+    ]
 
 
 def draw(records: common.Records):
@@ -227,7 +227,7 @@ def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, agai
             make(records, ROWS[name], runs, seeds)
     if again or records.added:
         report(records)
-    records.tell(NAMES, lambda: "\n".join(f"{what}: {number}" for what, number, *_ in headline()))
+    records.tell(NAMES, lambda: "\n".join(f"{question} {answer}" for question, answer, *_ in headline()))
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def test_a_run_is_made_once_recorded_and_again_only_if_asked(pretended, capsys, 
     course = {"episode": [0, 32, 96], "score": [0, 1, 3], "win": [1, 1, 1], "greedy": [0, 3], "kl_between": [9.0, 3.0]}
     assert {key: records.all["course__7"][key] for key in course} == course
     said = capsys.readouterr().out
-    assert said.count("the numbers: here") == 2  # not with --again
+    assert said.count("the numbers here") == 2  # not with --again
     names = ", ".join(name for pair in zip(reach.COURSES[:2], reach.ROWS["default"].names()) for name in pair)
     assert f"recorded with rloo.py {first['made']['rloo.py']}, {first['made']['date']}: {names}" in said
     assert "episodes6400__7, second_test, sampled, win: recorded 0.5, 0.1, now 0.5, 0.1" in said

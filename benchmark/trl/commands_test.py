@@ -102,6 +102,17 @@ def text(i: int) -> str:
     return " ".join(WORDS[(i * j) % 60] for j in range(1, 6 + i % 5))
 
 
+def test_names_and_defaults_of_the_page_are_those_of_rloo_py():
+    page = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (`.*) \| (`.*) \| both(?: \((.*?)\))?", page)
+    assert len(rows) > 7
+    for old, new, default in rows:
+        names = re.findall(r"`(\w+)", f"{old} {new}")
+        for name in names:
+            rloo.parse_args([f"--{name}", *([] if name.startswith("normalize") else ["1"])])
+        assert not default or getattr(rloo.Args(), names[0]) == float(default), names[0]
+
+
 def test_the_smoke_test_runs_to_the_end_with_a_causal_model_as_the_reward_model(run, capsys):
     """For ten updates instead of 157."""
     rows = []
