@@ -957,7 +957,8 @@ def test_group_rows_can_be_cut_out(tiny, tmp_path, monkeypatch):
     ends = []
     for module in (rloo, without_group_rows):
         output = tmp_path / module.__name__
-        module.main(Args(**run_flags(tiny, output, layout="plain", total_episodes=32, num_eval_prompts=2)))
+        sizes = {"total_episodes": 32, "num_eval_prompts": 2}
+        module.main(Args(**run_flags(tiny, output, layout="plain", log_completions=True, **sizes)))
         ends.append(end_of(output))
     assert ends[0] == ends[1]
 
