@@ -17,7 +17,7 @@ from rloo_test import count_tokens, read_metrics, tiny, train  # noqa: E402, F40
 def test_the_page_of_metrics_has_those_that_a_run_writes(train, tmp_path):  # noqa: F811
     page = Path(__file__).with_name("README.md").read_text()
     flags = {"reward_fns": (f"{__file__}:count_tokens",), "eval_fns": (f"{__file__}:words",)}
-    (metrics,), output = train(**flags, output_dir=str(tmp_path / "out"), num_eval_prompts=4)
+    (metrics,), output = train(**flags, output_dir=str(tmp_path / "out"), num_eval_prompts=4, log_completions=True)
 
     def first_column(head):
         return re.findall(r"`(.*?)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", page.split(head)[1].split("\n\n")[0])))
