@@ -1960,6 +1960,19 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(schedule):
         assert [rloo.lr_of_update(args, done, 10) for done in range(10)] == pytest.approx(expected, rel=1e-12)
 
 
+def test_all_groups_of_an_optimizer_of_ones_own_follow_the_schedule(train, monkeypatch):
+    made = []
+
+    def two_groups(args, policy, resumed):
+        first, *others = rloo.trained_weights(policy).values()
+        made.append(torch.optim.AdamW([{"params": [first]}, {"params": others}], args.learning_rate))
+        return made[0]
+
+    monkeypatch.setattr(rloo, "make_optimizer", two_groups)
+    metrics, _ = train(total_episodes=64)
+    assert [group["lr"] for group in made[0].param_groups] == 2 * [metrics[-1]["lr"]] and len(metrics) > 1
+
+
 OTHER_FLAGS = {  # those that the random updates above do not draw
     "seed": 7,
     "stop_token": "c",

@@ -262,10 +262,18 @@ def extensions(device) -> Iterator[Line]:
             yield f"extension {name}: rollout's log-probs less training's", gap_of_extension(name, device), limit
 
 
+def even_length(completion_ids, **columns) -> list[float]:
+    """A reward of 0 or 1, as maxrl.py needs it."""
+    return [float(len(ids) % 2 == 0) for ids in completion_ids]
+
+
 def gap_of_extension(name, device) -> float:
     seams = importlib.import_module(f"benchmark.extensions.{name}").SEAMS
     flags = SMALL_RUN | {"device": str(device), "per_device_train_batch_size": 16, "total_episodes": 32}
     flags |= {"learning_rate": 1e-2, "adam_eps": 1e-8}  # so that the second rollout shows which weights it has
+    if name == "maxrl":
+        flags |= {"kl_coef": 0.0, "reward_fns": f"{__file__}:even_length"}
+        del flags["reward_model_path"]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         try:
             with contextlib.redirect_stderr(io.StringIO()):

@@ -30,7 +30,7 @@ def test_all_lines_pass_on_a_cpu(monkeypatch, capsys):
 
 def test_every_extension_is_checked_and_a_sampler_without_the_trained_weights_fails(monkeypatch):
     assert {"lora", "correction", "gspo", "vllm_rollout"} <= {*check.extension_names()}
-    monkeypatch.setattr(check, "extension_names", lambda: ["lora", "gspo"])
+    monkeypatch.setattr(check, "extension_names", lambda: ["lora", "maxrl"])
     assert [verdict for verdict, _ in check.lines_of(check.extensions, "cpu")] == ["PASS", "PASS"]
     monkeypatch.setitem(lora.SEAMS, "update_sampler", lambda sampler, policy: None)
     monkeypatch.setattr(check, "extension_names", lambda: ["lora"])

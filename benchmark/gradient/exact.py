@@ -329,7 +329,14 @@ def draw(options: dict):
     for panel, (column, title) in zip(panels, COLUMNS.items()):
         for offset, colour, position in ((-0.16, "tab:blue", POSITIONS[0]), (0.16, "tab:orange", POSITIONS[1])):
             low, middle, high = torch.tensor([options[name][position][column] for name in OPTIONS]).T
-            panel.hlines(places + offset, low, high, color=colour, lw=2, label=f"policy {position}")
+            panel.hlines(
+                places + offset,
+                low,
+                high,
+                color=colour,
+                lw=2,
+                label=f"policy {position}".replace("away from", f"{AWAY} nats away from"),
+            )
             panel.plot(middle, places + offset, "o", color=colour, ms=5)
         panel.set(xlabel=title)
     panels[0].axvline(0, color="black", lw=0.8)

@@ -108,6 +108,8 @@ def sampled(chain: Chain, name: str, k: int, rows: list[dict]) -> list[dict]:
 def train_sft(chain: Chain) -> Path:
     out = chain.folder / "sft"
     if not (out / "model.safetensors").is_file():
+        if not (PREPARED / "base" / "model.safetensors").is_file():
+            sys.exit("chain.py: no model yet; run this first: python benchmark/smollm/prepare.py")
         models.sft(PREPARED / "base", of_split("sft", chain.sft), out)
     return out
 
@@ -258,8 +260,6 @@ def main():
     parser.add_argument("--again", action="store_true", help="make steps that have a record, compare, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if not (PREPARED / "base" / "model.safetensors").is_file():
-        sys.exit("chain.py: no model yet; run this first: python benchmark/smollm/prepare.py")
     if args.quick:
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
@@ -268,12 +268,11 @@ def main():
         make(chain, ["sft", "reward", f"{report.LEARNED}-seed1", "annotator-seed1"], records)
         print(report.results(records))
         return
-    if not args.again:
-        require(matplotlib="matplotlib")
     records = Records(report.RECORDS, args.again)
     make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm"), args.trl), args.names, records)
     report.show(records, args.names)
-    if not args.again:
+    if records.added:
+        require(matplotlib="matplotlib")
         report.report()
 
 

@@ -145,8 +145,8 @@ def headline() -> list[list[str]]:
     records = common.Records(RECORDS)
     ours, sft = [x["greedy"] for x in of_kind(records, LEARNED)], records.all["sft"]["greedy"]
     mean, wins = (common.plus_minus([x[name] for x in ours], 100) for name in ("closeness", "closeness_wins"))
-    answer = f"closeness to the human's {100 * sft['closeness']:.1f} → {mean}; wins against SFT {wins}%"
-    question = "Does SmolLM2-135M learn to sum up real texts?"
+    answer = f"closeness to human summaries {100 * sft['closeness']:.1f} → {mean}; wins against SFT {wins}%"
+    question = "Does SmolLM2-135M learn to summarise real texts?"
     return [
         [
             question,

@@ -1,6 +1,6 @@
 """Three choices of rloo.py, and what they cost or save on one thread of a CPU.
 
-    python benchmark/speed/choices.py                     # all; writes choices.json and the tables of README.md
+    python benchmark/speed/choices.py                     # all; writes choices.json and a table of README.md
     python benchmark/speed/choices.py --part lanes --again    # one; compares with the record instead
 
 shapes   a row per prompt (group rows) against a row per completion (plain rows), forward and backward or forward alone
@@ -171,14 +171,13 @@ def sentence_of_old(found: dict) -> str:
     return f"It takes {share:.0%} of the update, {found['old']:.1f} of {found['update']:.1f} CPU seconds."
 
 
-SHOWN = {"shapes": table_of_shapes, "lanes": sentence_of_lanes, "old": sentence_of_old}
+SENTENCES = {"lanes": sentence_of_lanes, "old": sentence_of_old}
 
 
 def tables(records) -> dict[str, str]:
-    """Those of README.md."""
-    found = {part: show(records.all[part]) for part, show in SHOWN.items() if part in records.all}
-    found["shapes"] += f"\n\n{throughput.made_by(records.all['shapes']['made'])}."
-    return found
+    """That of README.md."""
+    found = records.all["shapes"]
+    return {"shapes": f"{table_of_shapes(found)}\n\n{throughput.made_by(found['made'])}."}
 
 
 def report():
@@ -195,6 +194,8 @@ def main():
     records = common.Records(RECORDS, args.again)
     for part in [args.part] if args.part else MEASURES:
         records.add(part, **MEASURES[part]())
+    for part, sentence in SENTENCES.items():
+        print(f"recorded, {part}: {sentence(records.all[part])}")
     if not args.again:
         report()
 

@@ -31,4 +31,4 @@ def test_a_ratio_is_of_two_times_of_a_round():
 def test_the_page_has_the_tables_of_the_records():
     page = (choices.HERE / "README.md").read_text(encoding="utf-8")
     tables = choices.tables(common.Records(choices.RECORDS))
-    assert tables.keys() == choices.MEASURES.keys() and common.filled(page, tables) == page
+    assert common.filled(page, tables) == page

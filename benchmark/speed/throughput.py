@@ -224,7 +224,7 @@ def headline() -> list[list[str]]:
     ratios = {lane.split(",")[0]: over_first(lanes, lane, "seconds") for lane in lanes if lane.startswith("TRL")}
     answer = "; ".join(f"{trl}: {ratio} times" for trl, ratio in ratios.items())
     sure = f"{len(lanes[FIRST[0]]['seconds'])} rounds, their range; one CPU"
-    question = "How much longer does an update take by TRL?"
+    question = "How many times as long does an update take with TRL?"
     return [[question, answer, sure, COMMAND, "speed/README.md#tldrs-lengths"]]
 
 

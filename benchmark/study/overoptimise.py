@@ -221,15 +221,14 @@ def along(records: common.Records, name: str, measured: str, kind: str = "test")
 
 def table(records: common.Records) -> str:
     rows = [["reward model trained on (seeds)", "agrees with the judge, %"]]
-    rows[0] += [f"judge: {what}, %" for what in ("best of 64", "RLOO stopped early", "RLOO at the end")]
-    rows[0] += ["reward model: RLOO at the end, %"]
+    rows[0] += [f"wins: {what}, %" for what in ("best of 64", "RLOO stopped early", "RLOO at the end")]
     for name, row in ROWS.items():
         sft, cells = records.all[f"sft_{row.proxy}"], ["", ""]
         if name == row.proxy:
             cells = [f"{100 * share:.1f}" for share in (sft["agreement"][0], sft["best_of_n"]["64"]["win"][0])]
-        win, proxy_win = (along(records, name, measured) for measured in ("win", "proxy_win"))
+        win = along(records, name, "win")
         stops = 1 + along(records, name, "win", "validation")[:, 1:].argmax(1)
-        cells += map(common.plus_minus, (win[np.arange(row.seeds), stops], win[:, -1], proxy_win[:, -1]))
+        cells += map(common.plus_minus, (win[np.arange(row.seeds), stops], win[:, -1]))
         rows.append([f"{row.title} ({row.seeds})", *cells])
     return common.markdown(rows)
 
@@ -280,10 +279,12 @@ def headline() -> list[list[str]]:
     records = common.Records(RECORDS)
     wins = [along(records, name, "win") for name in PROXIES if name in ROWS]
     ends = [win[:, -1].mean() for win in wins]
-    answer = f"yes: without a KL penalty wins fall from {wins[0][0, 0]:.0f}% to {min(ends):.0f} to {max(ends):.0f}%"
+    answer = (
+        f"yes: without a KL penalty wins fall from {wins[0][0, 0]:.0f}% to between {min(ends):.0f} and {max(ends):.0f}%"
+    )
     sure = f"{len(ends)} reward models, 3 seeds each"
     command, page = "python benchmark/study/overoptimise.py", "study/README.md#over-optimisation"
-    return [["Can training fool the reward model?", answer, sure, command, page]]
+    return [["Can a policy fool its reward model?", answer, sure, command, page]]
 
 
 def report(records: common.Records | None = None):

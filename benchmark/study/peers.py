@@ -103,7 +103,7 @@ def headline() -> list[list[str]]:
     found = [
         f"{row.upper()} {apart[row].verdict}, {common.with_interval(apart[row])} points" for row in ("ppo", "grpo")
     ]
-    question, command = "Do PPO and GRPO, by TRL, win more often?", "python benchmark/study/peers.py"
+    question, command = "Do PPO and GRPO, trained by TRL, win more often?", "python benchmark/study/peers.py"
     return [[question, "; ".join(found), f"{len(SEEDS)} seeds", command, "study/README.md#peers"]]
 
 

@@ -7,6 +7,14 @@ The protocol is that of TRL's published win rates, see README.md: one question p
 an order that a coin decides for each post; the answer is one token; a completion wins if the judge names it, and loses
 if the judge names the reference or neither. There are no ties, and equal texts are asked about as well.
 
+Sources in huggingface/trl, each with its commit:
+    docs/source/rloo_trainer.md, 1894146fb                  command; 33.0%, 51.2%
+    release 0.9.6                                           k = 2, score -1 without an end
+    examples/scripts/rloo/rloo_tldr.py, c6046ea4d           prompts
+    examples/scripts/evals/generate_tldr.py, e88b5ed89      test rows
+    examples/scripts/evals/judge_tldr.py, 203b1ae97         greedy, 200 tokens
+    trl/trainer/judges.py, 51c69f5bf                        question, coin, one token
+
 Environment variables: JUDGE_MODEL (default gpt-4o-mini), JUDGE_CACHE (default runs/judge.jsonl), and those of the
 client: OPENAI_API_KEY, which is in no output, and OPENAI_BASE_URL for another server than OpenAI's. An answer is
 written to the cache as it comes, so a repeated command asks only what has no answer yet.

@@ -386,7 +386,7 @@ def headline() -> list[list[str]]:
     rows = json.loads(GOLDEN.read_text(encoding="utf-8"))["table"]
     apart = [row["difference"] for row in rows if row["agree"]]
     answer = f"in {len(apart)} of {len(rows)} settings; in the others TRL's code differs"
-    question = "Does TRL end in the same weights?"
+    question = "Does TRL, on the same completions, end in the same weights?"
     return [
         [
             question,
