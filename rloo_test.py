@@ -2,7 +2,7 @@
 
 First the formulas against loops, and whole updates against a second implementation in the plainest Python; then group
 rows and the decoder against a row per completion, and what other trainers got wrong; at the end whole runs. Extensions
-have their tests in benchmark/extensions.
+have their tests in benchmark/extensions; screens, signals from outside and trackers, in benchmark/metrics.
 """
 
 import ast
@@ -957,7 +957,8 @@ def test_group_rows_can_be_cut_out(tiny, tmp_path, monkeypatch):
     ends = []
     for module in (rloo, without_group_rows):
         output = tmp_path / module.__name__
-        module.main(Args(**run_flags(tiny, output, layout="plain", total_episodes=32, num_eval_prompts=2)))
+        sizes = {"total_episodes": 32, "num_eval_prompts": 2}
+        module.main(Args(**run_flags(tiny, output, layout="plain", log_completions=True, **sizes)))
         ends.append(end_of(output))
     assert ends[0] == ends[1]
 
@@ -2018,32 +2019,6 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, t
         train(output_dir=str(output), total_episodes=48, save_steps=1)
     assert len(read_metrics(output)) == 1 and [path.name for path in rloo.checkpoints(output)] == ["checkpoint-1"]
     assert final_weights(output / "checkpoint-1").isfinite().all()
-
-
-def test_runs_are_logged_and_resumed_ones_continue_their_log(train, monkeypatch):
-    logged, started = [], []
-    service = types.SimpleNamespace(
-        init=lambda **flags: started.append(flags) or service,
-        log=lambda metrics, step: logged.append((step, metrics)),
-        Table=lambda columns, rows: (columns, rows),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", service)
-    names = {"wandb_project_name": "project", "wandb_entity": "team"}
-    metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4, **names)
-    assert started[0].items() >= {"project": "project", "entity": "team", "name": output.name}.items()
-    assert [step for step, _ in logged] == [0, 0, 1, 2, 3, 3, 3] and [x for _, x in logged[2:5]] == metrics
-    samples = read_metrics(output, "completions")
-    for n, evaluation in enumerate(read_metrics(output, "evaluations")):
-        (_, values), (_, table) = sorted(logged[5 * n : 5 * n + 2], key=lambda entry: "samples" in entry[1])
-        assert values == {f"eval/{name}": x for name, x in evaluation.items()}
-        columns, rows = table["samples"]
-        assert columns == ["mode", "query", "response", "grades"]
-        texts = [[x["mode"], x["prompt"], x["completion"]] for x in samples if x["update"] == evaluation["update"]]
-        assert [row[:3] for row in rows] == texts
-    train(track=True, total_episodes=64, output_dir=str(output), resume=True)
-    train(track=True)
-    one, resumed, other = (flags["id"] for flags in started)
-    assert one == resumed != other and {flags["resume"] for flags in started} == {"allow"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -216,8 +216,8 @@ def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_
     (tmp_path / "my.rewards.v2.py").write_text("from beside_it import two\ndef reward(**columns): return [two]")
     for file in ("json.py", "a/same.py", "b/same.py"):
         (tmp_path / file).write_text("def reward(**columns): return [3.0]\n\ndef other(**columns): return []")
-    specs = ("rewards.length", "my.rewards.v2.py", "a/same.py")
-    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[1.0], [2.0], [3.0]]
+    specs = ("my.rewards.v2.py", "a/same.py", "rewards.length")
+    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[2.0], [3.0], [1.0]]
     reward, other = (rloo.load_function(f"{tmp_path}/a/same.py:{name}") for name in ("reward", "other"))
     assert reward.__globals__ is other.__globals__
     for file in ("json.py", "b/same.py"):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,8 +16,8 @@ from rloo_test import count_tokens, read_metrics, tiny, train  # noqa: E402, F40
 
 def test_the_page_of_metrics_has_those_that_a_run_writes(train, tmp_path):  # noqa: F811
     page = Path(__file__).with_name("README.md").read_text()
-    flags = {"reward_fns": (f"{__file__}:count_tokens",), "eval_fns": (f"{__file__}:words",), "log_completions": True}
-    (metrics,), output = train(**flags, output_dir=str(tmp_path / "out"), num_eval_prompts=4)
+    flags = {"reward_fns": (f"{__file__}:count_tokens",), "eval_fns": (f"{__file__}:words",)}
+    (metrics,), output = train(**flags, output_dir=str(tmp_path / "out"), num_eval_prompts=4, log_completions=True)
 
     def first_column(head):
         return re.findall(r"`(.*?)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", page.split(head)[1].split("\n\n")[0])))
@@ -33,6 +34,32 @@ def test_the_page_of_metrics_has_those_that_a_run_writes(train, tmp_path):  # no
 
 def words(prompts, completions, completion_ids, **columns):
     return [len(text.split()) for text in completions]
+
+
+def test_runs_are_logged_and_resumed_ones_continue_their_log(train, monkeypatch):  # noqa: F811
+    logged, started = [], []
+    service = types.SimpleNamespace(
+        init=lambda **flags: started.append(flags) or service,
+        log=lambda metrics, step: logged.append((step, metrics)),
+        Table=lambda columns, rows: (columns, rows),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    names = {"wandb_project_name": "project", "wandb_entity": "team"}
+    metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4, **names)
+    assert started[0].items() >= {"project": "project", "entity": "team", "name": output.name}.items()
+    assert [step for step, _ in logged] == [0, 0, 1, 2, 3, 3, 3] and [x for _, x in logged[2:5]] == metrics
+    samples = read_metrics(output, "completions")
+    for n, evaluation in enumerate(read_metrics(output, "evaluations")):
+        (_, values), (_, table) = sorted(logged[5 * n : 5 * n + 2], key=lambda entry: "samples" in entry[1])
+        assert values == {f"eval/{name}": x for name, x in evaluation.items()}
+        columns, rows = table["samples"]
+        assert columns == ["mode", "query", "response", "grades"]
+        texts = [[x["mode"], x["prompt"], x["completion"]] for x in samples if x["update"] == evaluation["update"]]
+        assert [row[:3] for row in rows] == texts
+    train(track=True, total_episodes=64, output_dir=str(output), resume=True)
+    train(track=True)
+    one, resumed, other = (flags["id"] for flags in started)
+    assert one == resumed != other and {flags["resume"] for flags in started} == {"allow"}
 
 
 def test_the_page_says_what_was_recorded_of_stopped_and_killed_runs():
