@@ -201,6 +201,7 @@ def draw(records: common.Records):
             axis.axhline(level, ls=style, lw=1.4, color="black", label=f"best of {n} before training")
         axis.set(title=title, xlabel="episodes (completions sampled)", xlim=(0, episodes[-1]))
     axes[0].legend(fontsize=8, loc="lower right")
+    figure.suptitle("python rloo.py: samples for held-out posts of mini TL;DR, during training")
     common.save(figure, HERE / "default.png")
 
 
