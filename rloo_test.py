@@ -2352,6 +2352,7 @@ def test_padding_repeats_a_token_of_its_row(monkeypatch):
 
 # Evaluations at 0, 3 and 6 of six updates, with two optimizer steps each; checkpoints at 2, 4 and 6.
 LONG = {
+    "missing_eos_penalty": 0.5,
     "log_completions": True,
     "total_episodes": 96,
     "num_mini_batches": 2,
