@@ -1759,8 +1759,8 @@ DEFAULTS = (  # other ones than TRL 0.19 has; those that it has; and what it has
 
 def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
     assert rloo.parse_args(DEFAULTS.split()) == Args()
-    own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f"
-    bundled, *others = map(parse, ("", own, f"--sft_model_path {tiny}/sft"))
+    own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cpu"
+    bundled, *others = map(parse, ("", own, f"--sft_model_path {tiny}/sft --device cpu"))
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert {(args.learning_rate, args.total_episodes, args.dtype) for args in others} == {(1e-6, None, "float32")}
     assert parse("--reward_fns x.py:f").reward_model_path is None
