@@ -2420,6 +2420,35 @@ def test_training_completions_have_the_numbers_that_training_learned_from(whole)
     assert len(lines) == 16 * len(updates) and any(line["grades"]["advantage"] > 0 for line in lines)
 
 
+def test_training_completions_have_the_mean_advantage_of_their_real_tokens(train, monkeypatch):
+    seen, write = [], rloo.write_training
+    monkeypatch.setattr(
+        rloo, "write_training", lambda output, *inputs: (seen.append(inputs[0]), write(output, *inputs))
+    )
+    _, output = train(log_completions=True, token_level_kl=True, total_episodes=1)
+    (experience,) = seen
+    mask = experience.batch.response_mask
+    assert not mask.all() and experience.advantages.shape == mask.shape
+    k, B, _ = mask.shape
+    expected = [experience.advantages[j, b][mask[j, b]].mean().item() for b in range(B) for j in range(k)]
+    lines = read_metrics(output, "training_completions")
+    assert [line["grades"]["advantage"] for line in lines] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_signal_during_an_evaluation_ends_the_run_after_it(train, monkeypatch):
+    evaluate = rloo.evaluate
+
+    def interrupted(*inputs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*inputs)
+
+    monkeypatch.setattr(rloo, "evaluate", interrupted)
+    monkeypatch.setattr(rloo, "collect", lambda *inputs: pytest.fail("a rollout follows"))
+    with pytest.raises(SystemExit) as ended:
+        train(num_eval_prompts=2)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 def no_space(*inputs):
     raise OSError(28, "No space left on device")
 

@@ -412,17 +412,19 @@ def printed(word: str) -> dict:
     return given
 
 
-def test_two_that_compose_are_printed(run):
+def test_two_that_compose_are_printed():
     assert printed("gspo.SEAMS").keys() == lora.SEAMS.keys() | gspo.SEAMS.keys()
 
 
-def test_two_with_flags_compose_by_a_class_with_both(run):
-    """LoRA in bfloat16, with the correction of its merged sampler."""
+def test_two_with_flags_compose_by_a_class_with_both_and_two_around_collect(run, monkeypatch):
+    """LoRA in bfloat16, with the correction of its merged sampler, and the filter, which drops all groups here."""
+    monkeypatch.setattr(rloo, "equal_groups", lambda scores: torch.ones(scores.shape[1], dtype=torch.bool))
     flags = {"lora_rank": 2, "dtype": "bfloat16", "rollout_correction": "mask"}
     (metrics,), output = run(printed("correction.SEAMS"), **flags)
     args = json.loads((output / "args.json").read_text())
     assert args["lora_rank"] == 2 and args["rollout_correction"] == "mask"
     assert 0 < abs(metrics["val/rollout_weight"] - 1) < 0.2 and (output / "adapter").is_dir()
+    assert metrics["completions/in_loss"] == 0
 
 
 def test_a_metric_of_ones_own(run):
