@@ -90,24 +90,18 @@ FAMILIES = {  # multi-head, multi-query, grouped-query attention, and a mixture 
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3},
     "llama": SIZE | {"num_key_value_heads": 1, "intermediate_size": 64},
     "qwen3": HEADS,
-    "mixtral": SIZE
-    | {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
-GROUP_ROWS = {  # others that can run group rows
-    "cohere": HEADS | {"logit_scale": 0.4},
-    "granite": HEADS | {"logits_scaling": 3.0},
-    # Is its own base_model, and its routers are linear layers that return a tuple.
-    "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 32, "layer_types": ["full_attention"] * 2},
-    "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "init_std": 0.3}
-    | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
-}
-PLAIN_ROWS = {  # and those that cannot
+GROUP_ROWS = {"cohere": HEADS | {"logit_scale": 0.4}, "granite": HEADS | {"logits_scaling": 3.0}}  # others that can
+PLAIN_ROWS = {  # those that cannot run group rows, or are not known to
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},  # ALiBi
     "falcon": SIZE,  # attention of its own
     "gemma2": HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 12},  # no sdpa
     "gemma3n_text": HEADS  # its last two layers have no keys of their own
     | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "laurel_rank": 4}
     | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": None},
+    # Is its own base_model, and its routers are linear layers that return a tuple.
+    "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 32, "layer_types": ["full_attention"] * 2},
     "mistral": HEADS | {"sliding_window": 12},  # a window shorter than prompt and completion
     "stablelm": HEADS,  # its layers do not hand on how rows are laid out
 }
