@@ -267,10 +267,10 @@ def count_tokens(prompts, completions, completion_ids, **columns):
 # The formulas
 
 
-def advantages_of(scores, kl, mask, kl_coef: float, token_level: bool, normalize: bool = False, estimator="rloo"):
-    flags = {"kl_coef": kl_coef, "token_level_kl": token_level, "normalize_advantage": normalize}
-    args = rloo.Args(**flags, advantage_estimator=estimator)
-    return rloo.advantages_of(args, types.SimpleNamespace(response_mask=mask), scores, kl)
+def advantages_of(scores, kl, mask, kl_coef: float, token_level: bool, normalize: bool = False):
+    args = Args(kl_coef=kl_coef, token_level_kl=token_level, normalize_advantage=normalize)
+    batch = types.SimpleNamespace(policy_mask=mask, ended=torch.ones_like(scores, dtype=torch.bool))
+    return rloo.advantages_of(args, batch, scores, kl)
 
 
 def test_baseline_is_the_one_of_trl_s_documented_example():
@@ -279,49 +279,33 @@ def test_baseline_is_the_one_of_trl_s_documented_example():
     assert rloo.advantage(rlhf_reward)[0, 0] == 1 - (2 + 5 + 8) / 3
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "grpo", "drgrpo", "reinforce"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("token_level", [False, True])
-def test_kl_rewards_and_advantages_equal_the_loops(token_level, normalize, estimator):
-    """... where one group has an unscorable completion, and another has nothing but one that is scorable."""
+def test_kl_rewards_and_advantages_equal_the_loops(token_level, normalize):
     torch.manual_seed(0)
     k, B, T, beta = 3, 4, 5, 0.3
     kl, scores, mask = torch.randn(k, B, T), torch.randn(k, B), torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
-    scores[0, 1] = scores[1:, 2] = math.nan
-    args = Args(response_length=T, kl_coef=beta, token_level_kl=token_level)
-    args = replace(args, advantage_estimator=estimator, normalize_advantage=normalize)
+    args = Args(response_length=T, kl_coef=beta, token_level_kl=token_level, normalize_advantage=normalize)
     completions = [*itertools.product(range(k), range(B))]
-    given = {c: scores[c].item() for c in completions if not scores[c].isnan()}
-    expected = plain_advantages(args, given, {c: kl[c][mask[c]].tolist() for c in completions})
-    found = advantages_of(scores, kl * mask, mask, beta, token_level, normalize, estimator).view(k, B, -1)
+    of_each = {c: kl[c][mask[c]].tolist() for c in completions}
+    expected = plain_advantages(args, {c: scores[c].item() for c in completions}, of_each)
+    found = advantages_of(scores, kl * mask, mask, beta, token_level, normalize)
+    assert found.shape == (k, B, T if token_level else 1)
     for c, t in itertools.product(completions, range(found.shape[2])):
         assert found[c][t].item() == pytest.approx(expected.get((*c, t), 0.0), abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "grpo", "drgrpo"])
-def test_equal_rewards_have_no_advantage_that_normalisation_could_blow_up(estimator):
+def test_equal_rewards_have_no_advantage_that_normalisation_could_blow_up():
     for k in (3, 4, 7, 8):
         scores = torch.tensor([[0.1, 1.1, 0.7, 0.3]]).expand(k, -1)
         kl, mask = torch.zeros(k, 4, 2), torch.ones(k, 4, 2, dtype=torch.bool)
         for normalize, token_level in itertools.product((False, True), (False, True)):
-            assert not advantages_of(scores, kl, mask, 0.1, token_level, normalize, estimator).any()
+            assert not advantages_of(scores, kl, mask, 0.1, token_level, normalize).any()
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "grpo", "drgrpo", "reinforce"])
-def test_one_reward_apart_from_equal_siblings_has_a_moderate_advantage(estimator):
-    """Without it the deviation of the group would be 0, and in float32, as the mean of squares less the square of the
-    mean, not quite 0: it must not be divided by."""
-    scores = torch.tensor([[0.0, 0.35]] + [[0.95, 0.95]] * 7)
-    kl, mask = torch.zeros(8, 2, 1), torch.ones(8, 2, 1, dtype=torch.bool)
-    found = advantages_of(scores, kl, mask, 0.0, False, True, estimator)
-    assert 1 < found.abs().max() < 4
-
-
-def test_scores_of_any_size_are_normalised_to_deviation_1_and_equal_up_to_rounding():
+def test_scores_of_any_size_are_normalised_to_deviation_1():
     scores, ended = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.ones(2, 2).bool()
     assert rloo.shape_scores(scores * 1e-5, ended, None, True, None).std().item() == pytest.approx(1, abs=0.01)
-    scores = torch.tensor([[0.3, 1.0, 1.0, math.nan], [0.1 + 0.2, 1.001, 1.0, 2.0], [0.3 + 3e-7, 1.0, math.nan, 2.0]])
-    assert rloo.equal_groups(scores).tolist() == [True, False, True, True]
 
 
 def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
@@ -332,35 +316,22 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
     assert losses[0].item() == pytest.approx(-1.2) and losses.isfinite().all() and new.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("ratio_level, per_token", [("sequence", False), ("token", False), ("token", True)])
-def test_policy_loss_equals_the_formula_in_loops(ratio_level, per_token):
+@pytest.mark.parametrize("per_token, own_advantages", [(False, False), (True, True), (True, False)])
+def test_policy_loss_equals_the_formula_in_loops(per_token, own_advantages):
     torch.manual_seed(0)
     k, B, T, low, high = 2, 3, 4, 0.1, 0.4
     new, old, advantages = torch.randn(k, B, T) * 0.2, torch.randn(k, B, T) * 0.2, torch.randn(k, B, T)
     mask = torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
-    advantages = advantages if per_token else advantages[..., :1]
-    losses, log_ratio, clipped = rloo.policy_loss(new, old, advantages, mask, low, high, ratio_level)
-    args, notes = Args(ratio_level=ratio_level, cliprange=low, cliprange_high=high), defaultdict(list)
+    advantages = advantages if own_advantages else advantages[..., :1]
+    losses, log_ratio, clipped = rloo.policy_loss(new, old, advantages, mask, low, high, per_token)
+    args = Args(token_level_kl=per_token, cliprange=low, cliprange_high=high)
+    notes = defaultdict(list)
     for c in itertools.product(range(k), range(B)):
         real = mask[c]
-        expected = completion_loss(args, new[c][real], old[c][real], None, advantages[c].tolist(), notes)
+        expected = completion_loss(args, new[c][real], old[c][real], advantages[c].tolist(), notes)
         assert losses[c].item() == pytest.approx(expected.item(), abs=1e-5)
     assert clipped.tolist() == notes["policy/clipfrac_avg"] and 0 < sum(clipped) < len(clipped)
     assert (0.5 * log_ratio**2).tolist() == pytest.approx(notes["policy/approxkl_avg"], abs=1e-6)
-
-
-def test_weights_make_the_loss_a_mean_in_which_tokens_outside_the_loss_do_not_count():
-    """Of a mean over completions those outside the loss stay a part, as 0."""
-    lengths, in_loss = torch.tensor([[2, 3], [7, 5]]), torch.tensor([[True, True], [False, True]])
-    sums = (torch.rand(2, 2, 7) * (torch.arange(7) < lengths[..., None])).sum(-1)
-    for aggregation, expected in (
-        ("sequence", sums[in_loss].sum() / 4),
-        ("token", sums[in_loss].sum() / (2 + 3 + 5)),
-        ("sequence-mean", (sums / lengths)[in_loss].sum() / 4),
-    ):
-        weights = rloo.loss_weights(lengths, in_loss, aggregation)
-        assert weights[1, 0] == 0 and (weights * sums).sum().item() == pytest.approx(expected.item(), rel=1e-6)
-        assert not rloo.loss_weights(lengths, in_loss & ~in_loss, aggregation).any()  # nobody left
 
 
 # Log-probs and entropies
@@ -396,37 +367,15 @@ def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
         assert grad.isfinite().all() and (grad - exact).abs().max() < 20 * tolerance * max(1, exact.abs().max())
 
 
-def test_in_bfloat16_training_and_reference_read_the_log_probs_that_were_sampled():
+def test_in_bfloat16_training_reads_the_log_probs_that_were_sampled():
     """... from the same hidden states: logits are rounded, as a product in bfloat16 is, and nothing after them."""
     torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(64, 40), torch.randn(50, 64).bfloat16()
-    half = only_a_head(torch.nn.Linear(64, 40).bfloat16())
-    half.get_output_embeddings().load_state_dict(head.state_dict())
-    logits = rloo.final_logits(half, hidden)
-    expected = F.log_softmax(F.linear(hidden, head.weight.bfloat16(), head.bias.bfloat16()).float() / 0.7, dim=-1)
-    tokens, sampled = rloo.sample(logits, 0.7, torch.rand(50, 1))
-    reference, _ = rloo.block_logprobs(half, hidden, tokens, 0.7)
-    with rloo.training_dtype(Args(dtype="bfloat16"), CPU):
-        training, _ = rloo.block_logprobs(only_a_head(head), hidden.float(), tokens, 0.7)
-    for found in (sampled, reference, training):
+    head, hidden = torch.nn.Linear(64, 40).bfloat16(), torch.randn(50, 64).bfloat16()
+    tokens, sampled = rloo.sample(rloo.final_logits(only_a_head(head), hidden), 0.7, torch.rand(50, 1))
+    training, _ = rloo.block_logprobs(only_a_head(head), hidden, tokens, 0.7)
+    expected = F.log_softmax(F.linear(hidden, head.weight, head.bias).float() / 0.7, dim=-1)
+    for found in (sampled, training):
         assert found.dtype == torch.float32 and torch.equal(found, expected[torch.arange(50), tokens])
-
-
-def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_number_of_blocks():
-    """With autocast's cache, blocks would share a copy of the head in bfloat16 and add up its gradient in bfloat16."""
-    torch.manual_seed(0)
-    head, hidden, tokens = torch.nn.Linear(64, 512, bias=False), torch.randn(1024, 64), torch.randint(512, (1024,))
-
-    def gradient(blocks: int, dtype: str):
-        with rloo.training_dtype(Args(dtype=dtype), CPU):
-            parts = zip(hidden.chunk(blocks), tokens.chunk(blocks))
-            run = functools.partial(rloo.checkpoint, rloo.block_logprobs, only_a_head(head), use_reentrant=False)
-            losses = [run(*part, 1.0)[0] for part in parts]
-            return torch.autograd.grad(torch.cat(losses).sum(), head.weight)[0]
-
-    exact = gradient(1, "float32")
-    one, many = ((gradient(blocks, "bfloat16") - exact).norm() / exact.norm() for blocks in (1, 64))
-    assert many < 1.2 * one
 
 
 def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
@@ -488,23 +437,23 @@ class AllPairs:
         self.kl = ((self.new - ref[0][self.pairs]) * self.mask).detach()
         self.weight = self.new.detach().sum(-1).exp().prod(0)
 
-    def error(self, advantages, ratio_level) -> float:
+    def error(self, advantages, per_token) -> float:
         """of the expected update, relative to the largest entry of the exact one"""
-        losses, _, _ = rloo.policy_loss(self.new, self.new.detach(), advantages, self.mask, 0.2, 0.2, ratio_level)
+        losses, _, _ = rloo.policy_loss(self.new, self.new.detach(), advantages, self.mask, 0.2, 0.2, per_token)
         update = flat_grad((losses.mean(0) * self.weight).sum(), self.policy)
         return ((update - self.exact).abs().max() / self.exact.abs().max()).item()
 
 
-@pytest.mark.parametrize("level", ["sequence", "token"])
-def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_variance(level):
+@pytest.mark.parametrize("token_level", [False, True])
+def test_the_expected_update_is_the_exact_gradient_and_the_baseline_lowers_its_variance(token_level):
     """The mean gradient of the loss over all pairs, weighted by their probabilities, is exact to rounding."""
-    beta, token_level, x = 0.4, level == "token", AllPairs(0.4)
-    without_baseline = rloo.rlhf_reward(x.scores, x.kl, beta, token_level).view(*x.scores.shape, -1)
+    beta, x = 0.4, AllPairs(0.4)
+    without_baseline = rloo.rlhf_reward(x.scores, x.kl, beta, token_level)
     with_baseline = advantages_of(x.scores, x.kl, x.mask, beta, token_level)
     without_kl = advantages_of(x.scores, x.kl, x.mask, 0.0, token_level)
     assert x.exact.abs().max() > 0.1
-    assert x.error(with_baseline, level) < 2e-5 and x.error(without_baseline, level) < 2e-5
-    assert x.error(without_kl, level) > 1e-2  # the test sees the KL term
+    assert x.error(with_baseline, token_level) < 2e-5 and x.error(without_baseline, token_level) < 2e-5
+    assert x.error(without_kl, token_level) > 1e-2  # the test sees the KL term
 
     # Variance: E‖g‖² over the pairs, g = -½ Σ_j Σ_t A_jt ∇ log π(y_jt), by the Gram matrix of the tokens' gradients.
     n, T = x.logprobs.shape[1:]
@@ -534,16 +483,20 @@ def token_logprobs(model, prompt: list[int], completion: list[int], temperature:
 
 
 def standardized(values: dict) -> dict:
-    """To mean 0 and standard deviation 1; a lone number stays what it is."""
-    if len(values) < 2:
-        return values
+    """To mean 0 and standard deviation 1."""
     center, scale = mean(values.values()), stdev(values.values()) + 1e-8
     return {c: (x - center) / scale for c, x in values.items()}
 
 
 def plain_scores(args, raw: dict, ended: dict) -> dict:
-    """The penalty first, then normalisation, then the clip: each from {c: score} to {c: score}."""
-    scores = {c: x - (args.missing_eos_penalty or 0.0) * (not ended[c]) for c, x in raw.items()}
+    """{c: score} of all completions. One without a score gets the mean of its siblings, or 0. Then the penalty,
+    normalisation and the clip."""
+    scores = {}
+    for c in ended:
+        siblings = [x for other, x in raw.items() if other[1] == c[1]]
+        scores[c] = raw[c] if c in raw else mean(siblings) if siblings else 0.0
+        if args.missing_eos_penalty and not ended[c]:
+            scores[c] -= args.missing_eos_penalty
     scores = standardized(scores) if args.normalize_reward else scores
     limits = args.reward_clip_range or (math.inf,)
     low, high = limits if len(limits) == 2 else (-limits[0], limits[0])
@@ -552,37 +505,27 @@ def plain_scores(args, raw: dict, ended: dict) -> dict:
 
 def plain_advantages(args, scores: dict, kl: dict) -> dict:
     """{(j, b, t): advantage} where there is one; t is 0 at sequence level. kl: {c: list over tokens}"""
-    beta, found = args.kl_coef * args.kl_in_reward, {}
+    found = {}
     steps = range(args.response_length if args.token_level_kl else 1)
     # What is still to come from token t on: at 0 all of it, beyond a completion's end its score alone.
-    rewards = {(*c, t): x - beta * math.fsum(kl[c][t:]) for c, x in scores.items() for t in steps}
+    rewards = {(*c, t): x - args.kl_coef * math.fsum(kl[c][t:]) for c, x in scores.items() for t in steps}
     for (j, b, t), reward in rewards.items():
-        group = [rewards[(*c, t)] for c in scores if c[1] == b]
-        peers = {
-            "rloo": [rewards[(*c, t)] for c in scores if c[1] == b and c[0] != j],
-            "reinforce": [rewards[(*c, t)] for c in scores],
-        }.get(args.advantage_estimator, group)
-        if t < len(kl[j, b]) and len(peers) > (args.advantage_estimator != "rloo"):  # else nothing to compare with
-            scale = stdev(group) + 1e-4 if args.advantage_estimator == "grpo" else 1.0
-            found[j, b, t] = (reward - mean(peers)) / scale
+        if t < len(kl[j, b]):
+            found[j, b, t] = reward - mean(rewards[(*c, t)] for c in scores if c[1] == b and c[0] != j)
     return standardized(found) if args.normalize_advantage else found
 
 
-def completion_loss(args, new, old, ref, advantages: list[float], notes: dict):
-    """The sum over tokens; new, old, ref: log-probs (length,); one advantage, or one per token."""
-    by_default = "token" if args.token_level_kl or args.loss_aggregation != "sequence" else "sequence"
-    per_token = (args.ratio_level or by_default) == "token"
+def completion_loss(args, new, old, advantages: list[float], notes: dict):
+    """The sum over tokens; new, old: log-probs (length,); one advantage, or one per token."""
     high, loss = args.cliprange if args.cliprange_high is None else args.cliprange_high, 0.0
-    for t, log_ratio in enumerate(new - old if per_token else (new - old).sum().view(1)):
+    for t, log_ratio in enumerate(new - old if args.token_level_kl else (new - old).sum().view(1)):
         a, ratio = advantages[min(t, len(advantages) - 1)], log_ratio.exp()
         plain, clipped = -a * ratio, -a * ratio.clamp(1 - args.cliprange, 1 + high)
         loss = loss + torch.maximum(plain, clipped)
         notes["policy/clipfrac_avg"].append(float(clipped > plain))
         notes["undecided"].append(float(abs(a) < 1e-5))  # rounding says which of the two is larger
         notes["policy/approxkl_avg"].append(0.5 * log_ratio.item() ** 2)
-    if args.kl_in_reward:
-        return loss
-    return loss + args.kl_coef * sum((y - x).exp() - 1 - (y - x) for x, y in zip(new, ref))
+    return loss
 
 
 def adamw_step(args, parameters: list, gradients: list, moments: dict, lr: float) -> float:
@@ -614,43 +557,34 @@ def plain_update(args, policy, reference, found, prompts, completions, ended, or
     weights = args.reward_weights or [1.0] * len(found)
     terms = {c: [w * x[c] for w, x in zip(weights, found.values()) if x[c] is not None] for c in completions}
     raw = {c: math.fsum(x) for c, x in terms.items() if x}
-    in_loss = {c: c in raw and (ended[c] or not args.mask_truncated_completions) for c in completions}
     scores = plain_scores(args, raw, ended)
     advantages = plain_advantages(args, scores, kl)
+    if args.mask_truncated_completions:
+        advantages = {(j, b, t): x * ended[j, b] for (j, b, t), x in advantages.items()}
     size = len(prompts) // args.num_mini_batches
     for step in (order[start : start + size] for order in orders for start in range(0, len(order), size)):
         mini_batch, loss = [c for c in completions if c[1] in step], 0.0
-        trained = [c for c in mini_batch if in_loss[c]]
         for c in mini_batch:
             new, entropy = read(policy, c)
-            own = [advantages.get((*c, t), 0.0) for t in range(lengths[c] if args.token_level_kl else 1)]
-            own_loss = completion_loss(args, new, old[c], ref[c], own, notes)
-            if c in trained:
-                denominators = {
-                    "sequence": len(mini_batch),
-                    "token": sum(lengths[i] for i in trained),
-                    "sequence-mean": len(mini_batch) * lengths[c],
-                }
-                loss = loss + own_loss / denominators[args.loss_aggregation]
+            own = [advantages[(*c, t)] for t in range(lengths[c] if args.token_level_kl else 1)]
+            loss = loss + completion_loss(args, new, old[c], own, notes) / len(mini_batch)
             notes["policy/entropy_avg"] += entropy.tolist()
             notes["val/ratio"] += (new - old[c]).exp().tolist()
-        loss = loss + 0 * new.sum()  # which also has a gradient where nobody is trained
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         notes["grad_norm"].append(adamw_step(args, parameters, gradients, moments, lr))
         notes["loss/policy_avg"].append(loss.item())
-    sums, beta = {c: math.fsum(x) for c, x in kl.items()}, args.kl_coef * args.kl_in_reward
+    sums = {c: math.fsum(x) for c, x in kl.items()}
     groups = [[raw[c] for c in raw if c[1] == b] for b in range(len(prompts))]
     named = {f"rewards/{name}/": [x for x in values.values() if x is not None] for name, values in found.items()}
     metrics = {
         "objective/kl": sums.values() if args.kl_coef else [],
-        "objective/non_score_reward": [-beta * x for x in sums.values()] if args.kl_coef else [],
-        "objective/rlhf_reward": [x - beta * sums[c] for c, x in scores.items()],
+        "objective/non_score_reward": [-args.kl_coef * x for x in sums.values()] if args.kl_coef else [],
+        "objective/rlhf_reward": [x - args.kl_coef * sums[c] for c, x in scores.items()],
         "objective/entropy": [-x.sum().item() for x in old.values()],
         "objective/scores": raw.values(),
-        "frac_reward_zero_std": [max(x) - min(x) <= 1e-6 for x in groups if len(x) > 1],
+        "frac_reward_zero_std": [not x or max(x) - min(x) <= 1e-6 for x in groups],
         "completions/mean_length": lengths.values(),
         "completions/clipped_ratio": [not x for x in ended.values()],
-        "completions/in_loss": in_loss.values(),
     }
     metrics |= notes | {name + "mean": x for name, x in named.items()}
     spreads = {name + "std": x for name, x in named.items()} | {"objective/scores_std": raw.values()}
@@ -734,14 +668,11 @@ def flags_drawn(seed: int) -> dict:
         "temperature": one_of(1.0, 0.7, 1.5),
         "kl_coef": one_of(0.0, 0.1, 1.0),
         "token_level_kl": one_of(False, True),
-        "kl_in_reward": one_of(True, True, False),
-        "advantage_estimator": one_of("rloo", "rloo", "grpo", "drgrpo", "reinforce"),
-        "loss_aggregation": one_of("sequence", "sequence", "token", "sequence-mean"),
         "missing_eos_penalty": one_of(None, 1.0),
         "normalize_reward": one_of(False, True),
         "reward_clip_range": one_of(None, None, (1.2,), (-0.5, 1.2)),
         "normalize_advantage": one_of(False, False, True),
-        "mask_truncated_completions": one_of(False, False, True),
+        "mask_truncated_completions": one_of(False, True),
         "cliprange": one_of(0.05, 0.2),
         "cliprange_high": one_of(None, 0.1, 0.4),
         "learning_rate": 1e-2,
@@ -751,7 +682,6 @@ def flags_drawn(seed: int) -> dict:
         "warmup_ratio": one_of(0.0, 0.0, 0.5),
         "max_grad_norm": one_of(0.0, 0.1, 1.0),
         "layout": one_of("group", "plain"),
-        "ratio_level": one_of(None, None, "token"),
         "local_rollout_forward_batch_size": one_of(64, 4),
     }
 
@@ -766,11 +696,11 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
     for weight, other in zip(reference.parameters(), tiny_model(family, seed=1).parameters()):
         weight.data.lerp_(other.data, 0.1)
     model.generation_config.eos_token_id = stop_ids if len(stop_ids) > 1 else 0
-    flags |= {"stop_token_id": 5} if stop_ids == [5] else {}
+    flags |= {"stop_token": WORDS[5 - 3]} if stop_ids == [5] else {}
     rows = [{"prompt": "a b c d e f g"[: 2 * i % 14 + 1], "n": i} for i in range(9)]  # of 1 to 7 tokens
     collected, orders, randperm = spy(monkeypatch, "collect"), [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n: orders.append(randperm(n)) or orders[-1])
-    monkeypatch.setattr(rloo, "load_reference", lambda args, policy: reference)
+    spy(monkeypatch, "load_models", lambda _, models: (*models[:2], models[2] and reference))
     metrics, output = train(
         dataset_name=write_rows(tmp_path / "rows.jsonl", rows),
         sft_model_path=save(tmp_path / "sft", model, tiny_tokenizer(pad)),
