@@ -1,5 +1,6 @@
-"""What the tests of this folder share: short runs on a part of mini TL;DR, by the command line with replacements."""
+"""What the tests of this folder share: short runs of extensions on a part of mini TL;DR."""
 
+import importlib
 import itertools
 import json
 import os
@@ -20,12 +21,23 @@ MINI = ROOT / "benchmark" / "mini_tldr"
 torch.set_num_threads(1)  # the models are tiny
 
 
+def forget():
+    """The next import of an extension runs its file again, which changes rloo.py."""
+    for name in [name for name in sys.modules if name.startswith("benchmark.extensions")]:
+        del sys.modules[name]
+
+
+def load(*names):
+    """Imports extensions anew, in this order; returns the last one."""
+    forget()
+    return [importlib.import_module(f"benchmark.extensions.{name}") for name in names][-1]
+
+
 @pytest.fixture(autouse=True)
 def rloo_as_it_was():
     before = dict(vars(rloo))
     yield
     vars(rloo).update(before)
-    rloo.REPLACED.clear()
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +50,11 @@ def data(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(data, tmp_path):
-    """run(seams, flag=value, ...) -> metrics of each update, and the output folder."""
+    """run(extension, ..., flag=value, ...) -> metrics of each update, and the output folder. Afterwards rloo.py is as
+    it was before the call."""
     numbers = itertools.count()
 
-    def run(seams: dict, **flags):
+    def run(*extensions: str, **flags):
         flags = {
             "dataset_name": data,
             "sft_model_path": MINI / "sft",
@@ -58,27 +71,27 @@ def run(data, tmp_path):
         } | flags
         before = dict(vars(rloo))
         try:
-            rloo.command_line(command_of(flags), **seams)
+            if extensions:
+                load(*extensions)
+            rloo.command_line(command_of(flags))
         finally:
             vars(rloo).update(before)
-            rloo.REPLACED.clear()
         return read_lines(Path(flags["output_dir"]) / "metrics.jsonl"), Path(flags["output_dir"])
 
     return run
 
 
-@pytest.fixture
-def record():
-    """record(name) -> flags of a run, and the metrics that rloo.py of commit 536c9f2 recorded, which had LoRA and FSDP
-    in it (as --sharding fsdp), on the same 40 rows."""
-    recorded = json.loads(Path(__file__).with_name("record.json").read_text())
+def spy(monkeypatch, module, name: str) -> list:
+    """Notes inputs and output of every call of a function of a module."""
+    seen, original = [], getattr(module, name)
 
-    def read(name: str) -> tuple[dict, list[dict]]:
-        one = recorded["runs"][name]
-        flags = recorded["flags"] | one["flags"]
-        return {name: x for name, x in flags.items() if name != "sharding"}, one["metrics"]
+    def noted(*inputs, **options):
+        output = original(*inputs, **options)
+        seen.append((inputs, output))
+        return output
 
-    return read
+    monkeypatch.setattr(module, name, noted)
+    return seen
 
 
 def command_of(flags: dict) -> list[str]:

@@ -2,10 +2,9 @@
 the loss, which is then a mean over the tokens of the others. DAPO also samples other prompts in their place; this file
 does not, so an update has fewer prompts. completions/in_loss is the share that is left.
 
-    python benchmark/extensions/dapo.py --advantage_estimator grpo --loss_aggregation token --cliprange_high 0.28 \
-        --kl_coef 0
+    python benchmark/extensions/dapo.py --loss_mean tokens --cliprange_high 0.28 --kl_coef 0
 
-Replaces `collect`.
+Stands on grpo.py. Wraps `improve`.
 """
 
 import sys
@@ -13,20 +12,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
+from benchmark.extensions import grpo  # noqa: E402, F401  its advantages, means and flags
+
+improve = rloo.improve
 
 
-def without_equal_groups(collect):
-    """A `collect` that leaves groups of equal scores out of the loss."""
-
-    def collect_and_filter(*inputs):
-        experience = collect(*inputs)
-        experience.in_loss = experience.in_loss & ~rloo.equal_groups(experience.shaped_scores)  # (k, B)
-        return experience
-
-    return collect_and_filter
+def improve_without_equal_groups(args, policy, master, optimizer, experience):
+    scores = experience.shaped_scores
+    unequal = ~scores.isclose(scores[0], rtol=1e-6, atol=1e-6).all(0)  # (B,)
+    experience.batch.policy_mask[:, ~unequal] = False  # no token of theirs is learned from or counted
+    return improve(args, policy, master, optimizer, experience) | {"completions/in_loss": unequal}
 
 
-SEAMS = {"collect": without_equal_groups(rloo.collect)}
+rloo.improve = improve_without_equal_groups
 
 if __name__ == "__main__":
-    rloo.command_line(**SEAMS)
+    rloo.command_line()

@@ -3,13 +3,15 @@ minus --entropy_coef times the entropy of its tokens' distributions, summed over
 
     python benchmark/extensions/entropy.py --entropy_coef 0.02
 
-Replaces `Args` (a flag of its own), `completion_loss` (a term of the loss) and `entropy_of` (which has no gradient in
-rloo.py, since it is only logged there).
+Replaces `block_logprobs`, whose entropies are only logged otherwise and have no gradient, wraps `Args` and
+`completion_loss`: import grpo.py before it.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
@@ -22,17 +24,19 @@ class Args(rloo.Args):
     entropy_coef: float = 0.01  # weight of the entropy, summed over a completion's tokens, in nats
 
 
-def with_bonus(args, experience, index, logprobs, old_logprobs, entropies):
+def completion_loss(args, experience, index, logprobs, old_logprobs, entropies):
     losses, *others = loss_without_bonus(args, experience, index, logprobs, old_logprobs, entropies)
     return losses - args.entropy_coef * entropies.sum(-1), *others  # (k, b)
 
 
-def entropy_with_gradient(logprobs):
-    """Entropies (n,) in nats of distributions with log-probs (n, vocabulary)."""
-    return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # a token of probability 0 adds 0
+def block_logprobs(model, hidden, tokens, temperature):
+    """As rloo.block_logprobs: log-probs (n,) of tokens, and entropies (n,) in nats, here with a gradient."""
+    logprobs = F.log_softmax(rloo.final_logits(model, hidden) / temperature, dim=-1)  # (n, vocabulary)
+    entropies = -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # a token of probability 0 adds 0
+    return logprobs.gather(1, tokens[:, None]).squeeze(1), entropies
 
 
-SEAMS = {"Args": Args, "completion_loss": with_bonus, "entropy_of": entropy_with_gradient}
+rloo.Args, rloo.completion_loss, rloo.block_logprobs = Args, completion_loss, block_logprobs
 
 if __name__ == "__main__":
-    rloo.command_line(**SEAMS)
+    rloo.command_line()

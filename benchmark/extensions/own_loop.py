@@ -31,18 +31,15 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(path)
     examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in TEXTS]
     longest = max(len(example["prompt_ids"]) for example in examples)
-    policy = rloo.load_policy(args, longest, resumed=None)
-    sampler = rloo.load_sampler(args, policy)
-    reference = rloo.load_reference(args, policy)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+    master, policy, reference = rloo.load_models(args, longest, resumed=None)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-4)
     stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
 
     # 1. Updates, as `main` makes them.
     scores = []
     for _ in range(3):
-        experience = rloo.collect(args, policy, sampler, reference, {"brevity": brevity}, examples, stop_ids)
-        improved = rloo.improve(args, policy, optimizer, experience)
-        rloo.update_sampler(sampler, policy)
+        experience = rloo.collect(args, policy, reference, {"brevity": brevity}, examples, stop_ids)
+        improved = rloo.improve(args, policy, master, optimizer, experience)
         scores.append(rloo.metrics_of(args, experience, improved)["objective/scores"])
         print(f"score {scores[-1]:.2f}")
 

@@ -2,7 +2,7 @@
 
     python benchmark/extensions/replace_unended.py FLAGS OF rloo.py, without --missing_eos_penalty
 
-Replaces `shape_scores` and `check_args`. Source: release 0.9.6 of huggingface/trl, trl/trainer/rloo_trainer.py.
+Wraps `shape_scores` and `check_args`. Source: release 0.9.6 of huggingface/trl, trl/trainer/rloo_trainer.py.
 """
 
 import sys
@@ -23,11 +23,11 @@ def check_args(args):
 
 
 def replace_unended(scores, ended, *options):
-    """rloo.shape_scores of scores (k, B), with -1 for completions that have not ended. NaN (no score) stays."""
-    return shape_ended(torch.where(ended | scores.isnan(), scores, -1.0), ended, *options)
+    """rloo.shape_scores of scores (k, B), with -1 for completions that have not ended."""
+    return shape_ended(torch.where(ended, scores, -1.0), ended, *options)
 
 
-SEAMS = {"check_args": check_args, "shape_scores": replace_unended}
+rloo.check_args, rloo.shape_scores = check_args, replace_unended
 
 if __name__ == "__main__":
-    rloo.command_line(**SEAMS)
+    rloo.command_line()

@@ -5,8 +5,8 @@
 
 The baseline comes from the updates before, so it does not depend on the completions that it is compared with. A prompt
 that is read for the first time has the baseline of rloo.py. The means are not saved: a resumed run starts new ones, and
-with several processes each has its own. It is worth it only if each prompt comes several times. Not together with
-correction.py, which computes advantages a second time. Replaces `advantages_of`.
+with several processes each has its own. It is worth it only if each prompt comes several times. Wraps `advantages_of`,
+`improve` and `check_args`: import it before correction.py, whose advantages are then of this file. Not with grpo.py.
 """
 
 import sys
@@ -18,27 +18,43 @@ import rloo  # noqa: E402
 RATE = 0.5  # weight of the newest rewards in a running mean
 means = {}  # tokens of a prompt -> running mean of its rewards
 
+check_flags = rloo.check_args
 advantages_of_siblings = rloo.advantages_of
+improve = rloo.improve
+
+
+def check_args(args):
+    check_flags(args)
+    rloo.require(not args.token_level_kl, "running_mean.py: has one baseline per completion, not one per token")
+    rloo.require(not args.normalize_advantage, "running_mean.py: advantages would be normalised before it")
 
 
 def with_running_means(args, batch, shaped_scores, kl):
-    rloo.require(not args.token_level_kl, "running_mean.py: has one baseline per completion, not one per token")
-    rloo.require(not args.normalize_advantage, "running_mean.py: advantages would be normalised before it")
     advantages = advantages_of_siblings(args, batch, shaped_scores, kl)  # (k, B, 1)
-    kl_coef = args.kl_coef if args.kl_in_reward else 0.0
-    rewards = rloo.rlhf_reward(shaped_scores, kl, kl_coef)  # (k, B), NaN without a score
+    rewards = rloo.rlhf_reward(shaped_scores, kl, args.kl_coef)
     for b, example in enumerate(batch.examples):
-        prompt = tuple(example["prompt_ids"])
-        mean = rewards[:, b].nanmean().item()
-        if prompt in means:
-            advantages[:, b, 0] = (rewards[:, b] - means[prompt]).nan_to_num(0.0)
-            mean = RATE * mean + (1 - RATE) * means[prompt]
-        if mean == mean:  # not NaN: at least one completion had a score
-            means[prompt] = mean
+        mean = means.get(tuple(example["prompt_ids"]))
+        if mean is not None:
+            advantages[:, b] = rewards[:, b] - mean
     return advantages
 
 
-SEAMS = {"advantages_of": with_running_means}
+def improve_and_note(args, policy, master, optimizer, experience):
+    """`improve`, where a completion without a score has no advantage; then this update's rewards enter the means."""
+    scored = ~experience.scores.isnan()
+    learned = scored & experience.batch.ended if args.mask_truncated_completions else scored
+    experience.advantages = experience.advantages * learned[..., None]
+    improved = improve(args, policy, master, optimizer, experience)
+    rewards = rloo.rlhf_reward(experience.shaped_scores, experience.kl, args.kl_coef)
+    for b, example in enumerate(experience.batch.examples):
+        if scored[:, b].any():
+            prompt = tuple(example["prompt_ids"])
+            mean = rewards[scored[:, b], b].mean().item()
+            means[prompt] = RATE * mean + (1 - RATE) * means.get(prompt, mean)
+    return improved
+
+
+rloo.check_args, rloo.advantages_of, rloo.improve = check_args, with_running_means, improve_and_note
 
 if __name__ == "__main__":
-    rloo.command_line(**SEAMS)
+    rloo.command_line()
