@@ -1,7 +1,5 @@
 """What every benchmark does: records, runs with a log, statistics over seeds, tables in Markdown, pictures.
 
-    python benchmark/common.py     # redraws every page from its records: tables, pictures, and the table of README.md
-
 The rules of records and of intervals are in README.md, "Conventions". This file needs numpy alone, and matplotlib for
 pictures, so that environments with TRL or vLLM can import it.
 """
@@ -17,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +25,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TASK = HERE / "mini_tldr"  # data, sft/, reward/
 LEAST_SEEDS = 3  # on each side of a comparison, and for a standard error
-# Each module has report(), which redraws its page; headline(), if it has one, gives rows of README.md's table.
-REPORTS = ("study/reach", "study/peers", "study/overoptimise", "smollm/report", "speed/throughput", "trl/parity")
-REPORTS += ("gradient/exact", "bugs/put_back", "metrics/kill_runs", "metrics/end_runs", "gpu/gpu_memory")
 
 
 # ---- Records and runs ------------------------------------------------------------------------------------------------
@@ -70,7 +65,7 @@ class Records:
     def __init__(self, path: Path, again: bool = False):
         self.path, self.again = path, again
         self.all: dict[str, dict] = {}
-        self.found: dict[str, None] = {}  # names of what was asked for and is recorded, in order
+        self.told: set[str] = set()  # names of records that are not made anew, once that was said
         self.added = False  # whether anything was made and written
         self.read()
 
@@ -79,33 +74,15 @@ class Records:
             self.all = json.loads(self.path.read_text(encoding="utf-8"))
 
     def needs(self, name: str, *keys) -> bool:
-        """Whether an entry of a record is to be made: it is not there, or all is made again."""
+        """Whether an entry of a record is to be made: it is not there, or all is made again. If not, says by which
+        rloo.py it was made."""
         if self.again or self.value(name, *keys) is None:
             return True
-        self.found[name] = None
+        made = self.all[name].get("made", {"rloo.py": "of an earlier commit", "date": "without a date"})
+        if name not in self.told:
+            print(f"{name}: recorded with rloo.py {made['rloo.py']}, {made['date']}; --again makes and compares it")
+        self.told.add(name)
         return False
-
-    def tell(self, names: Sequence[str], text: Callable[[], str]):
-        """For the end of a script: prints what the records say, `text` if all these names are there, and which of them
-        were found rather than made. Nothing if all was made again, since then each was compared."""
-        if self.again:
-            return
-        if all(name in self.all for name in names):
-            print(text())
-        makers: dict[str, list[str]] = {}
-        file_date = git("log", "-1", "--format=%as", "--", str(self.path)) or "unknown"
-        for name in self.found:
-            made = self.all[name].get("made")
-            maker = (
-                f"with rloo.py {made['rloo.py']}, {made['date']}"
-                if made
-                else f"before records had dates (file of {file_date})"
-            )
-            makers.setdefault(maker, []).append(name)
-        for maker, names in makers.items():
-            print(f"recorded {maker}: {', '.join(names)}")
-        if makers:
-            print("nothing of that was run now: --again runs it and compares")
 
     def add(self, name: str, **found):
         """Adds entries to a record."""
@@ -132,35 +109,23 @@ class Records:
         return found
 
     def complete(self, names: Sequence[str], what: str) -> bool:
-        """Whether all records are there that `what` (tables, a picture) is drawn from. If not, or if nothing is to be
-        written, says that it is left as it is."""
+        """Whether all records are there that `what` (tables, a picture) is drawn from, and these may be
+        written."""
         missing = [name for name in names if name not in self.all]
-        if self.again:
-            print(f"{self.path.name}, {what}: left as they are")
-        elif missing:
+        if missing:
             print(f"{what}: left as they are, since there is no record of {', '.join(missing)}")
         return not self.again and not missing
 
 
-def shown(value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def comparison(name: str, recorded: dict, found: dict) -> list[str]:
-    """A line for each entry that was found: "name, entry: recorded 63.8, now 63.6"."""
+def comparison(title: str, recorded: dict, found: dict) -> list[str]:
+    """A line for each entry that was found: "run 1, win: recorded 63.8, now 63.6"."""
     lines = []
     for key, now in found.items():
-        title, before = f"{name}, {key}", recorded.get(key)
+        before = recorded.get(key)
         if isinstance(now, dict):
-            lines += comparison(title, before if isinstance(before, dict) else {}, now)
-        elif before is None:
-            lines.append(f"{title}: no record, now {shown(now)}")
-        elif isinstance(now, list) and (len(now) > 3 or any(isinstance(x, dict) for x in now)):
-            equal = sum(a == b for a, b in zip(before, now))
-            lines.append(f"{title}: {equal} of {len(now)} values as recorded")
+            lines += comparison(f"{title}, {key}", before or {}, now)
         else:
-            texts = [", ".join(map(shown, x)) if isinstance(x, list) else shown(x) for x in (before, now)]
-            lines.append(f"{title}: recorded {texts[0]}, now {texts[1]}")
+            lines.append(f"{title}, {key}: " + ("as recorded" if now == before else f"recorded {before}, now {now}"))
     return lines
 
 
@@ -265,11 +230,6 @@ def plus_minus(values, factor: float = 1, decimals: int = 1) -> str:
     return text if len(values) < LEAST_SEEDS else f"{text} ± {factor * error:.{decimals}f}"
 
 
-def listed(values, factor: float = 1, decimals: int = 1) -> str:
-    """Each seed's value, where seeds go such different ways that their mean is of none of them."""
-    return ", ".join(f"{factor * value:.{decimals}f}" for value in values)
-
-
 def with_interval(found: Difference, decimals: int = 1) -> str:
     return f"{found.mean:+.{decimals}f} [{found.low:+.{decimals}f}, {found.high:+.{decimals}f}]"
 
@@ -303,30 +263,3 @@ def save(figure, path: Path):
     figure.savefig(path, dpi=110)
     figure.clear()
     print(f"picture: {path}")
-
-
-# ---- Every page ------------------------------------------------------------------------------------------------------
-
-
-def modules() -> list:
-    """Those of REPORTS."""
-    sys.path[:0] = [str((HERE / name).parent) for name in REPORTS]
-    return [importlib.import_module(Path(name).name) for name in REPORTS]
-
-
-def headline(rooms: Sequence) -> str:
-    """The table of README.md. A row of a module's headline(): question, answer, how sure it is, the command, and
-    the part of a page that says more."""
-    table = [["question", "answer", "how sure", "command"]]
-    for room in rooms:
-        for question, answer, sure, command, page in room.headline() if hasattr(room, "headline") else []:
-            table.append([f"[{question}]({page})", answer, sure, f"`{command}`"])
-    return markdown(table)
-
-
-if __name__ == "__main__":
-    require(matplotlib="matplotlib")
-    rooms = modules()
-    for room in rooms:
-        room.report()
-    insert(HERE / "README.md", {"headline": headline(rooms)})

@@ -45,10 +45,9 @@ def labels(runs: Sequence[Path]) -> list[str]:
     """The name of each run, with its values of up to three flags that are not equal in all runs."""
     flags = [json.loads((run / "args.json").read_text()) for run in runs]
     differ = [name for name in flags[0] if any(other.get(name) != flags[0][name] for other in flags)]
-    shown = [name for name in differ if name not in ("output_dir", "exp_name", "resume", "versions", "replaced")][:3]
-    return [
-        ", ".join([run.resolve().name, *(f"{name} {own.get(name)}" for name in shown)]) for run, own in zip(runs, flags)
-    ]
+    shown = [name for name in differ if name not in ("output_dir", "exp_name", "resume", "replaced")][:3]
+    values = [[f"{name} {own.get(name)}" for name in shown] for own in flags]
+    return [", ".join([run.resolve().name, *own]) for run, own in zip(runs, values)]
 
 
 def draw(runs: Sequence[Path], output: Path):

@@ -33,6 +33,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]  # for rloo.py, which the processes import, and common.py
 import common  # noqa: E402
+import kill_runs  # noqa: E402
 
 RECORDS = HERE / "end_runs.json"
 FLAGS = "--response_length 8 --per_device_train_batch_size 4 --rloo_k 2 --learning_rate 5e-4 "
@@ -47,31 +48,11 @@ KINDS = {  # and what the page calls them
 POOL = []  # the workers of brief_by_pool, once it has been called
 
 
-def length(text: str) -> int:
-    return len(text)
-
-
-def brief(completions, **columns):
-    return [-length(text) / 100 for text in completions]
-
-
 def brief_by_pool(completions, **columns):
-    """The same by other processes."""
+    """kill_runs.brief by other processes."""
     if not POOL:
         POOL.append(ProcessPoolExecutor(2, multiprocessing.get_context("fork")))
-    return [-n / 100 for n in POOL[0].map(length, completions)]
-
-
-def save_policy(folder: Path):
-    """A random Llama, small enough for a hundred runs, with the tokenizer of the bundled task."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(common.TASK / "sft")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
-    transformers.set_seed(1)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return [-n / 100 for n in POOL[0].map(len, completions)]
 
 
 def train(kind: str, folder: Path, output: Path, moment: int):
@@ -85,11 +66,7 @@ def train(kind: str, folder: Path, output: Path, moment: int):
         os.dup2(out, 1)
         os.dup2(out, 2)
     sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # nohup, a shell's `&` or pytest may have changed them
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # nohup, a shell's `&` or pytest may change them
         signal.signal(number, signal.SIG_DFL)
     import torch
 
@@ -97,7 +74,7 @@ def train(kind: str, folder: Path, output: Path, moment: int):
 
     torch.set_num_threads(1)
     if kind == "whole":
-        save_policy(folder / "policy")
+        kill_runs.save_policy(folder / "policy")
     metrics_of, save_checkpoint = rloo.metrics_of, rloo.save_checkpoint
 
     def broken_metrics(args, experience, improved):
@@ -105,17 +82,21 @@ def train(kind: str, folder: Path, output: Path, moment: int):
             raise ValueError("an error of the user's")
         return metrics_of(args, experience, improved)
 
-    def save_on_full_disk(args, folder, state, *models):
+    def save_on_full_disk(args, folder, state, *others):
         if state["update"] > 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (moment, resource.RLIM_INFINITY))
-        save_checkpoint(args, folder, state, *models)
+        save_checkpoint(args, folder, state, *others)
 
-    replaced = {"metrics": {"metrics_of": broken_metrics}, "full disk": {"save_checkpoint": save_on_full_disk}}
+    if kind == "metrics":
+        rloo.metrics_of = broken_metrics
+    if kind == "full disk":
+        rloo.save_checkpoint = save_on_full_disk
     flags = ["--sft_model_path", folder / "policy", "--dataset_name", folder / "data", "--output_dir", output]
-    flags += ["--reward_fns", f"{HERE / 'end_runs.py'}:{'brief_by_pool' if kind == 'group' else 'brief'}"]
+    reward = "end_runs.py:brief_by_pool" if kind == "group" else "kill_runs.py:brief"
+    flags += ["--reward_fns", HERE / reward]
     flags += ["--save_steps", 1 if kind in ("full disk", "whole") else 0, "--save_total_limit", 100]
     flags += ["--total_episodes", 80 if kind == "whole" else 800]
-    rloo.command_line([*map(str, flags), *FLAGS.split()], **replaced.get(kind, {}))
+    rloo.command_line([*map(str, flags), *FLAGS.split()])
 
 
 def updates(output: Path) -> int:
@@ -144,17 +125,10 @@ def end(kind: str, process, output: Path, rng) -> int:
 
 def run(folder: Path, number: int, seed: int) -> dict[str, dict]:
     """Of each kind: runs, the most updates that one of them lost, and how many checkpoints were others."""
-    (folder / "data").mkdir(parents=True)
-    for split, rows in (("train", 24), ("test", 2)):
-        lines = (common.TASK / f"{split}.jsonl").read_text().splitlines(keepends=True)
-        (folder / "data" / f"{split}.jsonl").write_text("".join(lines[:rows]))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rloo"])  # imported once, so that a start takes little time
+    kill_runs.small_data(folder / "data", 2)
 
     def start(kind: str, name: str, moment: int = 0):
-        process = context.Process(target=train, args=(kind, folder, folder / name, moment))
-        process.start()
-        return process
+        return kill_runs.start(train, kind, folder, folder / name, moment)
 
     whole = folder / "whole"
     start("whole", "whole").join()
@@ -185,21 +159,6 @@ def table(records) -> str:
     return common.markdown(rows)
 
 
-def report():
-    """Writes the table of README.md."""
-    common.insert(HERE / "README.md", {"ends": table(common.Records(RECORDS))})
-
-
-def headline() -> list[list[str]]:
-    """A row of benchmark/README.md's table."""
-    found = common.Records(RECORDS).all.values()
-    answer = f"at most {max(x['updates lost'] for x in found)} update"
-    question = "What does a run lose that is stopped or meets an error?"
-    sure = f"{sum(x['runs'] for x in found)} runs, on a CPU"
-    command = "python benchmark/metrics/end_runs.py --again"
-    return [[question, answer, sure, command, "metrics/README.md#stopped-runs"]]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="compare with the record instead of replacing it")
@@ -213,8 +172,8 @@ def main():
     shutil.rmtree(folder)
     for kind, counts in found.items():
         records.add(kind, **counts)
-    if not records.again:
-        report()
+    if records.added:
+        common.insert(HERE / "README.md", {"ends": table(records)})
 
 
 if __name__ == "__main__":

@@ -1,75 +1,222 @@
-"""The page of metrics names what a run writes: all of it, and nothing else."""
+"""What a run leaves and what happens at its edges: the page names all that is written; runs that are ended, killed,
+logged or moved; trackers that die; reward functions in odd places.
 
+python -m pytest -q benchmark/metrics
+"""
+
+import json
+import os
 import re
+import shutil
+import signal
 import sys
 import types
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import pytest
 
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import end_runs  # noqa: E402
 import kill_runs  # noqa: E402
+from kill_runs import common  # noqa: E402
 
-from rloo_test import count_tokens, read_metrics, tiny, train  # noqa: E402, F401
+import rloo  # noqa: E402
+
+PAGE = (HERE / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_page_of_metrics_has_those_that_a_run_writes(train, tmp_path):  # noqa: F811
-    page = Path(__file__).with_name("README.md").read_text()
-    flags = {"reward_fns": (f"{__file__}:count_tokens",), "eval_fns": (f"{__file__}:words",)}
-    (metrics,), output = train(**flags, output_dir=str(tmp_path / "out"), num_eval_prompts=4, log_completions=True)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder with a policy, data and reward functions."""
+    folder = tmp_path_factory.mktemp("files")
+    kill_runs.save_policy(folder / "policy")
+    rows = [json.dumps({"prompt": f"a post about {n}"}) for n in range(40)]  # the last four are held out
+    (folder / "data.jsonl").write_text("\n".join(rows))
+    functions = "def brief(completions, **columns):\n    return [-len(x) for x in completions]\n\n\nwords = brief\n"
+    (folder / "plain.py").write_text(functions)
+    return folder
+
+
+@pytest.fixture
+def train(files, monkeypatch):
+    """Runs `python rloo.py` in that folder: three updates, if not told otherwise."""
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(output, *flags, **changed):
+        given = {"sft_model_path": "policy", "dataset_name": "data.jsonl", "output_dir": output, "device": "cpu"}
+        given |= {"rloo_k": 2, "per_device_train_batch_size": 4, "response_length": 4, "num_sample_generations": 0}
+        given |= {"total_episodes": 12, "reward_fns": "plain.py:brief"} | changed
+        rloo.command_line([*(word for name, value in given.items() for word in (f"--{name}", str(value))), *flags])
+
+    yield run
+    sys.modules.pop("plain", None)
+
+
+def saved(output: Path) -> set[str]:
+    return {path.name for path in output.glob("checkpoint-*")}
+
+
+# ---- What a run writes -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_files_metrics_and_grades_that_a_run_writes(train, tmp_path):
+    reward = {"reward_model_path": common.TASK / "reward", "eval_fns": "plain.py:words"}
+    train(tmp_path, "--log_completions", **reward, total_episodes=4, save_steps=1)
+    (metrics,) = common.read_lines(tmp_path / "metrics.jsonl")
 
     def first_column(head):
-        return re.findall(r"`(.*?)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", page.split(head)[1].split("\n\n")[0])))
+        return re.findall(r"`(.*?)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", PAGE.split(head)[1].split("\n\n")[0])))
 
     names = [re.escape(x).replace("<name>", r"\w+").replace(r"\*", r"\w+") for x in first_column("| metric |")]
     assert [x for x in metrics if not any(re.fullmatch(name, x) for name in names)] == []
     assert [name for name in names if not any(re.fullmatch(name, x) for x in metrics)] == []
     for file in first_column("| in `output_dir`"):
-        assert file == "adapter/" or (output / file.replace("<update>", "1")).exists(), file
-    grades = ("length", "score", "words", "rewards/reward_model", "rewards/count_tokens")
-    expected = {f"{mode}/{x}{end}" for mode in ("sampled", "greedy") for x in grades for end in ("", "_stderr")}
-    assert [{*x} - {"update", "episode"} for x in read_metrics(output, "evaluations")] == [expected] * 2
+        assert file == "adapter/" or (tmp_path / file.replace("<update>", "1")).exists(), file
+    grades = ("length", "score", "words", "rewards/reward_model", "rewards/brief")
+    ends = [end for end in ("", "_stderr", "_count") if not end or f"*{end}`" in PAGE]
+    expected = {f"{mode}/{x}{end}" for mode in ("sampled", "greedy") for x in grades for end in ends}
+    written = common.read_lines(tmp_path / "evaluations.jsonl")
+    assert [{*x} - {"update", "episode"} for x in written] == [expected] * 2
 
 
-def words(prompts, completions, completion_ids, **columns):
-    return [len(text.split()) for text in completions]
-
-
-def test_runs_are_logged_and_resumed_ones_continue_their_log(train, monkeypatch):  # noqa: F811
+def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, monkeypatch):
     logged, started = [], []
     service = types.SimpleNamespace(
-        init=lambda **flags: started.append(flags) or service,
+        init=lambda **flags: started.append(flags),
         log=lambda metrics, step: logged.append((step, metrics)),
         Table=lambda columns, rows: (columns, rows),
     )
     monkeypatch.setitem(sys.modules, "wandb", service)
-    names = {"wandb_project_name": "project", "wandb_entity": "team"}
-    metrics, output = train(track=True, total_episodes=48, num_eval_prompts=4, **names)
-    assert started[0].items() >= {"project": "project", "entity": "team", "name": output.name}.items()
-    assert [step for step, _ in logged] == [0, 0, 1, 2, 3, 3, 3] and [x for _, x in logged[2:5]] == metrics
-    samples = read_metrics(output, "completions")
-    for n, evaluation in enumerate(read_metrics(output, "evaluations")):
-        (_, values), (_, table) = sorted(logged[5 * n : 5 * n + 2], key=lambda entry: "samples" in entry[1])
+    output = tmp_path / "out"
+    train(output, "--track", wandb_project_name="project", wandb_entity="team")
+    assert started[0].items() >= {"project": "project", "entity": "team", "name": "out"}.items()
+    assert [step for step, _ in logged] == [0, 0, 1, 2, 3, 3, 3]
+    assert [x for _, x in logged[2:5]] == common.read_lines(output / "metrics.jsonl")
+    samples = [x for x in common.read_lines(output / "completions.jsonl") if x["mode"] == "sampled"]
+    for n, evaluation in enumerate(common.read_lines(output / "evaluations.jsonl")):
+        (_, table), (_, values) = logged[5 * n : 5 * n + 2]
         assert values == {f"eval/{name}": x for name, x in evaluation.items()}
         columns, rows = table["samples"]
-        assert columns == ["mode", "query", "response", "grades"]
-        texts = [[x["mode"], x["prompt"], x["completion"]] for x in samples if x["update"] == evaluation["update"]]
-        assert [row[:3] for row in rows] == texts
-    train(track=True, total_episodes=64, output_dir=str(output), resume=True)
-    train(track=True)
+        assert columns == ["query", "response", "grades"]
+        texts = [[x["prompt"], x["completion"]] for x in samples if x["update"] == evaluation["update"]]
+        assert [row[:2] for row in rows] == texts
+    train(output, "--track", "--resume", total_episodes=16)
+    train(tmp_path / "other", "--track")
     one, resumed, other = (flags["id"] for flags in started)
     assert one == resumed != other and {flags["resume"] for flags in started} == {"allow"}
 
 
 def test_the_page_says_what_was_recorded_of_stopped_and_killed_runs():
-    page = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    said = kill_runs.sentence(kill_runs.common.Records(kill_runs.RECORDS))
-    ends = end_runs.table(kill_runs.common.Records(end_runs.RECORDS))
-    assert kill_runs.common.filled(page, {"kills": said, "ends": ends}) == page
+    said = {"kills": kill_runs.sentence(common.Records(kill_runs.RECORDS))}
+    assert common.filled(PAGE, said | {"ends": end_runs.table(common.Records(end_runs.RECORDS))}) == PAGE
 
 
-def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tiny, tmp_path):  # noqa: F811
+# ---- Runs that are ended ---------------------------------------------------------------------------------------------
+
+
+def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tmp_path):
     """SIGKILL, also during a save; kill_runs.py does the same more often."""
-    counts = kill_runs.run(tmp_path / "kill", kills=3, seed=1, models=tiny, data=tiny / "data")
-    assert counts["kills"] == 3 and counts["runs"] >= 1 and counts["differences"] == 0
+    counts = kill_runs.run(tmp_path / "kill", kills=2, seed=1)
+    assert counts["kills"] == 2 and counts["runs"] >= 1 and counts["differences"] == 0
+
+
+def test_what_is_done_when_a_run_is_ended_stays(tmp_path):
+    """One run of each kind; end_runs.py has 20 of each."""
+    found = end_runs.run(tmp_path / "ends", number=1, seed=1)
+    for kind, counts in found.items():
+        lost = 1 if kind == "full disk" else 0  # there the save of that update has failed
+        assert counts == {"runs": 1, "updates lost": lost, "differences": 0}, kind
+
+
+def test_a_hangup_that_nohup_has_made_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with rloo.noted_signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_tracker_that_dies_ends_the_run_with_its_error_and_a_checkpoint(train, tmp_path, monkeypatch):
+    def log(metrics, step):
+        if step == 2:
+            raise ConnectionResetError("Connection lost")
+
+    service = types.SimpleNamespace(init=lambda **options: None, log=log, Table=lambda *inputs: None)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    with pytest.raises(ConnectionResetError):
+        train(tmp_path / "out", "--track")
+    assert saved(tmp_path / "out") == {"checkpoint-2"}
+
+
+def test_a_tracker_without_a_key_or_package_is_one_line_before_anything_is_loaded(train, tmp_path, monkeypatch):
+    def no_key(**options):
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.\nSecond line")
+
+    monkeypatch.setattr(rloo, "load_models", lambda *inputs: pytest.fail("a model is loaded"))
+    for module, said in ((types.SimpleNamespace(init=no_key), "No API key configured"), (None, "ModuleNotFoundError")):
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        with pytest.raises(SystemExit, match=f"--track: .*{said}") as ended:
+            train(tmp_path / "out", "--track")
+        assert "\n" not in str(ended.value) and not (tmp_path / "out").exists()
+
+
+def test_a_run_goes_on_where_its_folder_and_its_files_have_moved_to(train, files, tmp_path, capsys):
+    train(tmp_path / "old", total_episodes=4)
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    shutil.copytree(files / "policy", tmp_path / "policy")
+    train(tmp_path / "new", "--resume", sft_model_path=f"{tmp_path}/policy/")
+    said = capsys.readouterr().out
+    assert f"sft_model_path policy -> {tmp_path}/policy/" in said and "output_dir" in said
+    assert [line["update"] for line in common.read_lines(tmp_path / "new" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_the_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(train, tmp_path, monkeypatch):
+    synced = set()
+
+    def fsync(file):
+        assert not saved(tmp_path / "out")
+        synced.add(Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    train(tmp_path / "out")
+    assert synced == {path.name for path in (tmp_path / "out" / "checkpoint-3").rglob("*") if path.is_file()}
+
+
+# ---- Where a reward function may be ----------------------------------------------------------------------------------
+
+
+def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch):
+    """Importing it would run the script again. A script that is no file, as a notebook, may use one of a file."""
+    script = tmp_path / "mine.py"
+    script.write_text("def reward(completions, **columns): return [1.0]")
+    running = types.ModuleType("__main__")
+    running.reward = len
+    monkeypatch.setitem(sys.modules, "__main__", running)
+    for first, expected in ((str(script), len), ("-", None), ("", None)):
+        monkeypatch.setattr(sys, "argv", [first])
+        found = rloo.load_function(f"{script}:reward")
+        assert found is expected or expected is None and found([]) == [1.0]
+
+
+def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_with_a_dot(tmp_path, monkeypatch):
+    """... and it may import what lies beside it. A file with the name of a module that is loaded must be renamed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "__init__.py").write_text("")
+    (tmp_path / "rewards" / "beside.py").write_text("one = 1.0")
+    (tmp_path / "rewards" / "length.py").write_text("from .beside import one\ndef reward(**columns): return [one]")
+    (tmp_path / "beside_it.py").write_text("two = 2.0")
+    (tmp_path / "my.rewards.v2.py").write_text("from beside_it import two\ndef reward(**columns): return [two]")
+    (tmp_path / "json.py").write_text("def reward(**columns): return [3.0]")
+    specs = ("my.rewards.v2.py", "rewards.length")
+    assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[2.0], [1.0]]
+    with pytest.raises(rloo.InputError, match="json.py:reward: rename it"):
+        rloo.load_function("json.py:reward")
+    assert sys.modules["json"] is json

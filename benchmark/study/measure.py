@@ -20,11 +20,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / "mini_tldr")]
 import common  # noqa: E402
 import mini_tldr  # noqa: E402
-from common import ROOT, TASK  # noqa: E402
+from common import TASK  # noqa: E402
 
 import rloo  # noqa: E402
 
-RUNS = ROOT / "runs" / "study"
 TEMPERATURE = 0.7
 SAMPLES = 2  # completions sampled for each post
 CHUNK = 128  # completions of a forward pass
@@ -121,20 +120,16 @@ class Engine:
         torch.set_num_threads(1)  # as in the runs
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        flags = ["--device", "cpu", "--dtype", "float32", "--local_rollout_forward_batch_size", str(CHUNK)]
-        self.args = rloo.resolve_args(rloo.parse_args(flags))
+        self.args = rloo.resolve_args(rloo.Args(device="cpu", local_rollout_forward_batch_size=CHUNK))
         self.tokenizer = rloo.load_tokenizer(self.args, str(TASK / "sft"))
         self.longest = max(len(x["prompt_ids"]) for x in self.examples(common.read_lines(TASK / "test.jsonl")))
-        self.reference = self.policy(TASK / "sft")
+        self.reference = self.read(TASK / "sft")
         (self.reward,) = rloo.load_reward_model(self.args, self.tokenizer, self.longest).values()
-
-    def policy(self, folder: Path):
-        return self.read(folder)
 
     def read(self, folder: Path, *auto_class, **options):
         """A model with its layout."""
-        model = rloo.read_model(self.args, str(folder), self.args.torch_dtype, *auto_class, **options)
-        model.layout = rloo.choose_layout(self.args, model, self.longest)
+        model = rloo.read_model(self.args, str(folder), torch.float32, *auto_class, **options)
+        rloo.choose_layout(self.args, model, self.longest)
         return model
 
     def examples(self, posts: list[dict]) -> list[dict]:
@@ -185,7 +180,7 @@ def over_posts(values: np.ndarray) -> list[float]:
 
 def measured(folder: Path, kind: str, posts: int, seed: int, greedy: bool = False) -> dict:
     """How a policy does on the first fresh posts of a kind: sampled, and greedy -> measure -> [mean, error]."""
-    rows, policy = fresh_posts()[kind][:posts], engine().policy(folder)
+    rows, policy = fresh_posts()[kind][:posts], engine().read(folder)
     found = {"sampled": grade(policy, rows, SAMPLES, seed)}
     if greedy:
         found["greedy"] = grade(policy, rows, 1, seed, temperature=0.0)

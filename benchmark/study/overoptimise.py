@@ -29,7 +29,7 @@ from measure import Setting, common, engine, rloo
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tldr"))
-RECORDS, PICTURE, SCORE_AND_JUDGE = HERE / "overoptimise.json", HERE / "overoptimise.png", HERE / "score_and_judge.png"
+RECORDS = HERE / "overoptimise.json"
 PROXY_FOLDER = common.ROOT / "runs" / "study" / "proxies"
 # Which comparisons a proxy is trained on; 500b is the second one of the mean.
 PROXIES = {"100": (0, 100), "500": (0, 500), "2000": (0, 2_000), "4800": (0, 4_800), "500b": (500, 1_000)}
@@ -164,7 +164,7 @@ def reference_scores(name: str, kind: str) -> np.ndarray:
 
 def point(name: str, folder: Path, kind: str, seed: int) -> dict:
     """A policy on fresh posts: measure -> [mean, error]. proxy_win: the proxy prefers it to the reference."""
-    posts, policy = measure.fresh_posts()[kind][: POSTS[kind]], engine().policy(folder)
+    posts, policy = measure.fresh_posts()[kind][: POSTS[kind]], engine().read(folder)
     found = measure.grade(policy, posts, measure.SAMPLES, seed, reward=reward_of(name))
     found["proxy_win"] = (found["score"] > reference_scores(name, kind)).astype(float)
     return {measured: measure.over_posts(values) for measured, values in found.items()}
@@ -208,7 +208,7 @@ def make_sft(records: common.Records, name: str):
         records.add(f"sft_{name}", agreement=[round(float(agrees.mean()), 4), len(agrees)], best_of_n=best)
 
 
-# ---- Table and pictures ----------------------------------------------------------------------------------------------
+# ---- Table and picture ----------------------------------------------------------------------------------------------
 
 
 def along(records: common.Records, name: str, measured: str, kind: str = "test") -> np.ndarray:
@@ -240,7 +240,7 @@ def lines(axis, x, y, colour: str, label: str = "", style: str = "-"):
 
 
 def draw(records: common.Records):
-    """Win rates over √KL: best-of-n and RLOO for each proxy, and what protects. Then one proxy over episodes."""
+    """Win rates over √KL: best-of-n and RLOO for each proxy, and what protects."""
     figure, ((best_of, proxies, protected),) = common.canvas(3, 13, 4.9, sharex=True, sharey=True)
     for name, colour in (("100", "tab:red"), ("500", "tab:orange"), ("2000", "tab:green"), ("4800", "tab:blue")):
         points = records.all[f"sft_{name}"]["best_of_n"].values()
@@ -261,41 +261,18 @@ def draw(records: common.Records):
         axis.set(xlabel="√KL from the SFT policy, KL in nats")
     title = "Mini TL;DR: wins by the judge (solid) and by the reward model itself (dotted). Thin: seeds, thick: mean"
     figure.suptitle(title, fontsize=11)
-    common.save(figure, PICTURE)
-    figure, ((judge, score),) = common.canvas(2, 9, 3.9)
-    for name in ("500", "500_beta0.1", "500_beta0.3"):
-        episodes = np.array([[0, *UPDATES]] * ROWS[name].seeds) * SETTING.size
-        for axis, measured in ((judge, "win"), (score, "score")):
-            lines(axis, episodes, along(records, name, measured), COLOURS[name], f"β = {ROWS[name].beta:g}")
-    judge.set(title="what is wanted: wins by the judge, %", xlabel="episodes (completions sampled)", ylim=(0, None))
-    score.set(title="what is maximised: the reward model's score", xlabel="episodes (completions sampled)")
-    score.legend(title="KL penalty; thin: seeds, thick: mean")
-    figure.suptitle("RLOO on mini TL;DR by a reward model that was trained on 500 comparisons", fontsize=11)
-    common.save(figure, SCORE_AND_JUDGE)
+    common.save(figure, HERE / "overoptimise.png")
 
 
-def headline() -> list[list[str]]:
-    """A row of the benchmarks' README."""
-    records = common.Records(RECORDS)
-    wins = [along(records, name, "win") for name in PROXIES if name in ROWS]
-    ends = [win[:, -1].mean() for win in wins]
-    answer = (
-        f"yes: without a KL penalty wins fall from {wins[0][0, 0]:.0f}% to between {min(ends):.0f} and {max(ends):.0f}%"
-    )
-    sure = f"{len(ends)} reward models, 3 seeds each"
-    command, page = "python benchmark/study/overoptimise.py", "study/README.md#over-optimisation"
-    return [["Can a policy fool its reward model?", answer, sure, command, page]]
-
-
-def report(records: common.Records | None = None):
-    records = records or common.Records(RECORDS)
-    if records.complete(NAMES, "README.md's table and the pictures"):
+def report(records: common.Records):
+    if records.complete(NAMES, "README.md's table and the picture"):
+        print(table(records))
         common.insert(HERE / "README.md", {"overoptimised": table(records)})
         draw(records)
 
 
 def main(names: tuple[str, ...] = tuple(ROWS), seeds: int | None = None, again: bool = False):
-    """Runs, measurements, tables and pictures: the first seed of all, then the second, ...
+    """Runs, measurements, table and picture: the first seed of all, then the second, ...
 
     Args:
         names: which rows, by their names in this file
@@ -308,9 +285,7 @@ def main(names: tuple[str, ...] = tuple(ROWS), seeds: int | None = None, again: 
             make(records, name, seed, runs)
         if seed == 1 and name in PROXIES:
             make_sft(records, name)
-    if again or records.added:
-        report(records)
-    records.tell(NAMES, lambda: table(records))
+    report(records)
 
 
 if __name__ == "__main__":

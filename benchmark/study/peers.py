@@ -69,47 +69,28 @@ def make(records: common.Records, row: str, python: str, runs: Path, seeds: int 
             records.add(name, command=" ".join(command), seconds=measure.seconds(folder), test=found)
 
 
-# ---- What is found ---------------------------------------------------------------------------------------------------
+# ---- Table -----------------------------------------------------------------------------------------------------------
 
 
 def wins(records: common.Records) -> dict[str, list[float]]:
-    """Row -> its gold win rates on test posts in points, one for each seed, of the rows that have some."""
-    found = {row: measure.means(records, names_of(row), "test", "win") for row in ROWS}
-    return {row: [100 * value for value in values] for row, values in found.items() if values}
-
-
-def compared(records: common.Records) -> dict[str, common.Difference]:
-    """Each row less RLOO, the largest first."""
-    return dict(sorted(common.differences(wins(records), "rloo").items(), key=lambda pair: -pair[1].mean))
-
-
-def seconds(records: common.Records, runs: list[str]) -> str:
-    """Mean over seeds."""
-    return f"{np.mean([records.all[name]['seconds'] for name in runs if name in records.all]):.0f}"
+    """Row -> its gold win rates on test posts in points, one for each seed; the best row first."""
+    found = {row: [100 * win for win in measure.means(records, names_of(row), "test", "win")] for row in ROWS}
+    return dict(sorted(found.items(), key=lambda item: -np.mean(item[1])))
 
 
 def table(records: common.Records) -> str:
-    apart, found = compared(records), wins(records)
+    apart = common.differences(wins(records), "rloo")
     rows = [["method", "gold win rate, %", "minus RLOO, points", "seconds"]]
-    for row in sorted(found, key=lambda row: -np.mean(found[row])):
+    for row, found in wins(records).items():
         difference = common.with_interval(apart[row]) if row in apart else ""
-        rows.append([ROWS[row].title, common.plus_minus(found[row]), difference, seconds(records, names_of(row))])
+        seconds = np.mean([records.all[name]["seconds"] for name in names_of(row)])
+        rows.append([ROWS[row].title, common.plus_minus(found), difference, f"{seconds:.0f}"])
     return common.markdown(rows)
 
 
-def headline() -> list[list[str]]:
-    """A row of the benchmarks' README."""
-    apart = compared(common.Records(RECORDS))
-    found = [
-        f"{row.upper()} {apart[row].verdict}, {common.with_interval(apart[row])} points" for row in ("ppo", "grpo")
-    ]
-    question, command = "Do PPO and GRPO, trained by TRL, win more often?", "python benchmark/study/peers.py"
-    return [[question, "; ".join(found), f"{len(SEEDS)} seeds", command, "study/README.md#peers"]]
-
-
-def report(records: common.Records | None = None):
-    records = records or common.Records(RECORDS)
+def report(records: common.Records):
     if records.complete(NAMES, "README.md's table"):
+        print(table(records))
         common.insert(HERE / "README.md", {"peers": table(records)})
 
 
@@ -137,9 +118,7 @@ def main(
             make(records, row, python, runs, seeds)
         else:
             print(f"{row}: skipped, since --{ROWS[row].environment} is not given")
-    if again or records.added:
-        report(records)
-    records.tell(NAMES, lambda: table(records))
+    report(records)
 
 
 if __name__ == "__main__":

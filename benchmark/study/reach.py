@@ -49,7 +49,7 @@ ROWS = {
 
 
 COURSES = [f"course__{seed}" for seed in ROWS["default"].seeds]
-NAMES = ["sft", "sft_test_split", *COURSES, *(name for row in ROWS.values() for name in row.names())]  # all records
+NAMES = ["sft", *COURSES, *(name for row in ROWS.values() for name in row.names())]  # all records
 
 
 def make(records: common.Records, row: Row, runs: Path, seeds: int | None = None):
@@ -85,10 +85,6 @@ def make_sft(records: common.Records):
     for kind in ("test", "second_test"):
         if records.needs("sft", kind):
             records.add("sft", **{kind: measure.measured(common.TASK / "sft", kind, POSTS, 1, greedy=True)})
-    if records.needs("sft_test_split"):
-        posts = common.read_lines(common.TASK / "test.jsonl")
-        grades = measure.grade(measure.engine().reference, posts, MOST, 1)
-        records.add("sft_test_split", best_of_n={n: best_of(grades, int(n)) for n in ("1", "4", "16")})
     if records.needs("sft", "best_of_n"):
         posts = measure.fresh_posts()["test"][:BEST_OF_N_POSTS]
         grades = measure.grade(measure.engine().reference, posts, MOST, 1)
@@ -149,65 +145,38 @@ def table(records: common.Records) -> str:
 
     untrained("SFT", records.all["sft"]["second_test"]["sampled"], POSTS)
     trained(ROWS["default"])
-    for n in ("4", "8"):
+    for n in ("4", "8", "16"):
         untrained(f"best of {n} of SFT", records.all["sft"]["best_of_n"][n], BEST_OF_N_POSTS)
     trained(ROWS["beta0.05"])
     return common.markdown(rows)
 
 
-def headline() -> list[list[str]]:
-    """Rows of the benchmarks' README."""
-    records, page = common.Records(RECORDS), "study/README.md#what-rloo-reaches"
-
-    def row_of(question: str, numbers: dict[str, str], sure: str, names: str) -> list[str]:
-        answer = "; ".join(f"{what} {number}%" for what, number in numbers.items())
-        return [question, answer, sure, f"python benchmark/study/reach.py --names {names}", page]
-
-    default, longer = ROWS["default"], ROWS["beta0.05"]
-    numbers = {}
-    for mode in ("sampled", "greedy"):
-        before = records.all["sft"]["second_test"][mode]["win"][0]
-        ends = measure.means(records, default.names(), "second_test", "win", mode)
-        numbers[mode] = f"{100 * before:.1f} → {common.plus_minus(ends, 100)}"
-    of_longer = {"sampled": common.plus_minus(measure.means(records, longer.names(), longer.kind, "win"), 100)}
-    bests = {f"n = {n}:": over_posts(records.all["sft"]["best_of_n"][n]["win"], 100) for n in ("4", "16", "64")}
-    question = "How often do summaries beat the references, before and after `python rloo.py`?"
-    return [
-        row_of(question, numbers, f"{len(default.seeds)} seeds, {POSTS:,} posts", "sft default"),
-        row_of(f"And with {longer.title}?", of_longer, f"{len(longer.seeds)} seeds", "beta0.05"),
-        row_of("And the best of n samples, without training?", bests, f"{BEST_OF_N_POSTS:,} posts", "sft"),
-    ]
-
-
 def draw(records: common.Records):
-    """The course of the default: score, win rate and KL over episodes, with best-of-n."""
+    """The course of the default over updates: score, win rate and KL, with those of the policy before training."""
     runs = [records.all[name] for name in COURSES]
-    best_of = records.all["sft_test_split"]["best_of_n"]
     figure, (axes,) = common.canvas(3, 12, 3.1)
-    episodes = np.array(runs[0]["episode"])
-    between = (episodes[1:] + episodes[:-1]) / 2
-    panels = [  # title, of the curves, of best-of-n, factor, x
-        ("reward model's score", "score", "score", 1, episodes),
-        ("wins against the reference, by the judge, %", "win", "win", 100, episodes),
-        ("KL from the policy before training, nats", "kl_between", "kl", 1, between),
+    updates = np.array(runs[0]["episode"]) / ROWS["default"].setting.size
+    between = (updates[1:] + updates[:-1]) / 2
+    panels = [  # title, name, factor, x
+        ("reward model's score: what is trained on", "score", 1, updates),
+        ("wins against the reference, by the judge, %", "win", 100, updates),
+        ("KL from the policy before training, nats", "kl_between", 1, between),
     ]
-    for axis, (title, name, measured, factor, x) in zip(axes, panels):
-        for run in runs:
-            axis.plot(x, factor * np.array(run[name]), lw=0.7, alpha=0.45, color="tab:blue")
-        mean = factor * np.mean([run[name] for run in runs], axis=0)
-        axis.plot(x, mean, lw=2.2, color="tab:blue", label=f"RLOO, mean of {len(runs)} seeds (thin)")
-        for n, style in (("4", "--"), ("16", ":")):
-            level = factor * best_of[n][measured][0]
-            axis.axhline(level, ls=style, lw=1.4, color="black", label=f"best of {n} before training")
-        axis.set(title=title, xlabel="episodes (completions sampled)", xlim=(0, episodes[-1]))
-    axes[0].legend(fontsize=8, loc="lower right")
-    figure.suptitle("python rloo.py: samples for held-out posts of mini TL;DR, during training")
+    for axis, (title, name, factor, x) in zip(axes, panels):
+        values = factor * np.array([run[name] for run in runs])  # (seeds, points)
+        axis.plot(x, values.T, lw=0.7, alpha=0.45, color="tab:blue")
+        axis.plot(x, values.mean(0), lw=2.2, color="tab:blue", label=f"RLOO, mean of {len(runs)} seeds (thin)")
+        before = 0 if name == "kl_between" else values[:, 0].mean()
+        axis.axhline(before, ls="--", lw=1.4, color="black", label="SFT: before training")
+        axis.set(title=title, xlabel="updates, of 32 completions each", xlim=(0, updates[-1]))
+    axes[0].legend(fontsize=8, loc="center right")
+    figure.suptitle("python rloo.py: summaries sampled for held-out posts, as training goes on")
     common.save(figure, HERE / "default.png")
 
 
-def report(records: common.Records | None = None):
-    records = records or common.Records(RECORDS)
+def report(records: common.Records):
     if records.complete(NAMES, "README.md's table, default.png"):
+        print(table(records))
         common.insert(HERE / "README.md", {"reached": table(records)})
         draw(records)
 
@@ -226,9 +195,7 @@ def main(names: tuple[str, ...] = ("sft", *ROWS), seeds: int | None = None, agai
             make_sft(records)
         else:
             make(records, ROWS[name], runs, seeds)
-    if again or records.added:
-        report(records)
-    records.tell(NAMES, lambda: "\n".join(f"{question} {answer}" for question, answer, *_ in headline()))
+    report(records)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
 
-def no_baseline(rewards, *_):
+def no_baseline(rewards):
     return rewards.clone()
 
 
-def best_of_group(rewards, *_):
-    """1 for the highest of the rewards (k, B) of each group, 0 for the others; the first of several that are equal."""
-    best = rewards.nan_to_num(-torch.inf).argmax(0, keepdim=True)
+def best_of_group(rewards):
+    """1 for the highest of the rewards (k, B, 1) of each group, 0 for the others; the first of equal ones."""
+    best = rewards.argmax(0, keepdim=True)
     return torch.zeros_like(rewards).scatter(0, best, 1.0)
 
 
 ADVANTAGES = {"no_baseline": no_baseline, "raft": best_of_group}
 
 if __name__ == "__main__":
-    rloo.command_line(sys.argv[2:], advantage=ADVANTAGES[sys.argv[1]])
+    rloo.advantage = ADVANTAGES[sys.argv[1]]
+    rloo.command_line(sys.argv[2:])
