@@ -132,7 +132,7 @@ def test_gspo_with_grpo_s_mean_over_tokens_equals_the_loops():
 
 def experience_of(batch, **fields):
     """An Experience that has these fields only."""
-    others = {name: None for name in rloo.Experience.__dataclass_fields__}
+    others = dict.fromkeys(rloo.Experience.__dataclass_fields__)
     return rloo.Experience(**others | {"batch": batch} | fields)
 
 
@@ -140,7 +140,7 @@ def experience_of(batch, **fields):
 @pytest.mark.parametrize("loss_mean", ["tokens-then-completions", "tokens", "completions"])
 def test_grpo_equals_the_loops(baseline, loss_mean):
     """One completion has no score, and another is truncated and left out: neither has a part in loss, KL or lengths."""
-    grpo = load("grpo")
+    load("grpo")
     new, old, _, mask = log_probs_apart()
     ref, scores, ended = torch.randn(3, 4, 5) * 0.4, torch.randn(3, 4), torch.ones(3, 4, dtype=torch.bool)
     scores[0, 1], ended[2, 2] = math.nan, False

@@ -4,8 +4,9 @@
 
 How to install it: README.md beside this file. vLLM changes torch and transformers in the process that imports it, so it
 has a process of its own, which runs vllm_server.py. Each call of `rollout` writes the model's weights to a folder in
-memory, from which vLLM reads them. (This file is not called vllm.py, which `import vllm` would find.) Replaces
-`rollout`.
+memory, from which vLLM reads them. (This file is not called vllm.py, which `import vllm` would find.)
+
+Replaces `rollout`: import it before lora.py and fsdp.py, which then hand it whole models.
 """
 
 import importlib.util
@@ -60,7 +61,7 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     lengths = batch.response_mask.sum(-1).T.flatten().tolist()
     complete = [*map(len, tokens)] == lengths == [*map(len, logprobs)]
     rloo.require(complete, f"vLLM: a completion must have {T} tokens or end with its first stop token")
-    return batch, padded(logprobs).masked_fill(~batch.response_mask, 0.0)
+    return batch, padded(logprobs).masked_fill(~batch.policy_mask, 0.0)
 
 
 def write_weights(model, folder):
@@ -95,7 +96,7 @@ def start() -> Connection:
     return ours
 
 
-SEAMS = {"rollout": rollout}
+rloo.rollout = rollout
 
 if __name__ == "__main__":
-    rloo.command_line(**SEAMS)
+    rloo.command_line()

@@ -5,8 +5,7 @@ import importlib.util
 import pytest
 import torch
 import transformers
-import vllm_rollout
-from conftest import MINI, rloo
+from conftest import MINI, load, rloo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
