@@ -39,11 +39,11 @@ RECORDS = HERE / "end_runs.json"
 FLAGS = "--response_length 8 --per_device_train_batch_size 4 --rloo_k 2 --learning_rate 5e-4 "
 FLAGS += "--lr_scheduler_type constant --num_sample_generations 0 --num_eval_prompts 2 --device cpu"
 KINDS = {  # and what the page calls them
-    "tee": "Ctrl-C, with its output piped into `tee`",
+    "tee": "Ctrl-C with output piped into `tee`",
     "hangup": "SIGHUP, as when a connection drops",
     "group": "SIGTERM to the run and the pool of its reward function",
     "metrics": "an error in `metrics_of`",
-    "full disk": "a disk that is full at a save",
+    "full disk": "a full disk at a save",
 }
 POOL = []  # the workers of brief_by_pool, once it has been called
 
@@ -150,13 +150,12 @@ def run(folder: Path, number: int, seed: int) -> dict[str, dict]:
     return found
 
 
-def table(records) -> str:
+def sentence(records) -> str:
     """What README.md says of the records."""
-    rows = [["a run is ended by", "runs", "most updates lost"]]
-    for kind, title in KINDS.items():
-        found = records.all[kind]
-        rows.append([title, str(found["runs"]), str(found["updates lost"])])
-    return common.markdown(rows)
+    lost = [f"{title} ({records.all[kind]['updates lost']})" for kind, title in KINDS.items()]
+    found = records.all["tee"]
+    commit = found["made"]["rloo.py"]
+    return f"Most updates lost in {found['runs']} runs each: {'; '.join(lost)} (rloo.py of commit {commit})."
 
 
 def main():
@@ -173,7 +172,7 @@ def main():
     for kind, counts in found.items():
         records.add(kind, **counts)
     if records.added:
-        common.insert(HERE / "README.md", {"ends": table(records)})
+        common.insert(HERE / "README.md", {"ends": sentence(records)})
 
 
 if __name__ == "__main__":

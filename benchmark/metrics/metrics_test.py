@@ -109,8 +109,8 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, mo
 
 
 def test_the_page_says_what_was_recorded_of_stopped_and_killed_runs():
-    said = {"kills": kill_runs.sentence(common.Records(kill_runs.RECORDS))}
-    assert common.filled(PAGE, said | {"ends": end_runs.table(common.Records(end_runs.RECORDS))}) == PAGE
+    ends = end_runs.sentence(common.Records(end_runs.RECORDS))
+    assert common.filled(PAGE, {"kills": kill_runs.sentence(common.Records(kill_runs.RECORDS)), "ends": ends}) == PAGE
 
 
 # ---- Runs that are ended ---------------------------------------------------------------------------------------------
