@@ -1133,38 +1133,76 @@ def test_token_level_kl_is_not_the_sequence_level_in_disguise():
     advantages = rloo.advantage(G)
     assert torch.allclose(advantages[0, 0], torch.tensor([-1.4, -1.6, -1.4]))
     assert torch.allclose(advantages[0], -advantages[1])
-    assert torch.allclose(G[..., 0], rloo.rlhf_reward(scores, kl, 1.0))
+    assert torch.allclose(G[..., :1], rloo.rlhf_reward(scores, kl, 1.0))
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, layout):
-    """... also where --local_rollout_forward_batch_size is less than k: a forward pass has a whole group at least."""
-    flags = {"response_length": 32}
-    if dtype == "float32":
-        flags = {"rloo_k": 4, "local_rollout_forward_batch_size": 1, "num_eval_prompts": 2}
+    """... also where --local_rollout_forward_batch_size is less than k: a forward pass has a whole group at least. In
+    bfloat16 log μ is log π_old exactly in plain rows; the decoder rounds otherwise, which is not hidden: the gap is a
+    metric of its own."""
+    flags = {"rloo_k": 4, "local_rollout_forward_batch_size": 1, "num_eval_prompts": 2}
+    if dtype == "bfloat16":
+        flags = {"response_length": 32}
     metrics, _ = train(dtype=dtype, layout=layout, total_episodes=32, **flags)
+    limits = {"float32": (0, 1e-5), "bfloat16": (0, 0) if layout == "plain" else (1e-3, 0.1)}
     for update in metrics:
         assert update["val/ratio"] == 1 and update["val/ratio_var"] == 0
         assert update["policy/clipfrac_avg"] == 0 and update["policy/approxkl_avg"] == 0
-        gap = update["val/rollout_logprob_gap"]  # the difference is not hidden: it is a metric of its own
-        assert 0 <= gap < 1e-5 if dtype == "float32" else 1e-4 < gap < 0.5
+        assert limits[dtype][0] <= update["val/rollout_logprob_gap"] <= limits[dtype][1]
 
 
-def test_in_bfloat16_old_log_probs_are_read_as_in_training_and_only_the_policy_is_in_float32(train, monkeypatch):
+def test_in_bfloat16_all_is_read_from_a_rounded_copy_of_the_weights_that_are_stepped(train, monkeypatch):
     loads, losses, rollouts = (spy(monkeypatch, name) for name in ("read_model", "policy_loss", "rollout"))
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8}
     (metrics,), _ = train(dtype="bfloat16", learning_rate=1e-20, num_eval_prompts=2, **halves)
     assert {inputs[1].dtype for inputs, _ in rollouts} == {torch.bfloat16}  # those of evaluations as well
-    assert [model.dtype for _, model in loads] == [torch.float32] + [torch.bfloat16] * 3  # sampler, reference, reward
+    assert [model.dtype for _, model in loads] == [torch.float32] + [torch.bfloat16] * 3  # policy, reference, reward
     assert len(losses) == 2 and all(torch.equal(new, old) for (new, old, *_), _ in losses)  # no step changes anything
-    assert metrics["val/ratio_var"] == 0 and metrics["val/rollout_logprob_gap"] > 1e-3
+    assert metrics["val/ratio_var"] == 0
+
+
+def gradient_of_an_update(path: str, dtype: str, monkeypatch):
+    """... of 16 completions in four micro-batches, as the optimizer gets it; the same, added up in float32 from those
+    of each micro-batch by the policy; and their dtype."""
+    args = Args(sft_model_path=path, dtype=dtype, device="cpu", rloo_k=2, kl_coef=0.0, cliprange_high=0.2)
+    args = replace(args, per_device_train_batch_size=4, max_grad_norm=0.0)
+    master, policy, _ = rloo.load_models(args, 9, None)
+    batch = random_batch(k=2, B=8)
+    logprobs = rloo.chunked_logprobs(policy, batch, args.temperature, 64)
+    advantages = torch.randn(2, 8, 1, generator=torch.Generator().manual_seed(0))
+    scores = advantages[..., 0]
+    kl = torch.zeros_like(logprobs)
+    experience = rloo.Experience(batch, logprobs, None, kl, scores, {}, scores, advantages, {})
+    parts = spy(monkeypatch, "completion_loss")
+    torch.manual_seed(0)
+    optimizer = types.SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+    rloo.improve(args, policy, master, optimizer, experience)
+    assert master is policy or all(weight.grad is None for weight in policy.parameters())
+
+    indices = [inputs[2] for inputs, _ in parts]
+    assert [len(index) for index in indices] == [2] * 4
+    total, weights = 0.0, [*policy.parameters()]
+    for index in indices:
+        new, _ = rloo.completion_logprobs(policy, batch.select(index), args.temperature)
+        loss = -(advantages[:, index, 0] * (new - new.detach()).sum(-1).exp()).sum() / 16
+        total = total + torch.cat([x.flatten().float() for x in torch.autograd.grad(loss, weights)])
+    return torch.cat([weight.grad.flatten() for weight in master.parameters()]), total, weights[0].dtype
+
+
+def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path, monkeypatch):
+    path = save(tmp_path, tiny_model(), tiny_tokenizer())
+    exact, total, dtype = gradient_of_an_update(path, "float32", monkeypatch)
+    assert dtype == torch.float32 and (total - exact).norm() < 1e-6 * exact.norm()
+    found, total, dtype = gradient_of_an_update(path, "bfloat16", monkeypatch)
+    assert dtype == torch.bfloat16 and torch.equal(found, total)
+    assert 0 < (found - exact).norm() < 0.03 * exact.norm()
 
 
 def test_no_forward_pass_is_repeated(train, monkeypatch):
     """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded."""
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
-    monkeypatch.setattr(rloo, "why_not", lambda *inputs: None)  # the trial, which runs the models too
     loads, seen = spy(monkeypatch, "read_model"), spy(monkeypatch, "completion_logprobs")
     for flags, passes, loaded in (
         ({}, [False, True], 3),  # whether they have a gradient: the reference, training
@@ -1186,8 +1224,8 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     path, example, n = save(tmp_path, tiny_model(vocab_size=6)), {"prompt_ids": [3, 4, 5]}, 20_000
     hidden = {"top_k": 1, "repetition_penalty": 3.0, "temperature": 0.1, "do_sample": True, "eos_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(hidden))
-    args = Args(sft_model_path=path, dtype="float32", device="cpu", response_length=2, layout=layout)
-    model = rloo.load_policy(args, 3, None)
+    args = Args(sft_model_path=path, dtype="float32", device="cpu", response_length=2, layout=layout, kl_coef=0.0)
+    _, model, _ = rloo.load_models(args, 3, None)
     torch.manual_seed(0)
     batch, sampled = sample_batch(model, [example] * 200, n // 200, 1.7, 2, [0], local_rollout_forward_batch_size=n)
     with torch.no_grad():
@@ -1225,63 +1263,129 @@ def test_a_token_of_probability_0_is_never_drawn():
 
 
 def test_pad_equal_to_eos_keeps_the_stop_token_and_every_stop_id_counts():
+    """... and the penalty looks for what stops the rollout, not for eos (0)."""
     responses = torch.tensor([[[5, 0, 0, 0], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 0, 7]]])
     rows = [{"prompt_ids": [0, 5]}] * 4
-    one, two = (rloo.make_batch(rows, responses, stop_ids) for stop_ids in ([0], [0, 9]))
+    one, two, other = (rloo.make_batch(rows, responses, stop_ids) for stop_ids in ([0], [0, 9], [9]))
     assert one.prompt_mask.all()  # a token of a prompt is never taken for padding
     assert one.response_mask.sum(-1).tolist() == [[2, 1, 4, 3]]
     assert two.response_mask.sum(-1).tolist() == [[2, 1, 4, 2]]
     assert one.ended.tolist() == two.ended.tolist() == [[True, True, False, True]]
     assert two.responses.tolist() == [[[5, 0, 5, 5], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 5, 5]]]
+    assert rloo.shape_scores(torch.zeros(1, 4), other.ended, 2.0, False, None).tolist() == [[-2, -2, -2, 0]]
 
 
 def test_stop_ids_come_from_the_generation_config_and_the_tokenizer_if_the_model_can_emit_them():
     model, tokenizer = tiny_model(), tiny_tokenizer()
 
-    def ids(configured, token=None, number=None):
+    def ids(configured, token=None):
         model.generation_config.eos_token_id = configured
-        return rloo.stop_token_ids(Args(stop_token=token, stop_token_id=number), model, tokenizer)
+        return rloo.stop_token_ids(Args(stop_token=token), model, tokenizer)
 
     assert ids([7, 9]) == ids([7, 9], "eos") == [0, 7, 9]
     assert ids([7, 9], "c") == tokenizer("c")["input_ids"]
-    assert ids([7, 9], number=12) == [12]
     with pytest.raises(InputError, match="--stop_token"):
         ids([7, 9], "a b")
     tokenizer.eos_token = None
     assert ids(3) == ids([16, -1, 3]) == [3]
-    for configured, number in ((16, None), ([16, 17], None), (3, 16)):
-        with pytest.raises(InputError, match=r"no token ends a completion: \[.*16.*; give --stop_token"):
-            ids(configured, number=number)
+    for configured in (16, [16, 17], None):
+        with pytest.raises(InputError, match="no token ends a completion: .*; give --stop_token"):
+            ids(configured)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_padded_equals_unpadded(name):
-    """Log-probs, entropies and scores of left-padded prompts and right-padded completions are those that a model as it
-    comes gives each sequence alone, with logits that it scales (Cohere, Granite) or caps (Gemma 2)."""
-    batch, policy = random_batch(), tiny_model(name)
-    family = name if name in FAMILIES else "gpt2"  # of the reward model
-    reward = tiny_model(family, 1, classifier=True, as_it_comes=True, pad_token_id=None)  # a row: the head at its end
-    with torch.no_grad():
-        logprobs, entropy = rloo.completion_logprobs(policy, batch, 0.7)
-        scores = rloo.reward_of_model(tiny_model(family, 1, classifier=True), 64, batch)
-        policy = tiny_model(name, as_it_comes=True)
-        for j, b in itertools.product(range(3), range(4)):
-            prompt, completion = batch.examples[b]["prompt_ids"], batch.completion_ids()[j * 4 + b]
-            ids, n = torch.tensor([prompt + completion]), len(completion)
-            table = F.log_softmax(policy(ids).logits[0, len(prompt) - 1 : -1] / 0.7, dim=-1)
-            assert torch.allclose(logprobs[j, b, :n], table[torch.arange(n), completion], atol=1e-5)
-            assert torch.allclose(entropy[j, b, :n], -(table.exp() * table).sum(-1), atol=1e-5)
-            assert torch.allclose(scores[j, b], reward(ids).logits[0, 0], atol=1e-5)
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+PHI3 = HEADS | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}
+FALCON_H1 = HEADS | {"lm_head_multiplier": 0.9, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}
+FALCON_H1 |= {"mamba_d_head": 8, "mamba_n_groups": 1}
 
 
-def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_not_none():
-    rewards = torch.tensor([[1.0, math.nan, 0.0], [4.0, math.nan, math.nan], [math.nan, 2.0, 3.0]])
-    expected = torch.tensor([[1.0 - 4.0, 0.0, 0.0 - 3.0], [4.0 - 1.0, 0.0, 0.0], [0.0, 0.0, 3.0 - 0.0]])
-    assert torch.equal(rloo.advantage(rewards).nan_to_num(0.0), expected)
-    a, b = torch.tensor([[0.0, math.nan, math.nan]]), torch.tensor([[2.0, 3.0, math.nan]])
+@pytest.mark.skipif(OLD, reason="names of settings and models of transformers 5")
+@pytest.mark.parametrize(
+    "family, config, fits",
+    [
+        ("llama", {"is_causal": False}, None),  # sees later tokens
+        ("phi3", PHI3, 16),  # frequencies change where a row is longer than 16
+        ("hyperclovax", HEADS | {"logits_scaling": 0.9}, None),  # logits are scaled otherwise than Granite's
+        ("falcon_h1", FALCON_H1, None),
+    ],
+)
+def test_a_model_whose_logits_are_not_those_that_this_file_computes_is_refused(family, config, fits):
+    model, prompts = tiny_model(family, as_it_comes=True, **config), [[3, 4, 5], [4, 5, 6, 7, 8]]
+    if fits:
+        rloo.check_model(model, prompts, fits)
+    with pytest.raises(InputError, match=f"^{type(model).__name__}: its logits are not those of its hidden states, or"):
+        rloo.check_model(model, prompts, 17)
+
+
+def test_a_prompt_token_that_the_model_lacks_is_said_at_the_start(train, tiny, tmp_path):
+    """... not at the update that draws it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    path = save(tmp_path / "sft", tiny_model(), tokenizer)
+    rows = write_rows(tmp_path / "x.jsonl", [{"prompt": "a"}] * 30 + [{"prompt": "a <think>"}])
+    with pytest.raises(InputError, match="a prompt has the token 16, but GPTNeoXForCausalLM knows 16"):
+        train(sft_model_path=path, dataset_name=rows, reward_model_path=None, reward_fns=(spec("constant_reward"),))
+
+
+def collected(scores: list[list[float]], monkeypatch, kl=None, **flags):
+    """What is collected of prompts of like length with the scores (k, B), NaN: None; kl (k, B, T)."""
+    scores = torch.tensor(scores)
+    k, B = scores.shape
+    model, batch = tiny_model(), random_batch(k=k, B=B)
+    kl = torch.zeros(batch.response_mask.shape) if kl is None else kl * batch.response_mask
+    monkeypatch.setattr(rloo, "rollout", lambda *inputs: (batch, kl))
+    monkeypatch.setattr(rloo, "chunked_logprobs", lambda *inputs: torch.zeros_like(kl))
+    args = Args(rloo_k=k, **flags)
+    return rloo.collect(args, model, model, {"r": lambda batch: scores}, batch.examples, [0])
+
+
+def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_not_none(monkeypatch):
+    """Their own advantage is 0, and that of their siblings the one of the others, times k (k - 2) / (k - 1)²."""
+    nan = math.nan
+    scores = [[1.0, nan, 0.0, nan], [4.0, nan, nan, 5.0], [nan, 2.0, 3.0, nan], [0.0, 1.0, 2.0, nan]]
+    experience = collected(scores, monkeypatch)
+    factor = 4 * 2 / 3**2
+    first, third = [1 - 2.0, 4 - 0.5, 0.0, 0 - 2.5], [0 - 2.5, 0.0, 3 - 1.0, 2 - 1.5]
+    found = experience.advantages[..., 0]
+    assert found[:, 0].tolist() == pytest.approx([factor * x for x in first], abs=1e-6)
+    assert found[:, 2].tolist() == pytest.approx([factor * x for x in third], abs=1e-6)
+    assert found[:2, 1].tolist() == pytest.approx([0, 0], abs=1e-6) and found[2, 1] == -found[3, 1] > 0
+    assert found[:, 3].abs().max() < 1e-6  # one score alone
+    assert collected([[nan, 0.0], [nan, 0.0]], monkeypatch).shaped_scores.tolist() == [[0, 0], [0, 0]]
+
+    a, b = torch.tensor([[0.0, nan, nan]]), torch.tensor([[2.0, 3.0, nan]])
     total, by_name = rloo.score({"a": lambda batch: a, "b": lambda batch: b}, (1.0, 0.5), None)
     assert torch.equal(total[0, :2], torch.tensor([1.0, 1.5])) and total[0, 2].isnan()
     assert by_name == {"a": a, "b": b}
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+def test_masked_truncated_completions_keep_kl_and_baseline_and_have_weight_0_also_without_a_score(
+    monkeypatch, token_level
+):
+    """... and an ended completion without a score is still learned from: its KL is."""
+    kl = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    scores = [[1.0, 2.0, math.nan, 0.5], [0.0, math.nan, math.nan, 3.0], [math.nan, 1.0, 2.0, math.nan]]
+    flags = {"kl_coef": 1.0, "token_level_kl": token_level}
+    free = collected(scores, monkeypatch, kl, **flags)
+    masked = collected(scores, monkeypatch, kl, mask_truncated_completions=True, **flags)
+    ended = free.batch.ended
+    assert {(end, nan) for end, nan in zip(ended.flatten().tolist(), free.scores.isnan().flatten().tolist())} == {
+        *itertools.product((False, True), (False, True))
+    }
+    assert torch.equal(masked.kl, free.kl) and (free.advantages != 0).any(-1).all()
+    assert torch.equal(masked.advantages, free.advantages * ended[..., None])
+
+
+def test_scores_count_as_equal_up_to_rounding_and_where_they_are_raw(monkeypatch):
+    """KL, normalisation and penalty do not tell them apart, nor does a score that is missing."""
+    nan, kl = math.nan, torch.rand(3, 5, 6)
+    scores = [[0.3, 1.0, 1.0, nan, nan], [0.1 + 0.2, 1.001, 1.0, 2.0, nan], [0.3 + 3e-7, 1.0, nan, 2.0, nan]]
+    flags = {"missing_eos_penalty": 1.0, "normalize_reward": True}
+    metrics = rloo.metrics_of(Args(**flags), collected(scores, monkeypatch, kl, **flags), {})
+    assert metrics["frac_reward_zero_std"] == pytest.approx(4 / 5)
+    assert metrics["objective/scores"] == pytest.approx(torch.tensor(scores).nanmean().item())
 
 
 def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
@@ -1347,24 +1451,23 @@ def named_tensors(model) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def test_what_a_model_keeps_in_float32_is_not_rounded_in_the_sampler(tmp_path):
-    """In bfloat16 it samples from what from_pretrained would load of the policy, before and after an update. Ernie has
-    a tensor for its routers that transformers keeps in float32."""
+def test_in_bfloat16_the_policy_is_what_transformers_would_load_of_the_master(tmp_path):
+    """... before and after an update: what a model keeps in float32 is not rounded. Ernie has such a tensor for its
+    routers."""
     model = tiny_model("ernie4_5_moe", **ERNIE)
     for name, tensor in named_tensors(model).items():
         if "correction_bias" in name:
             torch.nn.init.normal_(tensor)
     args = Args(sft_model_path=save(tmp_path, model), dtype="bfloat16", device="cpu", response_length=4)
-    policy = rloo.load_policy(args, 2, None)
-    sampler = rloo.load_sampler(args, policy)
+    master, policy, _ = rloo.load_models(args, 2, None)
     for change in (0.0, 0.1):
-        for weight in policy.parameters():
+        for weight in master.parameters():
             weight.add_(change)
-        rloo.update_sampler(sampler, policy)
-        policy.save_pretrained(tmp_path / "policy")
-        expected = named_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.bfloat16))
+        rloo.copy_weights(policy, master)
+        master.save_pretrained(tmp_path / "master")
+        expected = named_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "master", dtype=torch.bfloat16))
         assert any(x.dtype == torch.float32 for name, x in expected.items() if "correction_bias" in name)
-        for name, x in named_tensors(sampler).items():
+        for name, x in named_tensors(policy).items():
             assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
 
 
