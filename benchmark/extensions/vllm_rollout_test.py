@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 import transformers
-from conftest import MINI, load, rloo
+from conftest import MINI, load, rloo, spy
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -49,28 +49,23 @@ class LLM:
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """stand_in(unended) puts the stand-in in vLLM's place; its process ends with the test."""
-    monkeypatch.setattr(vllm_rollout, "pipe", None)
+    """stand_in(unended) puts the stand-in in vLLM's place. Its process ends when the module with the pipe goes."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield lambda unended=False: (tmp_path / "vllm.py").write_text(STAND_IN.replace("UNENDED", str(unended)))
-    if vllm_rollout.pipe is not None:
-        vllm_rollout.pipe.close()
+    return lambda unended=False: (tmp_path / "vllm.py").write_text(STAND_IN.replace("UNENDED", str(unended)))
 
 
-def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time(stand_in, run):
+def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time(stand_in, run, monkeypatch):
+    """Together with the correction, which allows its log-probs, that are not the policy's."""
     stand_in()
-    batches = []
-
-    def noted(args, model, examples, k, temperature, stop_ids):
-        batches.append((temperature, *vllm_rollout.rollout(args, model, examples, k, temperature, stop_ids)))
-        return batches[-1][1:]
-
-    seams = vllm_rollout.SEAMS | {"rollout": noted}
-    metrics, _ = run(seams, total_episodes=16, num_eval_prompts=2, num_sample_generations=0)
-    assert [temperature for temperature, _, _ in batches] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    load("vllm_rollout", "correction")
+    seen = spy(monkeypatch, rloo, "rollout")
+    flags = {"total_episodes": 16, "num_eval_prompts": 2, "num_sample_generations": 0}
+    metrics, _ = run(**flags)
+    assert [inputs[4] for inputs, _ in seen] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures
+    batches = [output for _, output in seen]
     seeds = []
-    for weights, (_, batch, logprobs) in enumerate(batches, 1):
+    for weights, (batch, logprobs) in enumerate(batches, 1):
         k, B, T = batch.responses.shape
         first = [3 + sum(example["prompt_ids"]) % 800 for example in batch.examples]
         assert batch.responses[..., 0].tolist() == [first] * k and len(set(first)) > 1
@@ -79,21 +74,20 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
         seeds.append(batch.responses[..., 2].flatten().tolist())
     assert len({*seeds[2], *seeds[3]}) > 8 + 4 and seeds[0] == seeds[4]  # evaluations have the same ones
     assert all(update["val/rollout_logprob_gap"] > 0 and update["grad_norm"] > 0 for update in metrics)
-    again, _ = run(seams, total_episodes=16, num_eval_prompts=2, num_sample_generations=0)
-    assert batches[8][1].responses[..., 2].flatten().tolist() == seeds[2]  # a run repeats itself
+    run(**flags)
+    assert seen[8][1][0].responses[..., 2].flatten().tolist() == seeds[2]  # a run repeats itself
 
 
 def test_a_completion_that_neither_ends_nor_is_full_is_refused(stand_in, run):
     stand_in(unended=True)
     with pytest.raises(SystemExit, match="vLLM: a completion must have 6 tokens or end with its first stop token"):
-        run(vllm_rollout.SEAMS)
+        run("vllm_rollout")
 
 
-def test_without_vllm_a_line_says_so(run, monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "pipe", None)
+def test_without_vllm_a_line_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(rloo.InputError, match="vLLM is not installed; benchmark/extensions/README.md says how"):
-        vllm_rollout.start()
+        load("vllm_rollout").start()
 
 
 MIXTURE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -109,7 +103,7 @@ def test_the_files_have_every_weight_by_its_published_name(kind, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(POLICIES[kind == "tied head"], dtype=torch.float32)
     model.save_pretrained(tmp_path / "whole")
     model.generation_config.temperature, model.generation_config.pad_token_id = 0.6, -1
-    vllm_rollout.write_weights(model, tmp_path)
+    load("vllm_rollout").write_weights(model, tmp_path)
     weights, whole = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "whole" / "model.safetensors")
     assert set(weights) == set(whole) | ({"lm_head.weight"} if kind == "tied head" else set())
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, tie_word_embeddings=False)
@@ -120,8 +114,8 @@ def test_the_files_have_every_weight_by_its_published_name(kind, tmp_path):
     importlib.util.find_spec("vllm") is None, reason="needs vLLM, an optional package: see the page of this folder"
 )
 @pytest.mark.parametrize("folder", POLICIES, ids=lambda folder: folder.parent.name)
-def test_vllm_samples_from_the_newest_weights(folder, monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "pipe", None)
+def test_vllm_samples_from_the_newest_weights(folder):
+    vllm_rollout = load("vllm_rollout")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     args = rloo.Args(response_length=4, max_prompt_length=60)
     examples = [{"prompt_ids": ids} for ids in ([5, 6, 7], [8, 9], [10])]
