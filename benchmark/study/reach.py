@@ -157,13 +157,13 @@ def draw(records: common.Records):
     figure, (axes,) = common.canvas(3, 12, 3.1)
     updates = np.array(runs[0]["episode"]) / ROWS["default"].setting.size
     between = (updates[1:] + updates[:-1]) / 2
-    panels = [  # title, name, factor, x
-        ("reward model's score: what is trained on", "score", 1, updates),
-        ("wins against the reference, by the judge, %", "win", 100, updates),
-        ("KL from the policy before training, nats", "kl_between", 1, between),
+    panels = [  # title, name, x
+        ("reward model's score: what is trained on", "score", updates),
+        ("share of wins against the references, by the judge", "win", updates),
+        ("KL from the policy before training, nats", "kl_between", between),
     ]
-    for axis, (title, name, factor, x) in zip(axes, panels):
-        values = factor * np.array([run[name] for run in runs])  # (seeds, points)
+    for axis, (title, name, x) in zip(axes, panels):
+        values = np.array([run[name] for run in runs])  # (seeds, points)
         axis.plot(x, values.T, lw=0.7, alpha=0.45, color="tab:blue")
         axis.plot(x, values.mean(0), lw=2.2, color="tab:blue", label=f"RLOO, mean of {len(runs)} seeds (thin)")
         before = 0 if name == "kl_between" else values[:, 0].mean()
