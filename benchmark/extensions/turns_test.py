@@ -128,6 +128,8 @@ def test_mistakes_of_tools_and_flags(exchange):
         exchange({"Tom": ["1 ="]}, "1 / 0")
     with pytest.raises(rloo.InputError, match="must be one token, is 2"):
         exchange({}, "return text", tool_mark="12")
+    with pytest.raises(rloo.InputError, match="512 positions"):  # 60 + 240 would do, but a turn may go on for 240 more
+        exchange({}, "return text", response_length=240)
 
 
 # ---- A real model ----------------------------------------------------------------------------------------------------
