@@ -191,10 +191,6 @@ class Difference(NamedTuple):
     low: float
     high: float
 
-    @property
-    def verdict(self) -> str:
-        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "not told apart"
-
 
 def difference(ours: Sequence[float], theirs: Sequence[float], outside: float = 0.05) -> Difference:
     """Of two means over seeds, with Welch's interval, which a share `outside` of all intervals misses."""

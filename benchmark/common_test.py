@@ -102,11 +102,9 @@ def test_intervals_of_a_table_hold_together_in_19_of_20_cases():
         assert 0.93 < hold / tables < 0.995
 
 
-def test_a_verdict_is_whether_the_interval_has_0_and_takes_three_seeds():
-    rows = {"base": [0.0, 0.1, 0.2], "up": [5.0, 5.1, 5.3], "same": [0.1, 0.2, 0.3], "two": [9.0, 9.1]}
-    found = common.differences(rows | {"down": [-5.0, -5.1, -5.3]}, "base")
-    assert {name: x.verdict for name, x in found.items()} == {"up": "ahead", "same": "not told apart", "down": "behind"}
-    assert not common.differences(rows, "two")
+def test_a_comparison_takes_three_seeds():
+    rows = {"base": [0.0, 0.1, 0.2], "up": [5.0, 5.1, 5.3], "two": [9.0, 9.1]}
+    assert common.differences(rows, "base").keys() == {"up"} and not common.differences(rows, "two")
 
 
 def test_cells():

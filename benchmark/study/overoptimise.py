@@ -5,13 +5,12 @@
 
 Reward models (proxies) are trained from one start by one schedule on 100, 500, 2,000 and 4,800 comparisons of two
 samples of the SFT policy, a tenth of them labelled wrongly. RLOO without a KL penalty and best-of-n maximise each of
-them. Then early stopping, β and the mean of two proxies are to protect a policy from the proxy of 500 comparisons.
+them. Then early stopping and β are to protect a policy from the proxy of 500 comparisons.
 Each run is measured along the way on fresh test posts, and where it may be stopped early on validation posts too.
 Records: overoptimise.json. Proxies are kept in runs/study/proxies: about 25 minutes of a core.
 """
 
 import itertools
-import os
 import random
 import sys
 from dataclasses import dataclass, replace
@@ -28,16 +27,14 @@ import tyro
 from measure import Setting, common, engine, rloo
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "tldr"))
 RECORDS = HERE / "overoptimise.json"
 PROXY_FOLDER = common.ROOT / "runs" / "study" / "proxies"
-# Which comparisons a proxy is trained on; 500b is the second one of the mean.
-PROXIES = {"100": (0, 100), "500": (0, 500), "2000": (0, 2_000), "4800": (0, 4_800), "500b": (500, 1_000)}
+PROXIES = {"100": 100, "500": 500, "2000": 2_000, "4800": 4_800}  # name -> comparisons that it is trained on
 START_POSTS, SEEN = 8_000, 4_800  # posts for the start; comparisons that training a proxy takes, most of them repeated
 SETTING = Setting(lr=3.5e-4, beta=0.0, episodes=2_880)
 UPDATES = (10, 20, 40, 60, 90)  # after which a run is measured
 POSTS, MOST = {"test": 200, "validation": 100}, 64  # fresh posts; samples of each test post for best-of-n
-COLOURS = {"500": "tab:orange", "500_beta0.1": "tab:purple", "500_beta0.3": "black", "500_two": "tab:brown"}
+COLOURS = {"500": "tab:orange", "500_beta0.1": "tab:purple", "500_beta0.3": "black"}
 
 
 # ---- Proxies ---------------------------------------------------------------------------------------------------------
@@ -45,6 +42,7 @@ COLOURS = {"500": "tab:orange", "500_beta0.1": "tab:purple", "500_beta0.3": "bla
 
 def sft_samples(posts: list[dict], k: int, temperature: float, size: int):
     """k samples of the SFT policy for each post, `size` posts at a time: Batches, and the judge's scores (k, B)."""
+    engine()  # making it seeds too
     torch.manual_seed(1)
     for begin in range(0, len(posts), size):
         some, stop_ids = posts[begin : begin + size], [engine().tokenizer.eos_token_id]
@@ -82,9 +80,8 @@ def start():
 
 def from_comparisons(name: str):
     """From the start with a new head."""
-    begin, end = PROXIES[name]
-    pairs, folder = comparisons()[begin:end], proxy("start")
-    torch.manual_seed(1 + begin)
+    pairs, folder = comparisons()[: PROXIES[name]], proxy("start")
+    torch.manual_seed(1)
     model = engine().read(folder, transformers.AutoModelForSequenceClassification, num_labels=1).requires_grad_(True)
     torch.nn.init.normal_(model.score.weight, std=0.02)
     rng, eos = random.Random(name), engine().tokenizer.eos_token_id
@@ -101,16 +98,6 @@ def proxy(name: str) -> Path:
     return folder
 
 
-def second_reward(prompts, completions, completion_ids, **columns) -> list[float]:
-    """The second proxy of 500 comparisons, as a reward function."""
-    import text_reward
-
-    os.environ["TEXT_REWARD_MODEL"] = str(PROXY_FOLDER / "500b")
-    model, tokenizer = text_reward.load()
-    sequences = [prompt + completion for prompt, completion in zip(tokenizer(prompts).input_ids, completion_ids)]
-    return text_reward.scores_of(model, sequences, 32)
-
-
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -119,8 +106,6 @@ class Row:
     title: str
     proxy: str
     beta: float = 0.0
-    two: bool = False
-    """whether the mean with the second proxy is the reward"""
     seeds: int = 3
 
     def names(self) -> list[str]:
@@ -132,19 +117,13 @@ class Row:
         """Without python and output folder. The learning rate is constant: a run stopped early is a shorter run."""
         folder = (PROXY_FOLDER / self.proxy).relative_to(common.ROOT)
         flags = ["--lr_scheduler_type", "constant", "--reward_model_path", str(folder)]
-        if self.two:
-            second = "benchmark/study/overoptimise.py:second_reward"
-            flags += ["--reward_fns", second, "--reward_weights", "0.5", "0.5"]
         return ["rloo.py", *replace(SETTING, beta=self.beta).flags(seed), *flags]
 
 
 ROWS = {name: Row(f"{int(name):,} comparisons", name) for name in ("100", "500", "2000", "4800")}
 ROWS |= {f"500_beta{beta:g}": Row(f"500, β = {beta:g}", "500", beta) for beta in (0.1, 0.3)}
-ROWS["500_two"] = Row("500, mean of two models", "500", two=True)
-
-
 NAMES = [name for row in ROWS.values() for name in row.names()]  # of all records
-NAMES += [f"sft_{name}" for name in PROXIES if name in ROWS]
+NAMES += [f"sft_{name}" for name in PROXIES]
 
 
 @cache
@@ -174,8 +153,7 @@ def make(records: common.Records, name: str, seed: int, runs: Path):
     """Trains and measures a run that has no record."""
     row, run = ROWS[name], f"{name}__{seed}"
     if records.needs(run, "test"):
-        for needed in (row.proxy, "500b") if row.two else (row.proxy,):
-            proxy(needed)
+        proxy(row.proxy)
         command = row.command(seed)
         folder = measure.train(run, [sys.executable, *command, *SETTING.own_flags(save_steps=10, kept=9)], runs)
         found = {kind: {} for kind in POSTS}

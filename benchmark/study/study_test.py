@@ -169,24 +169,21 @@ def test_a_method_of_trl_is_run_by_its_own_python_and_others_can_go_on(pretended
 # ---- Reward models from comparisons ----------------------------------------------------------------------------------
 
 
-def test_a_reward_model_is_trained_on_comparisons_and_becomes_a_function(tmp_path, monkeypatch):
+def test_a_reward_model_is_trained_on_comparisons(tmp_path, monkeypatch):
     shutil.copytree(common.TASK / "reward", tmp_path / "start")
-    small = {"PROXY_FOLDER": tmp_path, "SEEN": 16, "PROXIES": {"500b": (0, 8)}}
-    for name, value in small.items():
+    for name, value in {"PROXY_FOLDER": tmp_path, "SEEN": 16, "PROXIES": {"8": 8}}.items():
         monkeypatch.setattr(overoptimise, name, value)
-    posts = measure.fresh_posts()["comparisons"][:16]
-    monkeypatch.setitem(measure.fresh_posts(), "comparisons", posts)
+    monkeypatch.setitem(measure.fresh_posts(), "comparisons", measure.fresh_posts()["comparisons"][:16])
     pairs = {}
     for noise in (1, 0):
         monkeypatch.setattr(measure.mini_tldr, "LABEL_NOISE", noise)
         overoptimise.comparisons.cache_clear()
         pairs[noise] = overoptimise.comparisons()
     assert [(x["better"], x["worse"]) for x in pairs[0]] == [(x["worse"], x["better"]) for x in pairs[1]]
-    prompts, ids = [post["prompt"] for post in posts], [[5, 6, 7 + i] for i in range(16)]
-    batch = rloo.make_batch(measure.engine().examples(posts), torch.tensor([ids]), [0])
-    expected = overoptimise.reward_of("500b")(batch)[0]
-    assert np.allclose(overoptimise.second_reward(prompts, [""] * 16, ids), expected, atol=1e-4)
-    assert expected.std() > 1e-3
+    ids = torch.tensor([[[5, 6, 7 + i] for i in range(16)]])
+    posts = measure.fresh_posts()["comparisons"]
+    scores = overoptimise.reward_of("8")(rloo.make_batch(measure.engine().examples(posts), ids, [0]))
+    assert scores.shape == (1, 16) and scores.std() > 1e-3
 
 
 # ---- Best of n, and variants -----------------------------------------------------------------------------------------
@@ -244,10 +241,9 @@ def test_the_page_has_the_tables_of_the_records():
 
 
 def test_verdicts_and_orders_of_the_page_are_those_of_the_records():
-    verdicts = {
-        row: x.verdict for row, x in common.differences(peers.wins(common.Records(peers.RECORDS)), "rloo").items()
-    }
-    assert verdicts == {"ppo": "ahead", "grpo": "not told apart", "raft": "behind", "no_baseline": "behind"}
+    found = common.differences(peers.wins(common.Records(peers.RECORDS)), "rloo")
+    assert found["ppo"].low > 0 > found["grpo"].low and found["grpo"].high > 0
+    assert max(found["raft"].high, found["no_baseline"].high) < 0
     records = common.Records(reach.RECORDS)
     wins = {name: measure.means(records, row.names(), row.kind, "win") for name, row in reach.ROWS.items()}
     assert max(wins["default"]) < min(wins["beta0.05"])
