@@ -55,7 +55,7 @@ def test_each_file_runs_with_its_commands(command, data, tmp_path, monkeypatch):
 def replaced_by(name: str) -> set[str]:
     """What a file's docstring says that it replaces or wraps."""
     docstring = FILES[name].split('"""')[1]
-    return set(re.findall(r"`(\w+)`", " ".join(re.findall(r"(?:Replaces|Wraps)[^.:]*", docstring))))
+    return set(re.findall(r"`(\w+)`", " ".join(re.findall(r"(?:[Rr]eplaces|[Ww]raps)[^.:]*", docstring))))
 
 
 @pytest.mark.parametrize("name", [name for name, text in FILES.items() if "    rloo.command_line()" in text])

@@ -5,6 +5,8 @@
 Of softmax(logits / temperature) the --top_k most likely tokens are kept, of these the fewest with a probability of at
 least --top_p, scaled up to 1. The reference keeps all, or the KL could be infinite. What is kept follows the policy in
 training, but a sampled token stays in it: exact in the first step of an update; in further ones no ratio becomes 0.
+
+Replaces `block_logprobs`, so not with entropy.py; wraps `Args`, `load_models`, `sample` and `generate`.
 """
 
 import sys
