@@ -510,7 +510,7 @@ def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
         batch = rloo.make_batch(batch, ids.view(2, len(batch), -1), [eos])
         last = batch.response_mask.sum(-1)[..., None, None]  # (2, B, 1, 1)
         hidden = torch.take_along_dim(rloo.completion_hidden(model, batch), last, dim=2)  # (2, B, 1, H)
-        better, worse = rloo.head_scores(model, hidden.squeeze(2))
+        better, worse = model.score(hidden.squeeze(2)).squeeze(-1)
         return F.softplus(worse - better).mean()
 
     return optimise(name, model, total, make_chunk, lambda pair: len(pair["prompt_ids"]), loss_fn, lr, rng)
