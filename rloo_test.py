@@ -884,6 +884,7 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
         settings = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
         return others, signals, settings, random.getstate(), torch.get_rng_state().tolist(), [*sys.path]
 
+    transformers.set_seed(7)  # not that of an import
     before = state()
     again = types.ModuleType("again")
     again.__file__ = rloo.__file__
@@ -949,7 +950,7 @@ def decoded(model, batch: Batch, k: int, T: int, stop_ids: list[int], seed: int 
 
 @pytest.mark.parametrize(
     "k, B, seed, expected",
-    [(4, 5, 7, [(8, 4, 5), (16, 2, 3), (28, 1, 2)]), (1, 6, 6, [(8, 1, 6), (16, 1, 5), (28, 1, 2)])],
+    [(4, 6, 1, [(8, 4, 6), (16, 2, 4), (28, 2, 2)]), (1, 6, 6, [(8, 1, 6), (16, 1, 5), (28, 1, 2)])],
 )
 def test_completions_do_not_depend_on_which_lanes_have_left(k, B, seed, expected, monkeypatch):
     """... twice, the second time from fewer lanes than k of fewer prompts than B."""
