@@ -1,12 +1,15 @@
 """Tests of turns.py: its rules by turns that are written down; log-probs, gradients and resuming by a real model."""
 
 import itertools
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, load, read_lines, without_times
+from conftest import ROOT, command_of, load, read_lines, without_times
 
 import rloo
 
@@ -45,6 +48,7 @@ def exchange(tool, monkeypatch):
     def exchange(writes, body, prompts=("Tom",), k=1, **flags):
         def one_turn(args, model, examples, k, temperature, stop_ids):
             assert temperature == 0.7
+            exchange.rooms.append(args.response_length)
             rows = []
             for j, example in itertools.product(range(k), examples):
                 ids = tokenizer(writes[tokenizer.decode(example["prompt_ids"])][j])["input_ids"]
@@ -62,6 +66,7 @@ def exchange(tool, monkeypatch):
         texts = [tokenizer.decode(ids) for ids in batch.completion_ids()]
         return batch, logprobs, texts, function.__globals__["asked"]
 
+    exchange.rooms = []  # T of each turn
     return exchange
 
 
@@ -101,6 +106,13 @@ def test_an_answer_is_cut_to_the_room_that_is_left(exchange):
     batch, logprobs, texts, _ = exchange({"Tom": ["1 ="]}, 'return "5" * 50')
     assert texts == ["1 =" + "5" * 10] and batch.responses.shape == logprobs.shape == (1, 1, 12)
     assert batch.policy_mask.sum() == 2 and not batch.ended.any()
+
+
+def test_a_turn_is_as_long_as_its_shortest_exchange_needs_and_the_others_are_cut(exchange):
+    writes = {"Tom": ["1 ="], "Ann": ["1 + 2 ="], "Tom1 = 8": ["3456"], "Ann1 + 2 = 8": ["3456"]}
+    batch, _, texts, _ = exchange(writes, 'return " 8"', prompts=("Tom", "Ann"), response_length=8)
+    assert texts == ["1 = 83456", "1 + 2 = 83"] and not batch.ended.any()
+    assert exchange.rooms == [8, 4]
 
 
 def test_without_room_the_tool_is_not_asked(exchange):
@@ -207,3 +219,44 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tool, tmp_path):
     for name in ("completions.jsonl", "checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
     assert any(" = 7." in sample["completion"] for sample in read_lines(folder / "completions.jsonl"))
+
+
+SCRIPT = """
+import sys
+
+sys.path.insert(0, {root!r})
+import rloo
+from benchmark.extensions import turns, value
+
+save_policy = rloo.save_policy
+
+
+def save_equal(folder, master, tokenizer):
+    for model in (master, value.critic):
+        first, second = rloo.gather([[weight.double().sum().item() for weight in model.parameters()]])
+        assert first == second and any(first)
+    save_policy(folder, master, tokenizer)
+
+
+rloo.save_policy = save_equal
+rloo.command_line()
+"""
+
+
+def test_two_processes_with_value_py_too_keep_equal_weights(tool, tmp_path):
+    (tmp_path / "both.py").write_text(SCRIPT.format(root=str(ROOT)))
+    reward = tool("return []").replace(":tool", ":digits")
+    with open(reward.rpartition(":")[0], "a") as file:
+        file.write(
+            "def digits(completions, **columns):\n    return [float(sum(map(str.isdigit, x))) for x in completions]\n"
+        )
+    flags = {"dataset_name": TASK, "sft_model_path": TASK / "sft", "reward_fns": reward, "response_length": 16}
+    flags |= {"tool": tool('return " 7."'), "tool_mark": " =", "rloo_k": 2, "per_device_train_batch_size": 4}
+    flags |= {"total_episodes": 16, "learning_rate": 1e-3, "num_eval_prompts": 4, "device": "cpu"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", tmp_path / "both.py"]
+    words = [*command, *command_of(flags | {"output_dir": tmp_path / "run"})]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert first["episode"] == 8 and last["episode"] == 16 and first["tool/answers"] > 0.5

@@ -1,0 +1,158 @@
+"""Does a calculator help on mini GSM8K, and does RLOO raise its use?
+
+    python benchmark/mini_gsm8k/calculator.py                        # prints the table; trains what has no record
+    python benchmark/mini_gsm8k/calculator.py --teach_into FOLDER    # only writes the policy that all runs begin with
+
+The policy is that of sft/, fine-tuned on 3,200 solutions of the same pupil, who asks the calculator for a result in 30%
+of the steps: "3 + 4? 7. 7 - 2 = 5. #### 5". What is asked is right. Then RLOO trains it with the calculator
+(../extensions/turns.py) or without, where it must write the result behind the question mark itself.
+"""
+
+import random
+import re
+import sys
+from pathlib import Path
+
+import mini_gsm8k as task
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+import common  # noqa: E402
+
+STEP = re.compile(r"(-?\d+) ([-+*]) (\d+) = -?\d+\.")
+QUESTION = re.compile(r"(-?\d+) ([-+*]) (\d+)\?$")
+ASK = 0.3  # share of the steps in which the pupil asks
+LESSONS, LEARNING_RATE, BATCH = 3_200, 1e-3, 32
+SEEDS = 1, 2, 3
+ROWS = {
+    "with": "benchmark/extensions/turns.py --tool benchmark/mini_gsm8k/calculator.py:calculate --tool_mark ?",
+    "without": "rloo.py",
+}
+
+
+def calculate(text: str) -> str:
+    """The tool: the result of the computation that the text ends with, as "3 + 4?"; "" if there is none."""
+    asked = QUESTION.search(text)
+    if asked is None:
+        return ""
+    x, sign, y = asked.groups()
+    return f" {task.apply(int(x), sign, int(y))}"
+
+
+def asked(prompts, completions, completion_ids, **columns) -> list[float]:
+    """For --eval_fns: how often the calculator is asked."""
+    return [float(text.count("?")) for text in completions]
+
+
+# ---- The policy that asks --------------------------------------------------------------------------------------------
+
+
+def with_questions(solution: str, rng: random.Random) -> str:
+    def ask(step: re.Match) -> str:
+        x, sign, y = step.groups()
+        return f"{x} {sign} {y}? {task.apply(int(x), sign, int(y))}." if rng.random() < ASK else step[0]
+
+    return STEP.sub(ask, solution)
+
+
+def held_out() -> set[tuple]:
+    """Keys of the problems of the held-out splits, from their solutions."""
+    keys = set()
+    for split in ("validation", "test"):
+        for row in common.read_lines(HERE / f"{split}.jsonl"):
+            steps = STEP.findall(row["answer"])
+            keys.add((int(steps[0][0]), *((sign, int(y)) for _, sign, y in steps)))
+    return keys
+
+
+def teach(folder: Path, total: int = LESSONS):
+    """Writes the policy of sft/, fine-tuned on solutions with questions."""
+    rng, keys = random.Random(1), held_out()
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "sft")
+    model = AutoModelForCausalLM.from_pretrained(HERE / "sft")
+
+    def make_rows(n):
+        rows = [task.sample_row(rng, keys, task.LESSONS) for _ in range(n)]
+        chats = [row["prompt"] for row in rows]
+        prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        solutions = [with_questions(task.solve(row["problem"], rng), rng) for row in rows]
+        return [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, solutions)]
+
+    model = task.train_lm("policy", tokenizer, model, total, make_rows, LEARNING_RATE, rng, BATCH)
+    model.save_pretrained(folder)
+    task.save_tokenizer(tokenizer, folder)
+
+
+# ---- Runs and the table ----------------------------------------------------------------------------------------------
+
+FLAGS = [
+    *("--dataset_name", "benchmark/mini_gsm8k"),
+    *("--reward_fns", "benchmark/mini_gsm8k/gsm8k_reward.py:correctness"),
+    *("--eval_fns", "benchmark/mini_gsm8k/calculator.py:asked", "--num_eval_prompts", "400"),
+    *("--num_sample_generations", "0", "--rloo_k", "8", "--per_device_train_batch_size", "64"),
+    *("--total_episodes", "1536", "--local_rollout_forward_batch_size", "512", "--response_length", "48"),
+    *("--temperature", "1.0", "--learning_rate", "5e-4"),
+]
+GRADES = "greedy/score", "sampled/score", "greedy/asked", "sampled/asked"
+
+
+def names_of(row: str) -> list[str]:
+    return [f"{row}__{seed}" for seed in SEEDS]
+
+
+NAMES = [name for row in ROWS for name in names_of(row)]
+
+
+def train(records: common.Records, runs: Path, row: str, seed: int):
+    """Trains and records a run; one that was stopped goes on."""
+    folder = runs / f"{row}__{seed}"
+    taught = runs / "taught"
+    if not (taught / "tokenizer_config.json").is_file():
+        teach(taught)
+    command = [*ROWS[row].split(), *FLAGS, "--seed", str(seed), "--sft_model_path", taught.relative_to(common.ROOT)]
+    if not (folder / "model.safetensors").is_file():
+        common.run_logged([sys.executable, *command, "--resume", "--output_dir", folder], Path(f"{folder}.log"))
+    evaluations = common.read_lines(folder / "evaluations.jsonl")
+    found = {when: {name: x[name] for name in GRADES} for when, x in zip(("before", "after"), evaluations)}
+    records.add(folder.name, command=" ".join(map(str, command)), **found)
+
+
+def table(records: common.Records) -> str:
+    """Of runs that have a record: right answers and questions, before and after RLOO."""
+    head = ["calculator", "RLOO", "right, greedy, %", "right, sampled, %", "asked, greedy", "asked, sampled"]
+    rows = [head]
+    for row in ROWS:
+        for when in ("before", "after"):
+            found = [records.all[name][when] for name in names_of(row) if name in records.all]
+            cells = [[x[name] for x in found] for name in GRADES]
+            shares = [common.plus_minus(values, 100) for values in cells[:2]]
+            rows.append([row, when, *shares, *(common.plus_minus(values, decimals=2) for values in cells[2:])])
+    return common.markdown(rows)
+
+
+def main(teach_into: Path | None = None, again: bool = False):
+    """Trains what has no record and prints the table.
+
+    Args:
+        teach_into: only writes the taught policy into this folder
+        again: trains what has a record too; it is compared with the record, and nothing is written
+    """
+    if teach_into:
+        return teach(teach_into)
+    records, runs = common.Records(HERE / "calculator.json", again), common.folder_of_runs("calculator", again)
+    for seed in SEEDS:
+        for row in ROWS:
+            if records.needs(f"{row}__{seed}", "after"):
+                train(records, runs, row, seed)
+    if records.added and records.complete(NAMES, "README.md's table"):
+        common.insert(HERE / "README.md", {"calculator": table(records)})
+    print(table(records))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, use_underscores=True)
