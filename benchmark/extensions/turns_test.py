@@ -202,13 +202,17 @@ def test_log_probs_and_gradients_are_those_of_loops_that_mask_by_hand(tool, exam
 
 def test_a_resumed_run_equals_an_uninterrupted_one(run, tool, tmp_path):
     (tmp_path / "reward.py").write_text(
-        "def letters(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+        "def letters(completions, **columns):\n    return [sum(map(ord, text)) % 7 for text in completions]\n"
     )
     flags = {"dataset_name": TASK, "sft_model_path": TASK / "sft", "reward_model_path": None, "response_length": 16}
     flags |= {"reward_fns": f"{tmp_path}/reward.py:letters", "tool": tool('return " 7."'), "tool_mark": " ="}
     flags |= {"total_episodes": 24, "save_steps": 1, "save_total_limit": 9, "num_eval_prompts": 4, "kl_coef": 0.1}
     whole, folder = run("turns", **flags)
-    assert whole[0]["tool/answers"] > 0.5 and whole[0]["tool/tokens"] > whole[0]["tool/answers"]
+    assert (
+        whole[0]["grad_norm"] > 0.1
+        and whole[0]["tool/answers"] > 0.5
+        and whole[0]["tool/tokens"] > whole[0]["tool/answers"]
+    )
     assert whole[0]["completions/mean_length"] > whole[0]["tool/tokens"] and whole[0]["val/rollout_logprob_gap"] < 1e-4
     again = tmp_path / "again"
     shutil.copytree(folder, again)
