@@ -5,7 +5,6 @@
 Of softmax(logits / temperature) the --top_k most likely tokens are kept, of these the fewest with a probability of at
 least --top_p, scaled up to 1. The reference keeps all, or the KL could be infinite. What is kept follows the policy in
 training, but a sampled token stays in it: exact in the first step of an update; in further ones no ratio becomes 0.
-
 Replaces `block_logprobs`, so not with entropy.py; wraps `Args`, `load_models`, `sample` and `generate`.
 """
 
@@ -37,8 +36,7 @@ def load_models(args, longest, resumed):
     return models
 
 
-def left_out(logits):
-    """Whether a token is left out, bool (n, vocabulary), by logits (n, vocabulary) divided by the temperature."""
+def left_out(logits):  # (n, vocabulary), divided by the temperature -> which tokens are left out, bool (n, vocabulary)
     kept = TopKLogitsWarper(limits["top_k"] or logits.shape[-1])(None, logits)
     return TopPLogitsWarper(limits["top_p"])(None, kept).isneginf()
 

@@ -17,7 +17,7 @@ A completion is the whole exchange: for reward functions, in `response_mask`, in
 `policy_mask`: they are not learned from, and have no ratio, KL or entropy. Each further turn is a rollout with one
 completion for each exchange that goes on, whose prompt is all that is there: that is read again, once per completion.
 
-Replaces `Args`, `load_models`, `rollout` and `metrics_of`.
+Wraps `Args`, `load_models`, `rollout` and `metrics_of`; import an engine for `rollout` before it.
 """
 
 import sys

@@ -10,6 +10,8 @@ The critic is a model of its own with one output: V_t for the prompt and the tok
 The critic's loss, the mean over completions of Σ_t max((V_t - R_t)², (V'_t - R_t)²) / 2, is a part of loss/policy_avg.
 V' is V, but at most --value_cliprange from what it was before the update. The critic computes in float32, is a second
 group of the optimizer, and saved as critic.pt. A tool's tokens (turns.py) are passed over: t + 1 is the policy's next.
+Replaces `advantages_of`; wraps `Args`, `check_args`, `load_models`, `make_optimizer`, `save_optimizer`,
+`completion_loss` and `clip_gradients`.
 """
 
 import sys
@@ -66,14 +68,12 @@ def make_optimizer(args, master):
     return optimizer
 
 
-def values_of(batch):
-    """V (k, B, T), 0 where masked."""
+def values_of(batch):  # V (k, B, T), 0 where masked
     values = critic.score(rloo.completion_hidden(critic, batch)[:, :, :-1]).squeeze(-1)  # (k, B, n)
     return torch.nn.functional.pad(values, (0, batch.policy_mask.shape[-1] - values.shape[-1])) * batch.policy_mask
 
 
-def gae(rewards, values, mask, gamma: float, lam: float):
-    """A (k, B, T) of rewards and values (k, B, T), 0 where masked."""
+def gae(rewards, values, mask, gamma: float, lam: float):  # A (k, B, T), 0 where masked
     advantages = torch.zeros_like(values)
     A = V = torch.zeros_like(values[..., 0])  # of the next token
     for t in reversed(range(values.shape[-1])):
