@@ -4,8 +4,9 @@
     python benchmark/mini_gsm8k/calculator.py --teach_into FOLDER    # only writes the policy that all runs begin with
 
 The policy is that of sft/, fine-tuned on 3,200 solutions of the same pupil, who asks the calculator for a result in 30%
-of the steps: "3 + 4? 7. 7 - 2 = 5. #### 5". What is asked is right. Then RLOO trains it with the calculator
-(../extensions/turns.py) or without, where it must write the result behind the question mark itself.
+of the steps: "3 + 4? 7. 7 - 2 = 5. #### 5". Here most problems have two or three steps, as in the data, and results
+that are asked for are right. Then RLOO trains it with the calculator (../extensions/turns.py) or without, where it must
+write the result behind the question mark itself.
 """
 
 import random
@@ -58,14 +59,15 @@ def with_questions(solution: str, rng: random.Random) -> str:
     return STEP.sub(ask, solution)
 
 
+def key_of(solution: str) -> tuple:
+    """The key of the problem that has this right solution."""
+    steps = STEP.findall(solution)
+    return (int(steps[0][0]), *((sign, int(number)) for _, sign, number in steps))
+
+
 def held_out() -> set[tuple]:
-    """Keys of the problems of the held-out splits, from their solutions."""
-    keys = set()
-    for split in ("validation", "test"):
-        for row in common.read_lines(HERE / f"{split}.jsonl"):
-            steps = STEP.findall(row["answer"])
-            keys.add((int(steps[0][0]), *((sign, int(y)) for _, sign, y in steps)))
-    return keys
+    rows = [row for split in ("validation", "test") for row in common.read_lines(HERE / f"{split}.jsonl")]
+    return {key_of(row["answer"]) for row in rows}
 
 
 def teach(folder: Path, total: int = LESSONS):
@@ -77,7 +79,7 @@ def teach(folder: Path, total: int = LESSONS):
     model = AutoModelForCausalLM.from_pretrained(HERE / "sft")
 
     def make_rows(n):
-        rows = [task.sample_row(rng, keys, task.LESSONS) for _ in range(n)]
+        rows = [task.sample_row(rng, keys, task.STEPS) for _ in range(n)]
         chats = [row["prompt"] for row in rows]
         prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         solutions = [with_questions(task.solve(row["problem"], rng), rng) for row in rows]
@@ -90,14 +92,12 @@ def teach(folder: Path, total: int = LESSONS):
 
 # ---- Runs and the table ----------------------------------------------------------------------------------------------
 
-FLAGS = [
-    *("--dataset_name", "benchmark/mini_gsm8k"),
-    *("--reward_fns", "benchmark/mini_gsm8k/gsm8k_reward.py:correctness"),
-    *("--eval_fns", "benchmark/mini_gsm8k/calculator.py:asked", "--num_eval_prompts", "400"),
-    *("--num_sample_generations", "0", "--rloo_k", "8", "--per_device_train_batch_size", "64"),
-    *("--total_episodes", "1536", "--local_rollout_forward_batch_size", "512", "--response_length", "48"),
-    *("--temperature", "1.0", "--learning_rate", "5e-4"),
-]
+FLAGS = (
+    "--dataset_name benchmark/mini_gsm8k --reward_fns benchmark/mini_gsm8k/gsm8k_reward.py:correctness "
+    "--eval_fns benchmark/mini_gsm8k/calculator.py:asked --num_eval_prompts 400 --num_sample_generations 0 "
+    "--rloo_k 8 --per_device_train_batch_size 64 --total_episodes 3840 --local_rollout_forward_batch_size 512 "
+    "--response_length 48 --temperature 1.0 --learning_rate 5e-4 --lr_scheduler_type constant"
+).split()
 GRADES = "greedy/score", "sampled/score", "greedy/asked", "sampled/asked"
 
 
