@@ -1,5 +1,5 @@
-"""What a run leaves and what happens at its edges: the page names all that is written; runs that are ended, killed,
-logged or moved; trackers that die; reward functions in odd places.
+"""What a run leaves and what happens at its edges: the page names all that is written; runs that are ended, killed or
+logged; trackers that die; reward functions in odd places.
 
 python -m pytest -q benchmark/metrics
 """
@@ -7,8 +7,6 @@ python -m pytest -q benchmark/metrics
 import json
 import os
 import re
-import shutil
-import signal
 import sys
 import types
 from pathlib import Path
@@ -130,18 +128,6 @@ def test_what_is_done_when_a_run_is_ended_stays(tmp_path):
         assert counts == {"runs": 1, "updates lost": lost, "differences": 0}, kind
 
 
-def test_a_hangup_that_nohup_has_made_ignored_stays_so():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with rloo.noted_signals() as signals:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signals == []
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert signals == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_a_tracker_that_dies_ends_the_run_with_its_error_and_a_checkpoint(train, tmp_path, monkeypatch):
     def log(metrics, step):
         if step == 2:
@@ -164,16 +150,6 @@ def test_a_tracker_without_a_key_or_package_is_one_line_before_anything_is_loade
         with pytest.raises(SystemExit, match=f"--track: .*{said}") as ended:
             train(tmp_path / "out", "--track")
         assert "\n" not in str(ended.value) and not (tmp_path / "out").exists()
-
-
-def test_a_run_goes_on_where_its_folder_and_its_files_have_moved_to(train, files, tmp_path, capsys):
-    train(tmp_path / "old", total_episodes=4)
-    shutil.move(tmp_path / "old", tmp_path / "new")
-    shutil.copytree(files / "policy", tmp_path / "policy")
-    train(tmp_path / "new", "--resume", sft_model_path=f"{tmp_path}/policy/")
-    said = capsys.readouterr().out
-    assert f"sft_model_path policy -> {tmp_path}/policy/" in said and "output_dir" in said
-    assert [line["update"] for line in common.read_lines(tmp_path / "new" / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_the_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(train, tmp_path, monkeypatch):
