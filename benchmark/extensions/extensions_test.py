@@ -194,8 +194,8 @@ def test_the_unbiased_k3_of_grpo_has_the_gradient_of_the_kl():
 
 
 def test_grpo_logs_the_reward_without_kl_and_refuses_the_token_s(run):
-    (metrics,), _ = run("grpo", total_episodes=8, kl_coef=0.5, normalize_reward=True, seed=3)
-    assert metrics["objective/rlhf_reward"] == pytest.approx(0, abs=1e-6) and "objective/kl" in metrics
+    (_, metrics), _ = run("grpo", total_episodes=16, kl_coef=0.5, normalize_reward=True)
+    assert abs(metrics["objective/rlhf_reward"]) < 1e-6 < 1e-3 < abs(metrics["objective/kl"])
     with pytest.raises(SystemExit, match="^rloo.py: --token_level_kl: grpo.py has its KL in the loss"):
         run("grpo", token_level_kl=True)
 
@@ -250,8 +250,8 @@ def length_of_some(prompts, completions, **columns):
 
 @pytest.mark.parametrize("extensions", [["running_mean"], ["running_mean", "correction"]])
 def test_running_means_equal_a_loop(extensions, run, monkeypatch, tmp_path):
-    """Three updates of the same four prompts: the first has rloo.py's baseline, later ones have the running mean. One
-    completion of a prompt, and later all of it, has no score: it has no advantage, and is in no mean."""
+    """Three updates of the same four prompts: the first has rloo.py's baseline, later ones have the running mean. What
+    has no score has no advantage, and is in no mean."""
     rows = [{"prompt": f"my {x} is rude. TL;DR:"} for x in ("boss", "sister", "cat", "friend")]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "test.jsonl").write_text(json.dumps(rows[0]))
@@ -263,18 +263,16 @@ def test_running_means_equal_a_loop(extensions, run, monkeypatch, tmp_path):
     means = {}
     for (_, _, _, _, experience), _ in seen:
         for b, example in enumerate(experience.batch.examples):
-            prompt, rewards = example["prompt"], []
-            for j in range(2):
-                rewards.append(experience.scores[j, b].item() - 0.5 * sum(experience.kl[j, b].tolist()))
+            prompt = example["prompt"]
+            scores, costs = experience.scores[:, b].tolist(), (0.5 * experience.kl[:, b].sum(-1)).tolist()
+            scored = [score - cost for score, cost in zip(scores, costs) if not math.isnan(score)]
+            filled = mean(x for x in scores if not math.isnan(x)) if scored else 0.0
+            rewards = [(filled if math.isnan(score) else score) - cost for score, cost in zip(scores, costs)]
+            baselines = [means[prompt]] * 2 if prompt in means else rewards[::-1]
             found = experience.advantages[:, b, 0].tolist()
-            scored = [x for x in rewards if not math.isnan(x)]
-            if prompt in means:
-                expected = [0.0 if math.isnan(r) else r - means[prompt] for r in rewards]
-            elif len(scored) == 2:
-                expected = [rewards[0] - rewards[1], rewards[1] - rewards[0]]
-            else:
-                expected = [0.0, 0.0]
-            assert found == pytest.approx(expected, abs=1e-3)
+            for j in range(2):
+                expected = 0.0 if math.isnan(scores[j]) else rewards[j] - baselines[j]
+                assert found[j] == pytest.approx(expected, abs=1e-4)
             if scored:
                 means[prompt] = 0.5 * mean(scored) + 0.5 * means[prompt] if prompt in means else mean(scored)
     assert len(means) == 4
@@ -286,9 +284,9 @@ CALLS = []
 
 
 def none_of_a_cat(prompts, completions, **columns):
-    """No score for a cat in the first of three updates, nor for the first of each prompt in the third."""
+    """No score for a cat in the first of three updates, nor for the first completion of each prompt in the second."""
     CALLS.append(1)
-    missing = [len(CALLS) == 1 and "cat" in x or len(CALLS) == 3 and i % 2 == 0 for i, x in enumerate(prompts)]
+    missing = [len(CALLS) == 1 and "cat" in x or len(CALLS) == 2 and i % 2 == 0 for i, x in enumerate(prompts)]
     return [None if gone else float(len(x)) for gone, x in zip(missing, completions)]
 
 
