@@ -92,12 +92,22 @@ def teach(folder: Path, total: int = LESSONS):
 
 # ---- Runs and the table ----------------------------------------------------------------------------------------------
 
-FLAGS = (
-    "--dataset_name benchmark/mini_gsm8k --reward_fns benchmark/mini_gsm8k/gsm8k_reward.py:correctness "
-    "--eval_fns benchmark/mini_gsm8k/calculator.py:asked --num_eval_prompts 400 --num_sample_generations 0 "
-    "--rloo_k 8 --per_device_train_batch_size 64 --total_episodes 3840 --local_rollout_forward_batch_size 512 "
-    "--response_length 48 --temperature 1.0 --learning_rate 5e-4 --lr_scheduler_type constant"
-).split()
+SETTINGS = {
+    "dataset_name": "benchmark/mini_gsm8k",
+    "reward_fns": "benchmark/mini_gsm8k/gsm8k_reward.py:correctness",
+    "eval_fns": "benchmark/mini_gsm8k/calculator.py:asked",
+    "num_eval_prompts": 400,
+    "num_sample_generations": 0,
+    "rloo_k": 8,
+    "per_device_train_batch_size": 64,
+    "total_episodes": 3840,
+    "local_rollout_forward_batch_size": 512,
+    "response_length": 48,
+    "temperature": 1.0,
+    "learning_rate": 5e-4,
+    "lr_scheduler_type": "constant",
+}
+FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
 GRADES = "greedy/score", "sampled/score", "greedy/asked", "sampled/asked"
 
 
