@@ -1,11 +1,10 @@
-"""Three choices of rloo.py, and what they cost or save on one thread of a CPU.
+"""Two choices of rloo.py, and what they save on one thread of a CPU.
 
-    python benchmark/speed/choices.py                     # all; writes choices.json and a table of README.md
+    python benchmark/speed/choices.py                         # both; writes choices.json and a table of README.md
     python benchmark/speed/choices.py --part lanes --again    # one; compares with the record instead
 
 shapes   a row per prompt (group rows) against a row per completion (plain rows), forward and backward or forward alone
 lanes    lanes that have ended leave the decoder, the cache of the others doubles; against all staying in a full cache
-old      the forward pass for log π_old that an update with several steps makes before the first one
 
 Times are CPU seconds of the process on one thread, so other programs on the machine matter little. What is compared
 takes turns, and a ratio is that of two times within a round. Models have random weights.
@@ -13,7 +12,6 @@ takes turns, and a ratio is that of two times within a round. Models have random
 
 import argparse
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -89,57 +87,20 @@ def measure_lanes() -> dict:
     @torch.no_grad()
     def decode(T):
         torch.manual_seed(1)
-        rloo.Decoder(model, ids, mask, LANES["k"], T, 1.0, [*range(LANES["stops"])]).run()
+        rloo.decode(model, ids, mask, LANES["k"], T, 1.0, [*range(LANES["stops"])])
 
     for T in LANES["lengths"]:
         times = {"leave": [], "stay": []}
         for _ in range(ROUNDS):
             times["leave"].append(cpu_seconds(lambda T=T: decode(T)))
-            everyone_stays = mock.patch.object(rloo.Decoder, "drop_ended", lambda decoder, alive: None)
-            with mock.patch.object(rloo, "FIRST_SLOTS", T), everyone_stays:
+            with mock.patch.object(rloo, "FIRST_SLOTS", T):  # a full cache from the start, which nobody leaves
                 times["stay"].append(cpu_seconds(lambda T=T: decode(T)))
         found[str(T)] = times
         print(T, times, flush=True)
     return {"lanes": found}
 
 
-def measure_old() -> dict:
-    """CPU seconds of the second of two updates with two epochs at TL;DR's lengths, and of its forward pass without
-    gradient in `improve`."""
-    seconds = {"update": [], "old": []}
-    logprobs, collect, improve = rloo.completion_logprobs, rloo.collect, rloo.improve
-    improving = False
-
-    def timed_logprobs(*inputs):
-        start = time.process_time()
-        output = logprobs(*inputs)
-        if improving and not torch.is_grad_enabled():
-            seconds["old"][-1] += time.process_time() - start
-        return output
-
-    def timed_collect(*inputs):
-        seconds["old"].append(0.0)
-        seconds["update"].append(-time.process_time())
-        return collect(*inputs)
-
-    def timed_improve(*inputs):
-        nonlocal improving
-        improving = True
-        output = improve(*inputs)
-        improving = False
-        seconds["update"][-1] += time.process_time()
-        return output
-
-    with tempfile.TemporaryDirectory(prefix="choices-") as temporary:
-        folder = Path(temporary)
-        throughput.write_inputs(folder)
-        words = throughput.rloo_py(folder, "--num_ppo_epochs", 2, "--device", "cpu", "--output_dir", folder / "run")
-        replaced = {"completion_logprobs": timed_logprobs, "collect": timed_collect, "improve": timed_improve}
-        rloo.command_line([str(word) for word in words[2:]], **replaced)
-    return {name: times[1] for name, times in seconds.items()}
-
-
-MEASURES = {"shapes": measure_shapes, "lanes": measure_lanes, "old": measure_old}
+MEASURES = {"shapes": measure_shapes, "lanes": measure_lanes}
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -166,14 +127,6 @@ def sentence_of_lanes(found: dict) -> str:
     return f"Without it, decoding takes {' and '.join(times)}."
 
 
-def sentence_of_old(found: dict) -> str:
-    share = found["old"] / found["update"]
-    return f"It takes {share:.0%} of the update, {found['old']:.1f} of {found['update']:.1f} CPU seconds."
-
-
-SENTENCES = {"lanes": sentence_of_lanes, "old": sentence_of_old}
-
-
 def tables(records) -> dict[str, str]:
     """That of README.md."""
     found = records.all["shapes"]
@@ -194,8 +147,7 @@ def main():
     records = common.Records(RECORDS, args.again)
     for part in [args.part] if args.part else MEASURES:
         records.add(part, **MEASURES[part]())
-    for part, sentence in SENTENCES.items():
-        print(f"recorded, {part}: {sentence(records.all[part])}")
+    print(sentence_of_lanes(records.all["lanes"]))
     if not args.again:
         report()
 

@@ -53,35 +53,42 @@ T = 53
 
 
 def write_inputs(folder: Path):
-    """Writes policy/, reward/ and data/. Word w<i> is token i, so decoded text becomes the same tokens again."""
+    """Writes policy/, reward/ and data/."""
     torch.manual_seed(1)
-    eos, padding = VOCABULARY - 2, VOCABULARY - 1
-    tokens = {"vocab_size": VOCABULARY, "eos_token_id": eos, "pad_token_id": padding, "bos_token_id": None}
-    config = transformers.GPTNeoXConfig(**SHAPE, **tokens, num_labels=1)
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": None, "num_labels": 1}
+    config = transformers.GPTNeoXConfig(**SHAPE, **tokens, **write_texts(folder, VOCABULARY, PROMPTS, PROMPT_TOKENS))
+    kinds = {"policy": transformers.AutoModelForCausalLM, "reward": transformers.AutoModelForSequenceClassification}
+    for name, kind in kinds.items():
+        kind.from_config(config).save_pretrained(folder / name)
+
+
+def write_texts(folder: Path, vocabulary: int, prompts: int, lengths: tuple[int, int]) -> dict[str, int]:
+    """Writes data/, and a tokenizer into policy/ and reward/; returns its special tokens. Word w<i> is token i, so
+    decoded text becomes the same tokens again."""
+    eos, padding = vocabulary - 2, vocabulary - 1
     words = {f"w{i}": i for i in range(eos)} | {"<eos>": eos, "[PAD]": padding}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     special = {"eos_token": "<eos>", "pad_token": "[PAD]", "clean_up_tokenization_spaces": False}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    kinds = {"policy": transformers.AutoModelForCausalLM, "reward": transformers.AutoModelForSequenceClassification}
-    for name, kind in kinds.items():
-        kind.from_config(config).save_pretrained(folder / name)
+    for name in ("policy", "reward"):
         tokenizer.save_pretrained(folder / name)
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(*PROMPT_TOKENS, (PROMPTS,), generator=generator).tolist()
-    tokens = [torch.randint(eos, (length,), generator=generator).tolist() for length in lengths]
-    prompts = [" ".join(f"w{i}" for i in ids) for ids in tokens]
+    counts = torch.randint(*lengths, (prompts,), generator=generator).tolist()
+    tokens = [torch.randint(eos, (count,), generator=generator).tolist() for count in counts]
+    lines = [json.dumps({"prompt": " ".join(f"w{i}" for i in ids)}) + "\n" for ids in tokens]
     (folder / "data").mkdir()
     for split in ("train", "test"):  # without a test split rloo.py would hold out training rows
-        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
         (folder / "data" / f"{split}.jsonl").write_text("".join(lines))
+    return {"eos_token_id": eos, "pad_token_id": padding}
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def run(command: list, folder: Path) -> dict:
-    """Seconds of the second update and its rollout, and peak GiB, of a trainer in a process of its own."""
+def run(command: list, folder: Path, first: int = 1) -> dict:
+    """A trainer in a process of its own: its updates from number `first`, counted from 0, with the seconds of each, and
+    the process's peak memory, GiB."""
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     log = common.ROOT / "runs" / "throughput.log"
     log.parent.mkdir(exist_ok=True)
@@ -91,36 +98,35 @@ def run(command: list, folder: Path) -> dict:
         process = subprocess.Popen(words, cwd=common.ROOT, stdout=lines, stderr=lines, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
     if status:
-        sys.exit(f"{' '.join(words)}: ended with an error, see {log}")
-    update = common.read_lines(out / "metrics.jsonl")[1]
-    seconds = sum(value for name, value in update.items() if name.startswith("time/"))
-    found = {"seconds": seconds, "peak_gb": usage.ru_maxrss / 2**20}  # KiB, on Linux
-    if "time/rollout" in update:  # TRL's does not tell
-        found["rollout"] = update["time/rollout"]
-    return found
+        sys.exit(f"{' '.join(words)}: ended with an error, see {log}:\n{log.read_text()[-2000:]}")
+    updates = common.read_lines(out / "metrics.jsonl")[first:]
+    for update in updates:
+        update["seconds"] = sum(value for name, value in update.items() if name.startswith("time/"))
+    return {"updates": updates, "peak_gb": usage.ru_maxrss / 2**20}  # KiB, on Linux
 
 
-def shared_flags(folder: Path) -> list:
-    """Flags of rloo.py that trl/run.py has too, for two updates on the inputs in `folder`."""
+def shared_flags(folder: Path, **changes) -> list[str]:
+    """Flags of rloo.py that trl/run.py has too, for two updates on the inputs in `folder`; None leaves one out."""
     batch = PROMPTS * K
-    words = ["--sft_model_path", folder / "policy", "--reward_model_path", folder / "reward"]
-    words += ["--dataset_name", folder / "data", "--rloo_k", K, "--response_length", T, "--temperature", 0.7]
-    words += ["--kl_coef", 0.05, "--learning_rate", 1e-6, "--dtype", "float32", "--total_episodes", 2 * batch]
-    return [*words, "--per_device_train_batch_size", batch, "--local_rollout_forward_batch_size", batch]
+    flags = {"sft_model_path": folder / "policy", "reward_model_path": folder / "reward"}
+    flags |= {"dataset_name": folder / "data", "rloo_k": K, "response_length": T, "temperature": 0.7, "kl_coef": 0.05}
+    flags |= {"learning_rate": 1e-6, "dtype": "float32", "total_episodes": 2 * batch}
+    flags |= {"per_device_train_batch_size": batch, "local_rollout_forward_batch_size": batch} | changes
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
-def rloo_py(folder: Path, *flags) -> list:
-    return [sys.executable, "rloo.py", *shared_flags(folder), "--num_eval_prompts", 0, "--save_steps", 0, *flags]
+def rloo_py(folder: Path, script="rloo.py", **changes) -> list:
+    return [sys.executable, script, *shared_flags(folder, num_eval_prompts=0, save_steps=0, **changes)]
 
 
 def lanes_of_dtype(folder: Path, pythons: list[str]) -> dict[str, list]:
     """Name -> command."""
-    return {f"rloo.py, {dtype}": rloo_py(folder, "--dtype", dtype) for dtype in ("float32", "bfloat16")}
+    return {f"rloo.py, {dtype}": rloo_py(folder, dtype=dtype) for dtype in ("float32", "bfloat16")}
 
 
 def lanes_of_update(folder: Path, pythons: list[str]) -> dict[str, list]:
     """Name -> command."""
-    lanes = {f"rloo.py, {layout} rows": rloo_py(folder, "--layout", layout) for layout in ("group", "plain")}
+    lanes = {f"rloo.py, {layout} rows": rloo_py(folder, layout=layout) for layout in ("group", "plain")}
     code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
     for python in pythons:
         name = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
@@ -159,9 +165,9 @@ def measure(records, part: str, pythons: list[str], again: bool = False):
     found = {}
     for name in lanes:
         runs = [lanes[name] for lanes in rounds]
-        times = {key: [one[key] for one in runs] for key in ("seconds", "rollout") if key in runs[0]}
+        times = [one["updates"][0]["seconds"] for one in runs]
         peak = max(one["peak_gb"] for one in runs)
-        found[name] = times | {"peak_gb": peak, "cpu": cpu(), "threads": torch.get_num_threads()}
+        found[name] = {"seconds": times, "peak_gb": peak, "cpu": cpu(), "threads": torch.get_num_threads()}
     for name, lane in found.items():
         if not again:
             records.add(f"{part}: {name}", **lane)

@@ -29,8 +29,9 @@ def test_a_tiny_model_is_measured(tmp_path, monkeypatch):
     _, second = common.read_lines(tmp_path / "out" / "metrics.jsonl")
     copies = f"import shutil, sys; shutil.copytree({str(tmp_path / 'out')!r}, sys.argv[2])"
     found = throughput.run([python, "-c", copies], tmp_path)
-    assert found["rollout"] == second["time/rollout"] and 0.1 < found["peak_gb"] < 20
-    assert found["seconds"] == sum(second[f"time/{part}"] for part in ("rollout", "reference", "reward", "train"))
+    (update,) = found["updates"]
+    assert update["time/rollout"] == second["time/rollout"] and 0.1 < found["peak_gb"] < 20
+    assert update["seconds"] == sum(second[f"time/{part}"] for part in ("rollout", "reference", "reward", "train"))
 
 
 def measure(path, monkeypatch, lanes: dict[str, list[float]], again=False):
@@ -39,7 +40,8 @@ def measure(path, monkeypatch, lanes: dict[str, list[float]], again=False):
     monkeypatch.setattr(throughput, "ROUNDS", 2)
     monkeypatch.setattr(throughput, "write_inputs", lambda folder: None)
     monkeypatch.setitem(throughput.LANES, "update", lambda folder, pythons: {name: name for name in lanes})
-    monkeypatch.setattr(throughput, "run", lambda name, folder: {"seconds": next(times[name]), "peak_gb": 2.0})
+    found = {name: lambda name=name: {"updates": [{"seconds": next(times[name])}], "peak_gb": 2.0} for name in lanes}
+    monkeypatch.setattr(throughput, "run", lambda name, folder: found[name]())
     records = common.Records(path)
     throughput.measure(records, "update", [], again)
     return records
