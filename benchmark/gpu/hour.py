@@ -51,16 +51,16 @@ TEMPERATURE = 0.7
 EPISODES = 3_200  # of a run of the part `rewards`
 
 
-def sevens(completions, **columns) -> list[float]:
-    """The reward: the share of sevens in a text."""
+REWARD = """def sevens(completions, **columns):
     return [text.count("7") / (1 + len(text)) for text in completions]
+"""
 
 
 # ---- Models of random weights ----------------------------------------------------------------------------------------
 
 
 def config_of(model: gpu_memory.Model, **tokens):
-    """The configuration of a model of gpu_memory.py. Llama's layers stand for Qwen2.5's, which come with a tokenizer."""
+    """The configuration of a model of gpu_memory.py, with layers of Llama for Qwen2.5, which has its own tokenizer."""
     sizes = {"vocab_size": model.vocabulary, "hidden_size": model.width, "num_hidden_layers": model.layers}
     sizes |= {"intermediate_size": model.feed_forward, **tokens, "bos_token_id": None}
     if model.family == "GPT-NeoX":
@@ -97,6 +97,7 @@ def write_inputs(folder: Path, model: gpu_memory.Model, run: gpu_memory.Args, de
         policy = transformers.AutoModelForCausalLM.from_config(config_of(model, **tokens), dtype=torch.bfloat16).eval()
     policy.save_pretrained(folder / "policy")
     let_it_end(policy, tokens["eos_token_id"])
+    (folder / "sevens.py").write_text(REWARD)
     (folder / "reward").rename(folder / "ends")  # with the tokenizer
     policy.save_pretrained(folder / "ends")
 
@@ -107,7 +108,12 @@ def write_inputs(folder: Path, model: gpu_memory.Model, run: gpu_memory.Args, de
 def flags_of(args, folder: Path, run: gpu_memory.Args, ends: bool = False) -> dict:
     """Flags of rloo.py and of trl/run.py."""
     flags = {"sft_model_path": folder / ("ends" if ends else "policy"), "reward_model_path": None}
-    flags |= {"reward_fns": f"{__file__}:sevens", "dtype": "bfloat16", "device": args.device, "rloo_k": run.k}
+    flags |= {
+        "reward_fns": f"{folder / 'sevens.py'}:sevens",
+        "dtype": "bfloat16",
+        "device": args.device,
+        "rloo_k": run.k,
+    }
     flags |= {"response_length": run.T, "per_device_train_batch_size": run.m, "temperature": TEMPERATURE}
     flags |= {"gradient_accumulation_steps": run.chunk // run.m, "local_rollout_forward_batch_size": run.chunk}
     return flags | {"total_episodes": (WARM_UP + TIMED) * run.chunk}
