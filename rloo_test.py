@@ -1385,6 +1385,7 @@ def llama_tokenizer(add_eos: bool = False):
 LLAMA_CHAT = llama_tokenizer()
 LLAMA_CHAT.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
 TOOLS = chat_tokenizer("{% for t in tools or [] %}{{ t.x }} {% endfor %}" + CHAT)
+ENDS = chat_tokenizer(TURNS.replace("{% endfor %}", "m {% endfor %}"))  # each turn ends with a token
 NULLS = chat_tokenizer(CHAT.replace("{% endfor %}", "{% if m.x is defined %}{{ 1 / 0 }}{% endif %}{% endfor %}"))
 TEXTS = [  # tokenizer, row, the ids that are read
     (tiny_tokenizer(), {"prompt": "b c", "completion": " d"}, [4, 5]),
@@ -1394,7 +1395,7 @@ TEXTS = [  # tokenizer, row, the ids that are read
     (chat_tokenizer(), {"prompt": [USER]}, [2, 4, 5, 3]),
     (chat_tokenizer(), {"messages": [SYSTEM, USER, ASSISTANT, USER]}, [2, 7, 2, 4, 5, 3]),
     (chat_tokenizer(), {"prompt": [USER, ASSISTANT, SYSTEM]}, [2, 4, 5, 3, 6, 8, 2, 7, 3]),
-    (chat_tokenizer(), {"prompt": [USER, ASSISTANT]}, [2, 4, 5, 3, 6, 8]),  # it is continued
+    (ENDS, {"prompt": [USER, ASSISTANT]}, [2, 4, 5, 15, 3, 6, 8]),  # it is continued
     (TOOLS, {"prompt": [USER], "tools": [{"x": "e"}]}, [7, 2, 4, 5, 3]),
     (TOOLS, {"prompt": [USER], "tools": None}, [2, 4, 5, 3]),
     (NULLS, {"prompt": [USER | {"x": None}]}, [2, 4, 5, 3]),  # a table gives each message the keys of all
@@ -1564,13 +1565,8 @@ def client() -> asyncio.Queue:
 
 
 async def through_a_queue(completions, **columns):
-    """Two calls wait for each other's place in the queue."""
-    scores = []
-    for text in completions:
-        task = asyncio.create_task(client().put(len(text)))
-        scores.append(float(await asyncio.wait_for(client().get(), 10)))
-        await task
-    return scores
+    pairs = [await asyncio.gather(client().get(), client().put(float(len(text)))) for text in completions]
+    return [length for length, _ in pairs]
 
 
 def test_a_reward_function_may_be_a_coroutine():
