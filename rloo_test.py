@@ -1645,8 +1645,10 @@ def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
     save(tmp_path, tiny_tokenizer())
     vocab = {word: i for word, i in tiny_tokenizer().get_vocab().items() if word != "[PAD]"}
     unpadded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab)), eos_token="<eos>")
-    scores = [reward(tokenizer)(random_batch()) for tokenizer in (unpadded, tiny_tokenizer())]
-    assert torch.equal(*scores) and scores[0].shape == (3, 4)
+    other_pad = tiny_tokenizer()
+    other_pad.add_special_tokens({"pad_token": "<pad>"})
+    scores = [reward(tokenizer)(random_batch()) for tokenizer in (unpadded, tiny_tokenizer(), other_pad)]
+    assert torch.equal(*scores[:2]) and torch.equal(*scores[1:]) and scores[0].shape == (3, 4)
     more = tiny_tokenizer()
     more.add_tokens(["more"])
     for other in (more, tokenizer_of({word: i for i, word in enumerate(reversed(WORDS), 3)}), tokenizer_of({"z": 3})):
