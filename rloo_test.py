@@ -1710,11 +1710,6 @@ def resolved(line: str) -> Args:
     return rloo.resolve_args(parsed(line))
 
 
-def snapshot(*folders: Path) -> dict[Path, bytes]:
-    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {path: path.read_bytes() for path in files if "__pycache__" not in str(path)}
-
-
 TRL_1 = (
     "--num-generations 8 --beta 0.1 --num_iterations 3 --epsilon 0.1 --epsilon_high 0.3 --max_completion_length 99 "
     "--reward_funcs x.py:f --normalize_advantages"
@@ -1843,7 +1838,12 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monk
     monkeypatch.chdir(tmp_path)  # where runs/ would be
     if message not in OF_MODELS:
         monkeypatch.setattr(rloo, "read_model", lambda *inputs: pytest.fail("a model is loaded"))
-    before, line = snapshot(tiny, tmp_path), command(tiny, "out")
+
+    def snapshot() -> dict[Path, bytes]:
+        files = [path for folder in (tiny, tmp_path) for path in folder.rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in files if "__pycache__" not in str(path)}
+
+    before, line = snapshot(), command(tiny, "out")
     for text in (MISTAKES | OF_MODELS)[message].split("; "):
         flags = text.format(x=tmp_path, reward=tiny / "reward").split()
         with pytest.raises(SystemExit) as end:
@@ -1852,7 +1852,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monk
         assert isinstance(said, str) and said.startswith("rloo.py: ") and "\n" not in said, said
         assert message.format(x=tmp_path) in said and len(said) < 900, said
     assert "Traceback" not in "".join(capfd.readouterr())
-    assert snapshot(tiny, tmp_path) == before
+    assert snapshot() == before
 
 
 @pytest.mark.parametrize("flag, rank", [("--rloo_k three", 0), ("--dtype float16", 0), ("--nonsense 3", 1)])
@@ -1938,12 +1938,14 @@ OTHER_FLAGS = {  # those that the random updates above do not draw
 }
 
 
-def test_every_flag_changes_the_run(train):
+def test_every_flag_changes_the_run(train, tmp_path):
     """... from what it is without the flag. Adam sees the size of the gradient here."""
     base = {"adam_eps": 1e-3, "max_grad_norm": 0.0, "seed": 2}
     plain = final_weights(train(**base)[1])
     for name, value in OTHER_FLAGS.items():
         assert (final_weights(train(**base | {name: value})[1]) - plain).abs().max() > 1e-3, name
+    one_prompt = write_rows(tmp_path / "x.jsonl", [{"prompt": "a b"}] * 16)  # whatever their order, the seed is seen
+    assert not torch.equal(*(final_weights(train(dataset_name=one_prompt, seed=seed)[1]) for seed in (1, 2)))
     eager, sdpa = (final_weights(train(**base, layout="plain", attn_implementation=x)[1]) for x in ("eager", None))
     assert 0 < (eager - sdpa).abs().max() < 1e-3  # by rounding
     whole_numbers = {"kl_coef": 0, "temperature": 1, "learning_rate": 1, "max_grad_norm": 0}  # from Python
@@ -2045,6 +2047,7 @@ def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
     value, error = first["sampled/score"], first["sampled/score_stderr"]
     assert re.search(rf"\nsampled/score +{value:.3f} ± {error:.3f} ", screen)
     assert screen.count("query  ") == 3 and completions[0].strip() in screen
+    assert re.search(r"\nsampled/rewards/two_by_length .*\((2|3) of 5 have it\)", screen)
 
 
 def test_samples_are_shown_as_a_table(monkeypatch):
@@ -2093,11 +2096,9 @@ def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, t
     """Importing it has no side effect."""
     shutil.copy(rloo.__file__, tmp_path)
     code = "import os, sys, rloo; print(os.listdir(), flush=True); rloo.command_line(sys.argv[1:])"
-    line = [*command(tiny, "out", num_eval_prompts=8), "--track"]
-    line = [sys.executable, "-Bc", code, *map(str, line)]
-    done = subprocess.run(
-        line, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"WANDB_MODE": "offline"}
-    )
+    line = [sys.executable, "-Bc", code, *command(tiny, "out", num_eval_prompts=8), "--track"]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": os.environ | {"WANDB_MODE": "offline"}}
+    done = subprocess.run(line, **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("['rloo.py']\n") and f"results: {tmp_path}/out\n" in done.stdout
     out = tmp_path / "out"
@@ -2306,26 +2307,19 @@ def test_a_run_that_is_interrupted_and_resumed_again_and_again_ends_like_a_whole
     assert not (output / "unfinished-checkpoint").exists()
 
 
-AFTER_AN_UPDATE = [  # what fails in the third update, in the fourth, ...: a function of rloo.py; what takes its place
-    ("start_tracker", lambda *inputs: types.SimpleNamespace(log=error)),
-    ("tqdm", lambda **options: types.SimpleNamespace(set_postfix=error, update=error, close=error)),
-    ("metrics_of", error),
-    ("append", error),
-]
-
-
 def test_an_error_after_an_update_saves_it(whole, tiny, tmp_path, monkeypatch):
     """... and no more than its line of metrics.jsonl is lost, if that is where the error was."""
     output = tmp_path / "out"
     resumed_at(whole, 2, output)
-    for update, (name, replacement) in enumerate(AFTER_AN_UPDATE, 3):
+    fails = {"start_tracker": lambda *inputs: types.SimpleNamespace(log=error), "metrics_of": error, "append": error}
+    for update, (name, replacement) in enumerate(fails.items(), 3):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(rloo, name, replacement)
             run(tiny, output, resume=True, num_eval_prompts=0)
         assert saved_updates(output)[0] == update
     run(tiny, output, resume=True)
     assert torch.equal(final_weights(output), final_weights(whole))
-    assert [update["update"] for update in read_metrics(output)] == [1, 2, 3, 4]
+    assert [update["update"] for update in read_metrics(output)] == [1, 2, 3, 6]
 
 
 def test_a_run_that_failed_before_it_had_a_result_begins_anew_by_the_same_command(tiny, tmp_path, monkeypatch):
@@ -2402,12 +2396,6 @@ DAMAGED = {  # what happens to a file of the newest checkpoint; None: it is remo
 }
 
 
-def test_the_newest_checkpoint_is_the_one_of_the_last_update_and_what_is_no_checkpoint_is_none(tmp_path):
-    for name in ("checkpoint-9", "checkpoint-100", "checkpoint-10", "checkpoint-x", "unfinished-checkpoint"):
-        (tmp_path / name).mkdir()
-    assert saved_updates(tmp_path) == [100, 10, 9]
-
-
 def test_a_damaged_checkpoint_is_not_loaded_and_the_one_before_goes_on(whole, tiny, tmp_path):
     output = shutil.copytree(whole, tmp_path / "out")
     for damage, change in DAMAGED.items():
@@ -2433,10 +2421,12 @@ def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, t
         assert re.search(r"standard error.* +update 0 +update 6 *\n", capsys.readouterr().out)
         with pytest.raises(InputError, match="is not empty; choose another, or --resume if a run is there"):
             run(tiny, output)
-    assert saved_updates(output) == [6, 4, 2]
+    for name in ("checkpoint-100", "checkpoint-10", "checkpoint-x", "unfinished-checkpoint"):
+        (output / name).mkdir()
+    assert saved_updates(output) == [100, 10, 6, 4, 2]
 
 
-def test_seeds_are_told_apart_not_added_up():
+def test_seeds_are_told_apart_not_added_up_and_every_epoch_is_each_prompt_once():
     """... the run's, the update's and the rank's; in the order of rows the run's and the epoch's."""
     drawn = set()
     for numbers in itertools.product(range(4), repeat=3):
@@ -2448,12 +2438,9 @@ def test_seeds_are_told_apart_not_added_up():
     }
     assert len(orders) == 5**2
 
-
-def test_every_epoch_is_each_prompt_once_and_small_datasets_cycle():
-    rows = [*range(10)]
-    drawn = [rloo.examples_of_update(rows, 1, begin, 4) for begin in range(0, 40, 4)]
-    epochs = [sum(drawn, [])[i : i + 10] for i in range(0, 40, 10)]
-    assert all(sorted(epoch) == rows for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 4
+    rows = [*range(10)]  # every epoch is each prompt once, and small datasets cycle
+    drawn = sum((rloo.examples_of_update(rows, 1, begin, 4) for begin in range(0, 40, 4)), [])
+    assert all(sorted(drawn[i : i + 10]) == rows for i in range(0, 40, 10))
     assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7
 
 
