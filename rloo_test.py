@@ -378,6 +378,20 @@ def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     assert (gradient - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
+def test_tokens_that_the_policy_did_not_write_are_read_but_not_learned_from():
+    """Those of a tool, in an extension with turns: in the middle of a completion, or its last."""
+    batch, scores = random_batch(), torch.rand(3, 4)
+    mask = batch.response_mask & (torch.rand(3, 4, 6) < 0.6)
+    others = batch._replace(policy_mask=mask)
+    for layout in ("plain", "group"):
+        model = tiny_model()
+        model.layout = layout
+        logprobs, whole = (rloo.completion_logprobs(model, x, 0.7) for x in (others, batch))
+        assert all(torch.allclose(part, full * mask, atol=1e-6) for part, full in zip(logprobs, whole))
+    args = Args(token_level_kl=True)
+    assert torch.equal(rloo.advantages_of(args, others, scores, torch.rand(3, 4, 6) * mask) != 0, mask)
+
+
 # The expected update, exactly
 
 
@@ -1077,18 +1091,20 @@ def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path, monk
 def test_no_forward_pass_is_repeated(train, monkeypatch):
     """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded."""
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
-    loads, seen = spy(monkeypatch, "read_model"), spy(monkeypatch, "completion_logprobs")
+    loads, seen, rollouts = (spy(monkeypatch, name) for name in ("read_model", "completion_logprobs", "decode"))
     for flags, passes, loaded in (
         ({}, [False, True], 3),  # whether they have a gradient: the reference, training
         ({"kl_coef": 0.0}, [True], 2),
         ({"num_ppo_epochs": 2}, [False, False, True, True], 3),
         (halves, [False, False, False, True, True], 3),
         ({"layout": "plain"}, [False, False, True], 3),  # `generate` returns no log-probs
+        ({"local_rollout_forward_batch_size": 6}, [False, False, False, True], 3),  # of 16 completions, in groups of 2
     ):
         loads.clear()
         seen.clear()
         train(**flags)
         assert [output[0].requires_grad for _, output in seen] == passes and len(loads) == loaded, flags
+    assert [len(inputs[1]) for inputs, _ in rollouts[-3:]] == [3, 3, 2]  # prompts
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
