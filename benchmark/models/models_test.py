@@ -1,0 +1,57 @@
+"""Tests of models.py on some model types: `pytest -q benchmark/models`. All take minutes: run models.py."""
+
+import datetime
+
+import models
+import pytest
+import torch
+
+import rloo
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model gains nothing from a second thread
+    yield
+    torch.set_num_threads(threads)
+
+
+KNOWN = [name for name in rloo.GROUP_MODELS if name in models.CONFIG_MAPPING]  # not all are in older transformers
+TODAY = [KNOWN[(6 * datetime.date.today().toordinal() + i) % len(KNOWN)] for i in range(6)]
+
+
+@pytest.mark.parametrize("name", TODAY)
+def test_some_of_the_list_others_each_day_are_right_in_both_layouts(name):
+    assert not any(models.compare(models.small_model(name)).values())
+
+
+@pytest.mark.parametrize(
+    "name, fails",
+    [
+        ("falcon", ["group"]),  # attention of its own
+        ("jamba", ["group"]),  # a layer that reads the slots in their order
+        ("gpt_neo", ["group"]),  # no sdpa
+        ("cpmant", ["group", "plain", "start"]),  # sees later tokens
+    ],
+)
+def test_what_cannot_run_is_found_and_what_is_wrong_in_plain_rows_is_refused(name, fails):
+    found = models.compare(models.small_model(name))
+    assert sorted(what for what in found if found[what]) == fails
+
+
+def test_small_mistakes_are_found(monkeypatch):
+    """In the positions of group rows, in a step of the decoder, in plain rows; and a list that is not the result."""
+    model = models.small_model("llama")
+    with monkeypatch.context() as patched:
+        step = rloo.step_attention
+        patched.setattr(rloo, "step_attention", lambda *inputs: step(*inputs) * 1.001)
+        found = models.compare(model)
+        assert "sampling" in found["group"] and "gradient" not in found["group"] and not found["plain"]
+    with monkeypatch.context() as patched:
+        patched.setattr(rloo, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) % 9)
+        found = models.compare(model)
+        assert "gradient" in found["group"] and "log-probs" in found["plain"] and found["start"]
+    monkeypatch.setattr(rloo, "GROUP_MODELS", [])
+    with pytest.raises(SystemExit, match="llama: is not in GROUP_MODELS"):
+        models.main(["llama"])
