@@ -100,7 +100,7 @@ SETTINGS = {
     "num_sample_generations": 0,
     "rloo_k": 8,
     "per_device_train_batch_size": 64,
-    "total_episodes": 3840,
+    "total_episodes": 2560,
     "local_rollout_forward_batch_size": 512,
     "response_length": 48,
     "temperature": 1.0,
