@@ -55,6 +55,9 @@ def critic():
         args = value.Args(rloo_k=2, per_device_train_batch_size=4, **flags)
         master, policy, reference = rloo.load_models(args, 40, None)
         torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in policy.parameters():  # so that there is a KL
+                weight += 0.1 * weight.std() * torch.randn_like(weight)
         examples = [{"prompt_ids": torch.randint(5, 200, (n,)).tolist()} for n in (4, 9)]
 
         def reward(batch):
@@ -77,9 +80,9 @@ def values_by_hand(model, batch) -> list[torch.Tensor]:
 
 
 def test_advantages_and_the_critics_gradient_are_those_of_loops(critic):
-    value, args, master, policy, experience, scores = critic(gamma=0.9, lam=0.7, value_cliprange=0.05)
+    value, args, master, policy, experience, scores = critic(gamma=0.9, lam=0.7, value_cliprange=0.05, kl_coef=0.5)
     batch = experience.batch
-    assert batch.ended.any() and not batch.ended.all()
+    assert batch.ended.any() and not batch.ended.all() and experience.kl.abs().max() > 0.1
     old = [values.detach() for values in values_by_hand(value.critic, batch)]
     advantages = []
     for row, V in enumerate(old):
