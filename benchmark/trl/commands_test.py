@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked
 import pytest
 import torch
 import transformers
+import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +110,7 @@ def test_names_and_defaults_of_the_page_are_those_of_rloo_py():
     for old, new, default in rows:
         names = re.findall(r"`(\w+)", f"{old} {new}")
         for name in names:
-            rloo.parse_args([f"--{name}", *([] if name.startswith("normalize") else ["1"])])
+            tyro.cli(rloo.Args, args=[f"--{name}", *([] if name.startswith("normalize") else ["1"])], use_underscores=True)
         assert not default or getattr(rloo.Args(), names[0]) == float(default), names[0]
 
 

@@ -1,8 +1,8 @@
 """rloo.py against TRL's numbers in golden.json, without TRL: `pytest -q benchmark/trl/parity_test.py`.
 
-`python benchmark/trl/parity.py` trained TRL 0.19 and 1.x on the completions in that file and noted how far their
-weights moved. On the same completions rloo.py must move as far, and have the same KL, rewards and loss. If mini TL;DR's
-SFT policy or reward model has changed, it must run again.
+parity.py trained TRL 0.19 and 1.x on the completions in that file and noted how far their weights moved. On the same
+completions rloo.py must move as far, and have the same KL, rewards and loss. If mini TL;DR's SFT policy or reward model
+has changed, parity.py must run again.
 """
 
 import json
@@ -27,14 +27,20 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_golden_numbers_are_of_these_settings_and_the_page_shows_them():
+def test_golden_numbers_are_of_these_settings_and_the_page_says_what_differs():
     assert [(int(x["trl"].split()[1][0]), x["setting"]) for x in golden["table"]] == [
         (r.trl, r.name) for r in parity.ROWS
     ]
     assert {(int(x["trl"].split()[1][0]), x["setting"]) for x in golden["golden"]} == set(parity.KEPT)
     assert all(line["agree"] == (not line["why"]) for line in golden["table"])
     page = (parity.HERE / "README.md").read_text(encoding="utf-8")
-    assert parity.common.filled(page, parity.tables(golden["table"])) == page
+    differ = [row for row in golden["table"] if not row["agree"]]
+    for row in differ:
+        assert f"| {row['setting']} | {row['relative']:.1%} |" in page
+    agree = len(parity.ROWS) - len(differ)
+    assert f"in {agree} of {len(parity.ROWS)} settings" in page
+    for line in parity.summary(golden["table"]).splitlines():
+        assert line in page
     ended = (torch.tensor(golden["completions"]) == 0).any(-1)
     assert ended.any() and not ended.all()
 
@@ -45,20 +51,24 @@ def test_rloo_moves_as_trl_does(line):
     assert 0 < max(found.values()) < 1, found
 
 
-def test_without_all_of_trl_nothing_is_written(monkeypatch, tmp_path, capsys):
+def test_what_differs_is_said_and_without_all_of_trl_nothing_is_written(monkeypatch, tmp_path, capsys):
     before = parity.GOLDEN.read_text()
     monkeypatch.setattr(parity.common, "run_logged", lambda command, log: None)
     monkeypatch.setattr(parity.common, "ROOT", tmp_path)
     (tmp_path / "runs/parity/0").mkdir(parents=True)
     (tmp_path / "runs/parity/0/found.json").write_text('{"title": "TRL 0.19.1"}')
-    line = {"trl": "TRL 0.19.1", "setting": "1 epoch", "agree": True}
-    monkeypatch.setattr(parity, "compare", lambda *_: ([line], []))
-    parity.same(["trl0/bin/python"], again=False)
-    assert parity.GOLDEN.read_text() == before and "left as they are" in capsys.readouterr().out
+    agreeing = {"trl": "TRL 0.19.1", "setting": "1 epoch", "agree": True, "difference": 1e-7, "relative": 1e-5}
+    differing = agreeing | {"setting": "no KL", "agree": False, "why": ""}
+    monkeypatch.setattr(parity, "compare", lambda *_: ([agreeing, differing], []))
+    with pytest.raises(SystemExit, match="no reason is known: TRL 0.19.1, no KL"):
+        parity.same(["trl0/bin/python"], write=False)
+    assert "TRL 0.19.1: 1 of 2 settings agree; weights to 1.0e-07" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="both versions of TRL"):
+        parity.same(["trl0/bin/python"], write=True)
+    assert parity.GOLDEN.read_text() == before
     monkeypatch.setattr(parity, "errors", lambda *_: {"metrics": 1.5})
     with pytest.raises(SystemExit, match="TRL 0.19.1, 1 epoch"):
         parity.against_golden()
-    assert parity.GOLDEN.read_text() == before and "1.50 of" in capsys.readouterr().out
 
 
 def test_flags_become_settings_of_each_trainer_or_are_refused():
