@@ -24,10 +24,9 @@ BLOCK = 2**27  # logits of a block, see completion_logprobs
 CONTEXT = 0.5 * GIB  # CUDA's own memory, and kernels
 NCCL = 1 * GIB  # buffers of several processes
 # Bytes that a layer keeps of a token for backward: a · width + b · feed_forward + 2c · rank; of a prompt's token
-# p · width more (or less). With LoRA weights and residual stream are in bfloat16; c is the number of linear layers,
-# which have adapters.
-KEPT = {"Qwen2.5": (32, 8, 0, 4), "GPT-NeoX": (20, 4, 0, 2)}
-KEPT_WITH_LORA = {"Qwen2.5": (18, 8, 7, 4), "GPT-NeoX": (22, 4, 4, -2)}
+# p · width more (or less). c is the number of linear layers that have adapters.
+KEPT = {"Qwen2.5": (24, 8, 0, 2), "GPT-NeoX": (22, 4, 0, -2)}
+KEPT_WITH_LORA = {"Qwen2.5": (20, 8, 7, 2), "GPT-NeoX": (22, 4, 4, -2)}
 GATED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2")  # model types whose layers are like Qwen2.5's
 
 
@@ -101,27 +100,24 @@ def needed(model: Model, run: Args) -> dict[str, float]:
     groups = run.m // run.k
     layer = groups * kept_by_layer(model, run)
     head = model.vocabulary * model.width
-    sampler = 2 * model.parameters  # in bfloat16, whole on each GPU
-    reward = 2 * run.reward_parameters
-    if run.lora_rank:  # the policy in bfloat16, whose weights the reference shares, and its adapters
-        trained, frozen = adapter_parameters(model, run.lora_rank), 2 * model.parameters
-    else:
-        trained, frozen = model.parameters, 2 * model.parameters
+    trained = adapter_parameters(model, run.lora_rank) if run.lora_rank else model.parameters
+    frozen = 2 * model.parameters  # the reference, with LoRA also the policy, which shares its weights
+    sampler = 2 * model.parameters  # in bfloat16, whole on each GPU: the policy, or with LoRA and FSDP a copy
+    rest = sampler + 2 * run.reward_parameters + CONTEXT
     if run.gradient_checkpointing:  # every layer's input, and all of one layer
-        stream = 2 if run.lora_rank else 4  # bytes of a number in the residual stream
-        activations = groups * (run.P + run.k * run.T) * stream * model.width * model.layers + layer
-        cast = 2 * head + model.parameters / model.layers  # weights in bfloat16: embedding, head, one layer
+        activations = groups * (run.P + run.k * run.T) * 2 * model.width * model.layers + layer
     else:
         activations = layer * model.layers
-        cast = model.parameters
-    if run.lora_rank:  # the others are in bfloat16 already
-        cast = trained
-    logits = LOGIT_BYTES * min(run.m * run.T * model.vocabulary, BLOCK)
-    kept = activations + logits + (0 if run.lora_rank else 8 * head)
-    rest = sampler + reward + CONTEXT + (NCCL if run.gpus > 1 else 0)
-    # fsdp holds two layers at once: gathered, their gradients, and these in float32 to be summed
-    two_layers = 2 * 8 * model.parameters / model.layers if run.gpus > 1 else 0
-    training = (16 * trained + frozen) / run.gpus + 2 * cast + kept + two_layers + rest
+    kept = activations + LOGIT_BYTES * min(run.m * run.T * model.vocabulary, BLOCK)
+    if run.lora_rank:
+        kept += 2 * trained  # adapters in bfloat16
+    else:
+        kept += 4 * head  # gradients of the head: of a block of logits, and their sum
+    gathered = 0
+    if run.gpus > 1:  # embedding and head; two layers, their gradients, and these in float32 to be summed
+        rest += NCCL
+        gathered = 4 * head + 2 * 8 * model.parameters / model.layers
+    training = (16 * trained + frozen) / run.gpus + kept + gathered + rest
     # Of prompts and completions. That of a completion doubles up to T, layer by layer: old and new of one layer exist
     # at once, which is left out here.
     cache = 4 * model.layers * model.key_width * (run.chunk / run.k * run.P + run.chunk * run.T)

@@ -18,18 +18,18 @@ vars(rloo).update(unchanged)  # other tests run rloo.py as it is
 
 
 def small_model(family: str, width: int, feed_forward: int, layers: int, lora_rank: int):
-    """A model of a family with heads of 64; with LoRA it is in bfloat16 and its adapters are in float32."""
+    """A model of a family in bfloat16, with heads of 64; adapters are in float32."""
     sizes = {"vocab_size": 512, "hidden_size": width, "intermediate_size": feed_forward, "num_hidden_layers": layers}
     sizes["num_attention_heads"] = width // 64
     if family == "Qwen2.5":
         config = transformers.Qwen2Config(**sizes, num_key_value_heads=2)
     else:
         config = transformers.GPTNeoXConfig(**sizes, attention_dropout=0, hidden_dropout=0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.layout = "group"
     model.set_attn_implementation(rloo.GROUP_KERNEL)
     if lora_rank:
-        lora.add_adapters(lora.Args(lora_rank=lora_rank), model.bfloat16().requires_grad_(False))
+        lora.add_adapters(lora.Args(lora_rank=lora_rank), model.requires_grad_(False))
     return model
 
 
@@ -46,8 +46,7 @@ def saved_bytes(model, P: int, k: int, T: int) -> int:
         alive.append(tensor)  # so that no address is used twice
         return tensor
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         rloo.completion_logprobs(model, batch, 0.7)
     return sum(sizes.values())
 
