@@ -72,7 +72,7 @@ def exchange(tool, monkeypatch):
 
 def test_answers_are_put_behind_marks_and_are_not_the_policys(exchange):
     writes = {
-        "Tom": ["1 + 2 =", "5<|im_end|>"],
+        "Tom": ["1 + 2 =", "5"],
         "Ann": ["4<|im_end|>", "7 ="],
         "Tom1 + 2 = 8": [". 8 ="],
         "Tom1 + 2 = 8. 8 = 8": ["<|im_end|>"],
@@ -80,10 +80,10 @@ def test_answers_are_put_behind_marks_and_are_not_the_policys(exchange):
         "Ann7 = 8 = 8": [" 3."],
     }
     batch, logprobs, texts, asked = exchange(writes, 'return " 8"', prompts=("Tom", "Ann"), k=2, response_length=20)
-    assert texts[:2] == ["1 + 2 = 8. 8 = 8<|im_end|>", "4<|im_end|>"] and texts[2] == "5<|im_end|>"
+    assert texts[:2] == ["1 + 2 = 8. 8 = 8<|im_end|>", "4<|im_end|>"] and texts[2].startswith("5")
     assert texts[3].startswith("7 = 8 = 8 3.")
     assert asked == ["1 + 2 =", "7 =", "1 + 2 = 8. 8 =", "7 = 8 ="]
-    assert batch.ended.tolist() == [[True, True], [True, False]]
+    assert batch.ended.tolist() == [[True, True], [False, False]]
     # "1", " +", " ", "2", " =" by the policy, " ", "8" by the tool, ".", " ", "8", " =" by the policy, ...
     by_policy = [True] * 5 + [False] * 2 + [True] * 4 + [False] * 2 + [True]
     assert batch.policy_mask[0, 0][batch.response_mask[0, 0]].tolist() == by_policy
