@@ -1,6 +1,6 @@
 """How good are the gradient estimates of rloo.py's options, and what if the sampler is not the policy? Exactly.
 
-    python benchmark/gradient/exact.py            # measures, writes exact.json, table and picture: one minute
+    python benchmark/gradient/exact.py            # writes exact.json and the picture, prints a table: one minute
     python benchmark/gradient/exact.py --again    # compares with exact.json, writes nothing
 
 The policy is a language model with a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15
@@ -10,8 +10,9 @@ them, in float64, without sampling. The estimate g of an update is what rloo.py'
 at ratio 1. g* is the gradient of E[score - β KL(π ‖ π_ref)], the mean over both prompts. README.md says what is
 measured.
 
-Prompts are fixed, so all variance is that of the completions. Options that look at the whole update (reinforce,
-normalize_*, loss_aggregation=token) are left out: of 2 prompts they would show little of what they do with many.
+Prompts are fixed, so all variance is that of the completions. Options that look at the whole update (normalize_*,
+--baseline update and --loss_mean tokens of grpo.py) are left out: of 2 prompts they would show little of what they do
+with many.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -35,9 +37,9 @@ import common  # noqa: E402
 import rloo  # noqa: E402
 
 unchanged = dict(vars(rloo))
-from benchmark.extensions import correction  # noqa: E402
+from benchmark.extensions import correction, grpo  # noqa: E402
 
-vars(rloo).update(unchanged)  # of the extension only a function is used here
+vars(rloo).update(unchanged)  # what the extensions have replaced; their own functions are used here
 
 RECORDS, PICTURE = HERE / "exact.json", HERE / "exact.png"
 SEEDS = range(1, 6)  # tiny models, each with rewards of its own
@@ -145,31 +147,30 @@ UPDATES = {k: all_updates(k) for k in KS}
 
 @dataclass(frozen=True)
 class Option:
-    """What differs from rloo.py's defaults; names as its flags and those of correction.py."""
+    """What differs from rloo.py's defaults."""
 
-    advantage_estimator: str = "rloo"
-    kl: str = "k1 in reward"  # k1 in reward, k3 in reward, k3 in loss, k3 in both, none
-    token_level_kl: bool = False
-    loss_aggregation: str = "sequence"
+    kl: str = "k1"  # the estimator of the KL in the reward: k1, k3 or none
     baseline: bool = True  # without it the advantage is the reward itself
-    rollout_correction: str = "off"
+    token_level_kl: bool = False
+    grpo: dict | None = None  # flags of grpo.py, whose advantages and loss take the place of rloo.py's
+    kl_in_loss: bool = False  # as grpo.py has it
+    rollout_correction: str = "off"  # flags of correction.py
     rollout_correction_cap: float = 2.0
-    ratio_level: str = "sequence"
 
 
+SUMS = {"baseline": "rloo", "loss_mean": "completions"}  # the flags by which grpo.py has RLOO's advantages and loss
 OPTIONS = {
     "rloo (the defaults)": Option(),
-    "grpo": Option("grpo"),
-    "grpo, k3 in loss, sequence-mean": Option(
-        "grpo", "k3 in loss", loss_aggregation="sequence-mean", ratio_level="token"
-    ),
-    "drgrpo": Option("drgrpo"),
     "no baseline": Option(baseline=False),
-    "token_level_kl": Option(token_level_kl=True, ratio_level="token"),
-    "k3 in the reward": Option(kl="k3 in reward"),
-    "k3 in the loss": Option(kl="k3 in loss"),
-    "k3 in both": Option(kl="k3 in both"),
-    "loss_aggregation sequence-mean": Option(loss_aggregation="sequence-mean", ratio_level="token"),
+    "token_level_kl": Option(token_level_kl=True),
+    "grpo.py: grpo's baseline alone": Option(grpo=SUMS | {"baseline": "grpo"}),
+    "grpo.py: group's baseline alone (Dr. GRPO)": Option(grpo=SUMS | {"baseline": "group"}),
+    "grpo.py: tokens-then-completions alone": Option(grpo=SUMS | {"loss_mean": "tokens-then-completions"}),
+    "grpo.py: k3 in the loss alone": Option("none", grpo=SUMS, kl_in_loss=True),
+    "grpo.py: unbiased_kl alone": Option("none", grpo=SUMS | {"unbiased_kl": True}, kl_in_loss=True),
+    "grpo.py": Option("none", grpo={}, kl_in_loss=True),
+    "k3 in the reward": Option("k3"),
+    "k3 in reward and loss": Option("k3", grpo=SUMS, kl_in_loss=True),
 }
 
 
@@ -182,24 +183,30 @@ def estimates(case: Case, index: torch.Tensor, option: Option) -> torch.Tensor:
     prompts = torch.arange(B)
     of_completions = (case.logprobs, case.sampler, case.ref_logprobs, case.scores, MASK.expand(B, -1, -1))
     old, sampled, ref, scores, mask = (x[prompts, index].flatten(1, 2) for x in of_completions)  # (k, U·B, ...)
-    if option.kl in ("k3 in reward", "k3 in both"):
-        scores = scores - KL_COEF * rloo.kl_penalty(sampled, ref, mask)
-    kl_coef = KL_COEF if option.kl == "k1 in reward" else 0.0
-    of_kl = sampled if option.rollout_correction == "off" else old
-    advantages = rloo.rlhf_reward(scores, (of_kl - ref) * mask, kl_coef, option.token_level_kl)
-    if option.baseline:
-        advantages = rloo.advantage(advantages, option.advantage_estimator)
-    advantages = advantages.reshape(k, U * B, -1)
-    if option.rollout_correction != "off":
-        limits = option.rollout_correction, option.rollout_correction_cap, option.ratio_level
-        advantages = advantages * correction.importance_weight(old, sampled, mask, *limits)
+    corrected = option.rollout_correction != "off"
+    kl = ((old if corrected else sampled) - ref) * mask
+    if option.kl == "k3":
+        kl = torch.expm1(-kl) + kl
+    in_reward = 0.0 if option.kl == "none" else KL_COEF
+    batch = SimpleNamespace(policy_mask=mask, ended=mask.any(-1))
+    flags = {"kl_coef": in_reward, "token_level_kl": option.token_level_kl, "cliprange_high": 0.2}
+    functions = rloo
+    if option.grpo is not None:
+        functions = grpo
+        scores = rloo.rlhf_reward(scores, kl, in_reward).squeeze(-1)
+        flags = option.grpo | {"kl_coef": KL_COEF if option.kl_in_loss else 0.0, "cliprange_high": 0.2}
+    args = grpo.Args(**flags)
     new = old.clone().requires_grad_()
-    losses, _, _ = rloo.policy_loss(new, old, advantages, mask, 0.2, 0.2, option.ratio_level)
-    if option.kl in ("k3 in loss", "k3 in both"):
-        losses = losses + KL_COEF * rloo.kl_penalty(new, ref, mask)
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # to which rloo.py rounds them
-        weights = rloo.loss_weights(mask.sum(-1), mask.any(-1), option.loss_aggregation)
-    (slope,) = torch.autograd.grad(U * (losses * weights).sum(), new)  # U: each update has a loss of its own
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # to which they round
+        advantages = functions.advantages_of(args, batch, scores, kl)
+        if not option.baseline:
+            advantages = rloo.rlhf_reward(scores, kl, in_reward)
+        if corrected:
+            limits = option.rollout_correction, option.rollout_correction_cap, option.token_level_kl
+            advantages = advantages * correction.importance_weight(old, sampled, mask, *limits)
+        experience = SimpleNamespace(batch=batch, scores=scores, advantages=advantages, ref_logprobs=ref)
+        losses, *_ = functions.completion_loss(args, experience, slice(None), new, old, None)
+    (slope,) = torch.autograd.grad(losses.sum() / (k * B), new)  # each update has a loss of its own
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[prompts, index])
 
 
@@ -260,7 +267,7 @@ CORRECTIONS = {
     "off": Option(),
     "truncate, sequence": Option(rollout_correction="truncate"),
     "mask, sequence": Option(rollout_correction="mask"),
-    "truncate, token": Option(rollout_correction="truncate", ratio_level="token"),
+    "truncate, token_level_kl": Option(rollout_correction="truncate", token_level_kl=True),
 }
 SAMPLERS = (0.02, 0.3)  # standard deviation of the noise on a logit
 
@@ -293,7 +300,7 @@ def measure_samplers() -> dict:
     the reward has no effect, so `large mean` is left out."""
     found = {}
     for size in SAMPLERS:
-        gaps, biases = [], {kl: {label: [] for label in CORRECTIONS} for kl in ("k1 in reward", "none")}
+        gaps, biases = [], {kl: {label: [] for label in CORRECTIONS} for kl in ("k1", "none")}
         for seed, _, case in cases(REWARDS[:2]):
             case = with_noise(case, size, seed)
             gaps.append(gap_of(case))
@@ -320,7 +327,7 @@ def tidy(value: float) -> str:
 def table(samplers: dict) -> str:
     rows = [["logits off by", "gap", "β", *CORRECTIONS]]
     for size, found in samplers.items():
-        for kl, beta in (("k1 in reward", f"{KL_COEF}"), ("none", "0")):
+        for kl, beta in (("k1", f"{KL_COEF}"), ("none", "0")):
             biases = [f"{tidy(middle)} ({tidy(largest)})" for middle, largest in map(found[kl].get, CORRECTIONS)]
             rows.append([size, f"{found['gap']:.3f}", beta, *biases])
     return common.markdown(rows)
@@ -357,21 +364,6 @@ def draw(options: dict):
     common.save(figure, PICTURE)
 
 
-def headline() -> list[list[str]]:
-    """A row of the benchmarks' README."""
-    positions = common.Records(RECORDS).value("options", "found", "rloo (the defaults)").values()
-    answer = f"yes, before clipping: its relative bias is at most {max(x['bias'][-1] for x in positions):.0e}"
-    sure = "exact, for tiny models"
-    return [["Is RLOO's gradient unbiased?", answer, sure, "python benchmark/gradient/exact.py", "gradient/README.md"]]
-
-
-def report():
-    records = common.Records(RECORDS)
-    if records.complete(["options", "samplers"], "gradient/README.md's table, exact.png"):
-        common.insert(HERE / "README.md", {"samplers": table(records.value("samplers", "found"))})
-        draw(records.value("options", "found"))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="compare with the records, write nothing")
@@ -382,8 +374,9 @@ def main():
     records = common.Records(RECORDS, args.again)
     records.add("options", found=measure_options())
     records.add("samplers", found=measure_samplers())
+    print(table(records.value("samplers", "found")))
     if not args.again:
-        report()
+        draw(records.value("options", "found"))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def bias(case: exact.Case, option: Option, k: int = 2) -> float:
     return exact.bias(case.exact, exact.moments(case, k, option)[0])
 
 
-def corrected(correction: str, cap: float, level: str = "sequence") -> Option:
-    return Option(rollout_correction=correction, rollout_correction_cap=cap, ratio_level=level)
+def corrected(correction: str, cap: float, per_token: bool = False) -> Option:
+    return Option(rollout_correction=correction, rollout_correction_cap=cap, token_level_kl=per_token)
 
 
 def test_all_completions_are_listed_once_and_their_probabilities_add_up_to_one():
@@ -61,11 +61,12 @@ def test_the_exact_gradient_is_that_of_finite_differences():
 @pytest.mark.parametrize("reward", exact.REWARDS)
 def test_rloo_has_no_bias_and_a_wrong_baseline_has(reward, k, monkeypatch):
     case = a_case(reward)
-    for option in (Option(), OPTIONS["token_level_kl"], Option(baseline=False), Option(kl="k3 in both")):
-        assert bias(case, option, k) < 1e-10
+    for name in ("rloo (the defaults)", "token_level_kl", "no baseline", "k3 in reward and loss"):
+        assert bias(case, OPTIONS[name], k) < 1e-10
+    assert bias(case, Option(grpo=exact.SUMS), k) < 1e-10
     assert bias(case, Option(kl="none"), k) > 1e-2  # the KL is seen
     right = rloo.advantage
-    monkeypatch.setattr(rloo, "advantage", lambda rewards, estimator: right(rewards) - 0.1 * rewards)
+    monkeypatch.setattr(rloo, "advantage", lambda rewards: right(rewards) - 0.1 * rewards)
     assert bias(case, Option(), k) > 1e-2  # a baseline that knows the completion's own reward
 
 
@@ -84,8 +85,8 @@ def test_the_enumeration_is_the_sum_over_all_ordered_updates(name):
 
 def test_estimates_are_the_written_out_sums():
     """One update, k = 2: g = mean_j v_j A_j ∇ log π(y_j), A_j = R_j - R_other, or each token with its own G_t. v is 1,
-    or w = π / μ cut at 1.1, or of a mask 0 outside of [1 / 1.1, 1.1]. With the correction the KL is
-    the policy's, without it the sampler's."""
+    or w = π / μ cut at 1.1, or of a mask 0 outside of [1 / 1.1, 1.1]; or each token with its own G_t and w_t. With the
+    correction the KL is the policy's, without it the sampler's."""
     on_policy, index = a_case(), torch.tensor([[[1, 5]], [[4, 0]]])  # (k, 1, B)
     case = exact.with_noise(on_policy, 0.3, seed=2)
     names = ("default", "to go", "off", "truncate", "mask", "token")
@@ -104,16 +105,17 @@ def test_estimates_are_the_written_out_sums():
         expected["off"] += of_sampler * slopes.sum(0)
         expected["truncate"] += min(w.prod().item(), 1.1) * A * slopes.sum(0)
         expected["mask"] += w.prod() * (1 / 1.1 <= w.prod() <= 1.1) * A * slopes.sum(0)
-        expected["token"] += A * (w.clamp(max=1.1)[:, None] * slopes).sum(0)
         for t in range(2):
-            expected["to go"] += (to_go(case.logprobs, own, t) - to_go(case.logprobs, other, t)) * slopes[t]
+            A_t = to_go(case.logprobs, own, t) - to_go(case.logprobs, other, t)
+            expected["to go"] += A_t * slopes[t]
+            expected["token"] += w[t].clamp(max=1.1) * A_t * slopes[t]
     found = {
         "default": exact.estimates(on_policy, index, Option()),
         "to go": exact.estimates(on_policy, index, OPTIONS["token_level_kl"]),
         "off": exact.estimates(case, index, Option()),
         "truncate": exact.estimates(case, index, corrected("truncate", 1.1)),
         "mask": exact.estimates(case, index, corrected("mask", 1.1)),
-        "token": exact.estimates(case, index, corrected("truncate", 1.1, level="token")),
+        "token": exact.estimates(case, index, corrected("truncate", 1.1, per_token=True)),
     }
     for name in names:
         assert torch.allclose(found[name][0], expected[name], atol=1e-12), name
@@ -126,11 +128,11 @@ def test_the_weight_of_whole_completions_without_a_cap_leaves_no_bias_and_nothin
     whole = [corrected("truncate", math.inf), corrected("mask", math.inf)]
     less = [
         Option(),
-        corrected("truncate", math.inf, level="token"),
+        corrected("truncate", math.inf, per_token=True),
         corrected("truncate", 1.2),
         corrected("mask", 1.2),
     ]
-    for true, kl in ((case, "k1 in reward"), (exact.without_kl(case), "none")):
+    for true, kl in ((case, "k1"), (exact.without_kl(case), "none")):
         assert all(bias(true, replace(option, kl=kl)) < 1e-10 for option in whole)
         assert all(bias(true, replace(option, kl=kl)) > 1e-2 for option in less)
 
@@ -150,21 +152,23 @@ def test_a_sampler_is_a_distribution_that_differs_from_the_policy(size):
 def test_the_records_are_what_the_command_makes_and_the_page_has_them():
     recorded = exact.common.Records(exact.RECORDS).all
     _, position, case = next(exact.cases(["dense"]))
-    one = exact.judge(case.exact, *exact.moments(case, 2, OPTIONS["grpo"]), exact.moments(case, 2, Option()))
+    one = exact.judge(case.exact, *exact.moments(case, 2, OPTIONS["grpo.py"]), exact.moments(case, 2, Option()))
     for column, value in zip(exact.COLUMNS, one):
-        low, _, high = recorded["options"]["found"]["grpo"][position][column]
-        assert low <= value <= high
+        low, _, high = recorded["options"]["found"]["grpo.py"][position][column]
+        assert math.isnan(value) or low <= value <= high
     gaps = [exact.gap_of(exact.with_noise(case, 0.3, seed)) for seed, _, case in exact.cases(exact.REWARDS[:2])]
     assert recorded["samplers"]["found"]["0.3"]["gap"] == pytest.approx(median(gaps), rel=1e-3)
-    page = (exact.HERE / "README.md").read_text(encoding="utf-8")
-    assert exact.common.filled(page, {"samplers": exact.table(recorded["samplers"]["found"])}) == page
+    assert exact.table(recorded["samplers"]["found"]) in (exact.HERE / "README.md").read_text(encoding="utf-8")
 
 
 def test_what_the_page_says_of_the_options_is_in_the_records():
     found = exact.common.Records(exact.RECORDS).value("options", "found")
-    away = exact.POSITIONS[1]
-    for name in ("rloo (the defaults)", "token_level_kl", "k3 in both"):
+    assert found.keys() == OPTIONS.keys()
+    for name in ("rloo (the defaults)", "token_level_kl", "k3 in reward and loss"):
         assert max(found[name][position]["bias"][-1] for position in exact.POSITIONS) < 1e-10
-    assert found["drgrpo"][away]["noise"] == [1, 1, 1]
-    assert found["grpo"][away]["noise"][0] < 1 < found["grpo"][away]["noise"][-1]
-    assert min(found[name][away]["bias"][0] for name in ("k3 in the reward", "k3 in the loss", "grpo")) > 0.1
+    away = {name: x[exact.POSITIONS[1]] for name, x in found.items()}
+    assert away["grpo.py: group's baseline alone (Dr. GRPO)"]["noise"] == [1, 1, 1]
+    low, _, high = away["grpo.py: grpo's baseline alone"]["noise"]
+    assert low < 1 < high
+    for name in ("grpo.py", "grpo.py: k3 in the loss alone", "grpo.py: unbiased_kl alone", "k3 in the reward"):
+        assert away[name]["bias"][0] > 0.05
