@@ -1537,7 +1537,7 @@ def test_reward_functions_see_the_completions_of_a_prompt_one_after_the_other():
         assert completions[b * 3 + j].split() == [WORDS[i - 3] for i in real if i > 0]
 
 
-def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sampled():
+def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sampled(tmp_path):
     """The stop token may be a word, and tags may be special tokens. A tokenizer that tidies up spaces would make "a ."
     "a.", and SentencePiece drops the space before a text. Ids may have gaps, and models more than tokenizers."""
     row = {"prompt_ids": [3]}
@@ -1558,9 +1558,11 @@ def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sample
 
     tokenizer = llama_tokenizer()
     responses = torch.tensor([[[5, 6, 2, 0], [6, 7, 5, 6]], [[7, 5, 2, 0], [2, 0, 0, 0]]])
-    batch = rloo.make_batch([row] * 2, responses, [2])
+    batch = rloo.make_batch([{"prompt_ids": [1, 6], "columns": {}}] * 2, responses, [2])
     assert tokenizer.decode([5, 6]) == "the cat"
     assert rloo.completion_texts(batch, tokenizer) == [" the cat", " cats the cat", "s the", ""]
+    (sample, *_) = rloo.write_samples(tmp_path / "x.jsonl", 1, "sampled", batch, {}, tokenizer)
+    assert (sample["prompt"].split(), sample["completion"]) == (["<s>", "cat"], " the cat")  # prompts are as read
 
 
 def wants_n_and_m(prompts, completions, completion_ids, n, m):
@@ -1826,7 +1828,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "must be file.py:function or module:function": "--reward_fns fns; --reward_fns {x}/fns.py; --eval_fns no_module:f",
     "add **columns for those that it ignores": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; "
     "--reward_fns {x}/fns.py:sum",
-    "completions": "--reward_fns {x}/fns.py:boom --dataset_name {x}/completions.jsonl",
+    "must have no column": "--reward_fns {x}/fns.py:boom --dataset_name {x}/completions.jsonl",
     "fns.py:nothing: there is no nothing in it": "--reward_fns {x}/fns.py:nothing",
     "--resume needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
