@@ -1,19 +1,19 @@
 """What to measure first on a GPU, in ten minutes: is it right, how fast is an update, where does its time go?
 
     git show 8212336:rloo.py > before.py
-    python benchmark/gpu/hour.py --trl trl1/bin/python --before before.py    # all parts; ../requirements.txt makes trl1
-    python benchmark/gpu/hour.py --parts check 1b profile                    # some, without TRL
-    python benchmark/gpu/hour.py --device cpu --parts 1b                     # a trial with tiny models
+    python benchmark/gpu/hour.py --trl trl1/bin/python --other before.py    # all parts; ../requirements.txt makes trl1
+    python benchmark/gpu/hour.py --parts check 1b profile                   # some, without TRL
+    python benchmark/gpu/hour.py --device cpu --parts 1b                    # a trial with tiny models
 
 Each part prints its table and writes it to <out>/<part>.txt when it is done.
 
 check        check.py: all lines
 1b           updates of a model in the shape of pythia-1b, prompts of 336 to 448 tokens, T = 53, k = 4: rloo.py in both
-             layouts, an earlier rloo.py (--before) and RLOOTrainer of TRL (--trl); completions of full length, and ones
-             that end with a probability of 2% at each token
-0.5b, 1.5b   the same in the shape of Qwen2.5, T = 512, k = 8
+             layouts, --other versions of it and RLOOTrainer of TRL (--trl); completions of full length, and ones that
+             end with a probability of 2% at each token
+0.5b, 1.5b   the same in the shape of Qwen2.5, T = 512, k = 8; 1.5b: rloo.py in group rows alone
 profile      profiled.py for each of the three
-rewards      mini TL;DR in bfloat16 against float32 and against --before: scores of three seeds
+rewards      mini TL;DR in bfloat16 against float32: scores of three seeds
 real         benchmark/smollm/chain.py, after its prepare.py
 
 Models have random weights but in the last two parts. Of the updates of a run the first two do not count.
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median
 
@@ -105,17 +106,12 @@ def write_inputs(folder: Path, model: gpu_memory.Model, run: gpu_memory.Args, de
 # ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def flags_of(args, folder: Path, run: gpu_memory.Args, ends: bool = False) -> dict:
+def flags_of(args, folder: Path, run: gpu_memory.Args, model="policy") -> dict:
     """Flags of rloo.py and of trl/run.py."""
-    flags = {"sft_model_path": folder / ("ends" if ends else "policy"), "reward_model_path": None}
-    flags |= {
-        "reward_fns": f"{folder / 'sevens.py'}:sevens",
-        "dtype": "bfloat16",
-        "device": args.device,
-        "rloo_k": run.k,
-    }
-    flags |= {"response_length": run.T, "per_device_train_batch_size": run.m, "temperature": TEMPERATURE}
-    flags |= {"gradient_accumulation_steps": run.chunk // run.m, "local_rollout_forward_batch_size": run.chunk}
+    flags = {"sft_model_path": folder / model, "reward_model_path": None, "rloo_k": run.k, "response_length": run.T}
+    flags |= {"reward_fns": f"{folder / 'sevens.py'}:sevens", "dtype": "bfloat16", "device": args.device}
+    flags |= {"per_device_train_batch_size": run.m, "gradient_accumulation_steps": run.chunk // run.m}
+    flags |= {"local_rollout_forward_batch_size": run.chunk, "temperature": TEMPERATURE}
     return flags | {"total_episodes": (WARM_UP + TIMED) * run.chunk}
 
 
@@ -125,36 +121,35 @@ def speed(args, shape: str) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_inputs(folder, model, run, args.device)
-        for ends in (False, True):
-            flags = flags_of(args, folder, run, ends)
-            lanes = {"rloo.py, group rows": throughput.rloo_py(folder, **flags)}
-            if not ends and shape != "1.5b":
-                lanes["rloo.py, plain rows"] = throughput.rloo_py(folder, layout="plain", **flags)
-                if args.before:
-                    lanes["rloo.py before, group rows"] = throughput.rloo_py(folder, args.before, **flags)
+        lanes = {}
+        for ends in ("full", "ends"):
+            flags = flags_of(args, folder, run, "policy" if ends == "full" else "ends")
+            lanes[f"rloo.py, group rows, {ends}"] = throughput.rloo_py(folder, **flags)
             if args.trl and shape != "1.5b":
-                flags["per_device_train_batch_size"] = max(run.k, run.m // 2)  # for its memory
-                flags["gradient_accumulation_steps"] = run.chunk // flags["per_device_train_batch_size"]
-                shared = throughput.shared_flags(folder, **flags)
-                lanes["RLOOTrainer of TRL"] = [args.trl, HERE.parent / "trl" / "run.py", "rloo", *shared]
-            for name, command in lanes.items():
-                found = throughput.run(command, folder, WARM_UP)["updates"]
-                rows.append([f"{name}, {'ends' if ends else 'full length'}", *cells(found, run)])
-                print(rows[-1], flush=True)
+                half = max(run.k, run.m // 2)  # for its memory
+                flags |= {"per_device_train_batch_size": half, "gradient_accumulation_steps": run.chunk // half}
+                words = throughput.shared_flags(folder, **flags)
+                lanes[f"TRL, {ends}"] = [args.trl, HERE.parent / "trl" / "run.py", "rloo", *words]
+        flags = flags_of(args, folder, run)
+        if shape != "1.5b":
+            lanes["rloo.py, plain rows, full"] = throughput.rloo_py(folder, layout="plain", **flags)
+        for file in args.other:
+            lanes[f"{file.name}, group rows, full"] = throughput.rloo_py(folder, file, **flags)
+        for name, command in lanes.items():
+            rows.append([name, *cells(throughput.run(command, folder, WARM_UP)["updates"], run)])
+            print(rows[-1], flush=True)
     formula = gpu_memory.needed(model, run)
-    notes = f"\n\npeak by gpu_memory.py: {max(formula['training'], formula['rollout']) / 2**30:.1f} GiB"
-    return (
-        common.markdown(rows) + notes + f"; model's operations in training, by group rows: {operations(model, run):.2e}"
-    )
+    peak = max(formula["training"], formula["rollout"]) / 2**30
+    return f"{common.markdown(rows)}\n\nFull length: {peak:.1f} GiB by gpu_memory.py; {operations(model, run):.2e} operations"
 
 
 def cells(updates: list[dict], run: gpu_memory.Args) -> list[str]:
     seconds = [update["seconds"] for update in updates]
-    parts = [[update.get(f"time/{part}", 0) for update in updates] for part in ("rollout", "reference", "train")]
+    parts = [median(update.get(f"time/{part}", 0) for update in updates) for part in ("rollout", "reference", "train")]
     gap = mean(update.get("val/rollout_logprob_gap", 0) for update in updates)
     peak = max(update.get("memory/peak_gb", 0) for update in updates)
     spread = f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-    times = ", ".join(f"{median(part):.2f}" for part in parts)
+    times = ", ".join(f"{part:.2f}" for part in parts)
     return [spread, times, f"{run.chunk / median(seconds):.1f}", f"{peak:.1f}", f"{gap:.4f}"]
 
 
@@ -169,8 +164,7 @@ def operations(model: gpu_memory.Model, run: gpu_memory.Args) -> float:
 
 def profiles(args) -> str:
     texts = []
-    for shape in ["1b"] if args.device == "cpu" else SHAPES:
-        model, run = TINY if args.device == "cpu" else SHAPES[shape]
+    for shape, (model, run) in {"tiny": TINY}.items() if args.device == "cpu" else SHAPES.items():
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             write_inputs(folder, model, run, args.device)
@@ -181,27 +175,21 @@ def profiles(args) -> str:
 
 
 def rewards(args) -> str:
-    lanes = {"rloo.py, float32": ("rloo.py", "float32"), "rloo.py, bfloat16": ("rloo.py", "bfloat16")}
-    if args.before:
-        lanes["before, bfloat16"] = (args.before, "bfloat16")
-    rows = [["three seeds", "score of the last tenth of the updates", "log-prob gap"]]
-    with tempfile.TemporaryDirectory() as folder:
-        processes = {}
-        for name, (script, dtype) in lanes.items():
-            for seed in (1, 2, 3):
-                words = [sys.executable, script, f"--dtype={dtype}", f"--seed={seed}", f"--device={args.device}"]
-                words += [
-                    f"--total_episodes={EPISODES}",
-                    "--num_eval_prompts=0",
-                    f"--output_dir={folder}/{name}-{seed}",
-                ]
-                log = open(f"{folder}/log", "a")  # noqa: SIM115
-                processes[name, seed] = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
-        failed = [key for key, process in processes.items() if process.wait()]
-        if failed:
-            raise RuntimeError(f"{failed}: {Path(folder, 'log').read_text()[-2000:]}")
+    lanes = {f"rloo.py, {dtype}": ("rloo.py", dtype) for dtype in ("float32", "bfloat16")}
+    lanes |= {f"{file.name}, bfloat16": (file, "bfloat16") for file in args.other}
+    rows = [["three seeds", "score in the last tenth of the updates", "log-prob gap"]]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        flags = [f"--device={args.device}", f"--total_episodes={EPISODES}", "--num_eval_prompts=0", "--save_steps=0"]
+        runs = {(name, seed): Path(folder, f"{name} {seed}") for name in lanes for seed in (1, 2, 3)}
+        commands = []
+        for (name, seed), out in runs.items():
+            script, dtype = lanes[name]
+            commands.append(
+                [sys.executable, script, *flags, f"--dtype={dtype}", f"--seed={seed}", f"--output_dir={out}"]
+            )
+        list(pool.map(output_of, commands))
         for name in lanes:
-            found = [common.read_lines(Path(folder, f"{name}-{seed}", "metrics.jsonl")) for seed in (1, 2, 3)]
+            found = [common.read_lines(runs[name, seed] / "metrics.jsonl") for seed in (1, 2, 3)]
             last = [mean(line["objective/scores"] for line in lines[-max(1, len(lines) // 10) :]) for lines in found]
             gap = mean(line["val/rollout_logprob_gap"] for lines in found for line in lines)
             rows.append([name, common.plus_minus(last, decimals=3), f"{gap:.4f}"])
@@ -265,5 +253,5 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("hour"), help="folder for the tables")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--trl", help="python of an environment with TRL 1.x")
-    parser.add_argument("--before", type=Path, help="an earlier rloo.py")
+    parser.add_argument("--other", type=Path, nargs="+", default=[], help="other versions of rloo.py")
     sys.exit(main(parser.parse_args()) > 0)

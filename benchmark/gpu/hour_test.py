@@ -1,6 +1,7 @@
 """Tests of hour.py and profiled.py: tiny models, on a CPU."""
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 
 import gpu_memory
@@ -16,7 +17,9 @@ DEVICE = torch.autograd.DeviceType
 
 
 def arguments(tmp_path, *parts):
-    return argparse.Namespace(parts=parts, out=tmp_path / "out", device="cpu", trl="trl/python", before="before.py")
+    return argparse.Namespace(
+        parts=parts, out=tmp_path / "out", device="cpu", trl="trl/python", other=[Path("before.py")]
+    )
 
 
 @pytest.mark.parametrize("family", ["Qwen2.5", "GPT-NeoX"])
@@ -81,11 +84,11 @@ def test_lanes_take_the_same_flags_and_a_part_that_fails_is_the_exit_status(tmp_
     assert hour.main(arguments(tmp_path, "real", "0.5b")) == 1
     assert "ZeroDivisionError" in (tmp_path / "out" / "real.txt").read_text()
     text = (tmp_path / "out" / "0.5b.txt").read_text()
-    assert "| RLOOTrainer of TRL, ends | 3.00 (2.00 to 4.00) | 0.00, 0.00, 1.50 | 2.7 | 3.0 | 0.0000 |" in text
+    assert "| TRL, ends | 3.00 (2.00 to 4.00) | 0.00, 0.00, 1.50 | 2.7 | 3.0 | 0.0000 |" in text
 
     programs = [words[1].rpartition("/")[2] for words in seen]
-    assert programs == ["rloo.py", "rloo.py", "before.py", "run.py", "rloo.py", "run.py"]
+    assert programs == ["rloo.py", "run.py", "rloo.py", "run.py", "rloo.py", "before.py"]
     episodes = {word for words in seen for word in words if "total_episodes" in word}
-    assert episodes == {"--total_episodes=40"} and "--layout=plain" in seen[1]
+    assert episodes == {"--total_episodes=40"} and "--layout=plain" in seen[4]
     models = [word.rpartition("/")[2] for words in seen for word in words if "sft_model_path" in word]
-    assert models == ["policy"] * 4 + ["ends"] * 2
+    assert models == ["policy"] * 2 + ["ends"] * 2 + ["policy"] * 2

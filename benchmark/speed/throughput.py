@@ -1,19 +1,20 @@
 """How long does an update take: in group rows, in plain rows, by TRL, and in bfloat16?
 
     python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python     # see ../requirements.txt
-    python benchmark/speed/throughput.py --part dtype                                    # five minutes on one core
+    python benchmark/speed/throughput.py --part dtype --again                            # one part against its record
 
-Writes throughput.json and the table of README.md. Each run is a process of its own, whose output is in
-runs/throughput.log; of its two updates the second counts. What is compared takes turns, A B C A B C, and a ratio is
-that of two times within a round, so that a slow minute slows all of them. Policy and reward model have pythia-70m's
-shape and random weights, prompts and completions TL;DR's lengths.
+Writes throughput.json and the tables of README.md. What is compared takes turns, A B C A B C, and a ratio is that of
+two times within a round, so that a slow minute slows all of them.
 
 update   rloo.py in both layouts, and TRL, in float32
 dtype    rloo.py in float32 and in bfloat16
+shapes   forward and backward of two layers in group and in plain rows, prompts of P and completions of T tokens
 
-TRL has the same models, prompts, k, T, temperature, β, threads; one epoch, one mini-batch; sdpa; fused AdamW; gradient
+Each run of the first two is a process of its own, whose output is in runs/throughput.log; of its two updates the second
+counts. Policy and reward model have pythia-70m's shape and random weights, prompts and completions TL;DR's lengths. TRL
+has the same models, prompts, k, T, temperature, β, threads; one epoch, one mini-batch; sdpa; fused AdamW; gradient
 checkpointing off (1.x: on by default); no saving and no evaluation. 1.x generates and scores a whole update at once,
-with the dynamic cache, both its defaults.
+with the dynamic cache, both its defaults. The last part has CPU seconds of one thread.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -32,13 +34,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 import common  # noqa: E402
 
-COMMAND = "python benchmark/speed/throughput.py --trl trl0/bin/python --trl trl1/bin/python"
+import rloo  # noqa: E402
+
 RECORDS = HERE / "throughput.json"
 ROUNDS = 3
-FIRST = ("rloo.py, group rows", "rloo.py, float32")  # what the other lanes of a part are compared with
 
 # The shape of pythia-70m, and TL;DR's lengths
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -47,6 +49,11 @@ PROMPTS = 4  # B: prompts per update
 PROMPT_TOKENS = (224, 449)  # the range of their lengths, without its end
 K = 4
 T = 53
+
+LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 2, "num_attention_heads": 8}
+LLAMA |= {"vocab_size": 1000, "max_position_embeddings": 4096}
+SHAPES = [(448, 53, 4), (200, 24, 4), (128, 128, 4), (256, 256, 8), (64, 256, 8), (16, 256, 4)]  # P, T, k
+SHAPES += [(64, 512, 8), (64, 1024, 4), (256, 1024, 8)]
 
 
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
@@ -119,13 +126,10 @@ def rloo_py(folder: Path, script="rloo.py", **changes) -> list:
     return [sys.executable, script, *shared_flags(folder, num_eval_prompts=0, save_steps=0, **changes)]
 
 
-def lanes_of_dtype(folder: Path, pythons: list[str]) -> dict[str, list]:
-    """Name -> command."""
-    return {f"rloo.py, {dtype}": rloo_py(folder, dtype=dtype) for dtype in ("float32", "bfloat16")}
-
-
-def lanes_of_update(folder: Path, pythons: list[str]) -> dict[str, list]:
-    """Name -> command."""
+def commands_of(part: str, folder: Path, pythons: list[str]) -> dict[str, list]:
+    """Lane -> command; the first is what the others are compared with."""
+    if part == "dtype":
+        return {f"rloo.py, {dtype}": rloo_py(folder, dtype=dtype) for dtype in ("float32", "bfloat16")}
     lanes = {f"rloo.py, {layout} rows": rloo_py(folder, layout=layout) for layout in ("group", "plain")}
     code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
     for python in pythons:
@@ -135,9 +139,6 @@ def lanes_of_update(folder: Path, pythons: list[str]) -> dict[str, list]:
     return lanes
 
 
-LANES = {"update": lanes_of_update, "dtype": lanes_of_dtype}
-
-
 def cpu() -> str:
     """The processor, and what it has for bfloat16."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
@@ -145,106 +146,113 @@ def cpu() -> str:
     return ", ".join([*names[:1], *(flag for flag in ("avx512_bf16", "amx_bf16") if flag in info.split())])
 
 
-def measure(records, part: str, pythons: list[str], again: bool = False):
-    """Adds a record of each lane of a part, or nothing if there is a record of another lane. With `again` ratios are
-    compared with the recorded ones instead."""
-    recorded = lanes_of(records, part)
+def measure(records, part: str, pythons: list[str]):
+    """Adds the record of a part, unless one of its lanes is missing now. Records that are made again are only compared,
+    by their ratios."""
+    recorded = records.value(part, "lanes") or {}
     with tempfile.TemporaryDirectory(prefix="throughput-") as temporary:
         folder = Path(temporary)
         write_inputs(folder)
-        lanes = LANES[part](folder, pythons)
-        others = [name for name in recorded if name not in lanes]
-        if others and not again:
-            return print(
-                f"{part}: its records and its table are left as they are, since --trl lacks {', '.join(others)}"
-            )
-        rounds = []
-        for number in range(1, ROUNDS + 1):
-            print(f"{part}: round {number} of {ROUNDS}", flush=True)
-            rounds.append({name: run(command, folder) for name, command in lanes.items()})
-    found = {}
-    for name in lanes:
-        runs = [lanes[name] for lanes in rounds]
-        times = [one["updates"][0]["seconds"] for one in runs]
-        peak = max(one["peak_gb"] for one in runs)
-        found[name] = {"seconds": times, "peak_gb": peak, "cpu": cpu(), "threads": torch.get_num_threads()}
-    for name, lane in found.items():
-        if not again:
-            records.add(f"{part}: {name}", **lane)
-        elif over_first(found, name, "seconds"):
-            before, now = (over_first(x, name, "seconds") for x in (recorded, found))
-            print(f"{name}, time / the first line's: recorded {before}, now {now}")
+        commands = commands_of(part, folder, pythons)
+        missing = ", ".join(name for name in recorded if name not in commands)
+        if missing and not records.again:
+            return print(f"{part}: its record and its table are left as they are, since --trl lacks {missing}")
+        found = {name: {"seconds": [], "peak_gb": 0.0} for name in commands}
+        for number in range(ROUNDS):
+            print(f"{part}: round {number + 1} of {ROUNDS}", flush=True)
+            for name, command in commands.items():
+                done = run(command, folder)
+                found[name]["seconds"].append(done["updates"][0]["seconds"])
+                found[name]["peak_gb"] = max(found[name]["peak_gb"], done["peak_gb"])
+    if not records.again:
+        return records.add(part, lanes=found, cpu=cpu(), threads=torch.get_num_threads())
+    for name in [*found][1:]:
+        before = over_first(recorded, name) if name in recorded else "no record"
+        print(f"{name}, time / the first line's: recorded {before}, now {over_first(found, name)}")
 
 
-# ---- Table -----------------------------------------------------------------------------------------------------------
+def measure_shapes(records):
+    """A batch has two prompts, of P and of 3/4 P tokens; half of the completions end after 3/4 of T."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, found = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval(), {}
+    model.set_attn_implementation(rloo.GROUP_KERNEL)
+    for P, T, k in SHAPES:
+        examples = [{"prompt_ids": torch.randint(1, 999, (n,)).tolist()} for n in (P, 3 * P // 4)]
+        responses = torch.randint(1, 999, (k, 2, T))
+        responses[1::2, :, 3 * T // 4] = 0
+        batch = rloo.make_batch(examples, responses, [0])
+        lanes = {"group": {"seconds": []}, "plain": {"seconds": []}}
+        for _ in range(ROUNDS):
+            for layout, lane in lanes.items():
+                model.layout = layout
+                start = time.process_time()
+                rloo.completion_hidden(model, batch).sum().backward()
+                lane["seconds"].append(time.process_time() - start)
+                model.zero_grad()
+        found[f"{P} {T} {k}"] = lanes
+        print(P, T, k, lanes, flush=True)
+    records.add("shapes", lanes=found)
 
 
-def lanes_of(records, part: str) -> dict[str, dict]:
-    """Lane -> its record; the first of rloo.py's own, then in the order of the alphabet."""
-    names = [name.removeprefix(f"{part}: ") for name in records.all if name.startswith(f"{part}: ")]
-    names.sort(key=lambda name: (name not in FIRST, "rloo.py" not in name, name))
-    return {name: records.all[f"{part}: {name}"] for name in names}
+# ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def over_first(lanes: dict[str, dict], lane: str, key: str) -> str:
+def over_first(lanes: dict[str, dict], lane: str) -> str:
     """How many times as long a lane takes as the first one, by rounds: median and range. Empty for the first."""
     first = next(iter(lanes.values()))
-    if lane not in lanes or lanes[lane] is first or key not in lanes[lane]:
+    if lanes[lane] is first:
         return ""
-    ratios = [one / base for one, base in zip(lanes[lane][key], first[key], strict=True)]
+    ratios = [one / base for one, base in zip(lanes[lane]["seconds"], first["seconds"], strict=True)]
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def table(records, part: str) -> str:
-    """The lanes of a part, and what made them."""
-    lanes = lanes_of(records, part)
+def table(record: dict) -> str:
+    """The lanes of a part."""
     rows = [["", "seconds", "peak, GiB", "time / the first line's (range)"]]
-    for lane, found in lanes.items():
-        seconds, peak = f"{median(found['seconds']):.2f}", f"{found['peak_gb']:.1f}"
-        rows.append([lane, seconds, peak, over_first(lanes, lane, "seconds")])
-    first = next(iter(lanes.values()))
-    machine = f"{len(first['seconds'])} rounds on {first['cpu']}, threads: {first['threads']}"
-    return f"{common.markdown(rows)}\n\n{machine}, {made_by(first['made'])}."
+    for name, lane in record["lanes"].items():
+        rows.append(
+            [name, f"{median(lane['seconds']):.2f}", f"{lane['peak_gb']:.1f}", over_first(record["lanes"], name)]
+        )
+    rounds = len(next(iter(record["lanes"].values()))["seconds"])
+    return f"{common.markdown(rows)}\n\n{rounds} rounds on {record['cpu']}, threads: {record['threads']}, "
 
 
-def made_by(made: dict) -> str:
-    """What made a record, in words. Old records have no date."""
-    versions = f"torch {made['torch']}, transformers {made['transformers']}, rloo.py of commit {made['rloo.py']}"
-    date = made.get("date", "between 21 and 25 November 2026")
-    return f"{versions}, {date}"
+def table_of_shapes(record: dict) -> str:
+    rows = [["P, T, k", "tokens computed, plain / group", "time, plain / group (range)"]]
+    for shape, lanes in record["lanes"].items():
+        P, T, k = map(int, shape.split())
+        rows.append([f"{P}, {T}, {k}", f"{k * (P + T) / (P + k * T):.2f}", over_first(lanes, "plain")])
+    return common.markdown(rows) + "\n\n"
+
+
+TABLES = {"update": table, "dtype": table, "shapes": table_of_shapes}
 
 
 def tables(records) -> dict[str, str]:
-    """Those of README.md."""
-    return {part: table(records, part) for part in LANES if lanes_of(records, part)}
-
-
-def report():
-    """Writes the tables of README.md."""
-    common.insert(HERE / "README.md", tables(common.Records(RECORDS)))
-
-
-def headline() -> list[list[str]]:
-    """A row of the index's table."""
-    lanes = lanes_of(common.Records(RECORDS), "update")
-    ratios = {lane.split(",")[0]: over_first(lanes, lane, "seconds") for lane in lanes if lane.startswith("TRL")}
-    answer = "; ".join(f"{trl}: {ratio} times" for trl, ratio in ratios.items())
-    sure = f"{len(lanes[FIRST[0]]['seconds'])} rounds, their range; one CPU"
-    question = "How many times as long does an update take with TRL?"
-    return [[question, answer, sure, COMMAND, "speed/README.md#tldrs-lengths"]]
+    """Those of README.md, with what made them."""
+    found = {}
+    for part, draw in TABLES.items():
+        made = records.all[part]["made"]
+        versions = f"torch {made['torch']}, transformers {made['transformers']}, rloo.py of commit {made['rloo.py']}"
+        found[part] = f"{draw(records.all[part])}{versions}, {made['date']}."
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", action="append", default=[], help="python of an environment with TRL; may be repeated")
-    parser.add_argument("--part", choices=LANES, help="measure this part alone")
+    parser.add_argument("--part", choices=TABLES, help="measure this part alone")
     parser.add_argument("--again", action="store_true", help="compare with the records instead of replacing them")
     args = parser.parse_args()
-    records = common.Records(RECORDS)
-    for part in [args.part] if args.part else LANES:
-        measure(records, part, args.trl, args.again)
+    records = common.Records(RECORDS, args.again)
+    for part in [args.part] if args.part else TABLES:
+        if part == "shapes":
+            measure_shapes(records)
+        else:
+            measure(records, part, args.trl)
     if not args.again:
-        report()
+        common.insert(HERE / "README.md", tables(records))
 
 
 if __name__ == "__main__":
