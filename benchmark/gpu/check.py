@@ -15,11 +15,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -41,7 +40,7 @@ TINY = {
 RELATIVE = {"float32": 1e-3, "bfloat16": 0.1}  # the largest relative errors that pass
 NATS = {"float32": 0.01, "bfloat16": 0.2}  # of a token's log-prob; a run with more ends
 EXTENSIONS = ROOT / "benchmark" / "extensions"
-MORE_FLAGS = {"maxrl": ["--kl_coef", "0", "--reward_fns", f"{__file__}:even_length"]}
+NEEDS = {"maxrl": "needs rewards of 0 and 1", "turns": "needs a tool", "vllm_rollout": "needs vLLM"}
 Line = tuple[str, float | str, float | None]  # what, its value, and the largest that passes; None: none does fail
 
 
@@ -111,20 +110,15 @@ def decoder(args, name: str, model, batch: rloo.Batch) -> Iterator[Line]:
     long enough for the cache to double, and one token in 64 ends them, so that lanes leave it."""
     T = max(args.response_length, rloo.FIRST_SLOTS + 16)
     stop_ids = [*range(0, model.config.get_text_config().vocab_size, 64)]
-    captured = []
 
-    def decoded(capture: Callable):
+    def decoded(**how):
         torch.manual_seed(0)
-        with mock.patch.object(rloo, "cuda_graph", capture):
+        with mock.patch.object(rloo, "cuda_graph", **how) as capture:
             prompts = batch.prompt_ids, batch.prompt_mask
             tokens, logprobs = rloo.decode(model, *prompts, args.rloo_k, T, args.temperature, stop_ids)
-        return rloo.make_batch(batch.examples, tokens, stop_ids), logprobs
+        return rloo.make_batch(batch.examples, tokens, stop_ids), logprobs, capture.call_count
 
-    def counted_graph(step, original=rloo.cuda_graph):
-        captured.append(step)
-        return original(step)
-
-    sampled, logprobs = decoded(counted_graph)
+    sampled, logprobs, captures = decoded(wraps=rloo.cuda_graph)
     expected, _ = rloo.completion_logprobs(model, sampled, args.temperature)
     differences = (logprobs - expected)[sampled.response_mask].abs()
     yield (
@@ -135,13 +129,13 @@ def decoder(args, name: str, model, batch: rloo.Batch) -> Iterator[Line]:
     if model.device.type != "cuda":
         yield f"{name}: CUDA graphs", "need a GPU", None
         return
-    yield f"{name}: no step is a CUDA graph", float(not captured), 0.0
-    by_steps, _ = decoded(lambda step: step)
+    yield f"{name}: no step is a CUDA graph", float(not captures), 0.0
+    by_steps, _, _ = decoded(side_effect=lambda step: step)
     different = (sampled.responses != by_steps.responses)[sampled.response_mask].double().mean()
     yield (
         f"{name}: tokens of CUDA graphs unlike single steps'",
         float(different),
-        0.0 if args.dtype == "float32" else 0.5,
+        0.0 if args.dtype == "float32" else None,
     )
 
 
@@ -157,16 +151,12 @@ def sampling(args) -> Iterator[Line]:
     yield "sampling: largest error of a token's share", float(errors.abs().max()), 0.01
 
 
-def even_length(completion_ids, **columns) -> list[float]:
-    """A reward of 0 or 1, as maxrl.py needs it."""
-    return [float(len(ids) % 2 == 0) for ids in completion_ids]
-
-
-def commands() -> dict[str, list[str]]:
+def commands() -> dict[str, list]:
     """Name -> how it is started: rloo.py, each extension that is a program, and two processes."""
-    files = [file for file in sorted(EXTENSIONS.glob("*.py")) if "\n    rloo.command_line()" in file.read_text()]
-    found = {"rloo.py": [str(ROOT / "rloo.py")]}
-    found |= {file.stem: [str(file), *MORE_FLAGS.get(file.stem, [])] for file in files if file.stem != "fsdp"}
+    found = {"rloo.py": [ROOT / "rloo.py"]}
+    for file in sorted(EXTENSIONS.glob("*.py")):
+        if "\n    rloo.command_line()" in file.read_text() and file.stem != "fsdp":
+            found[file.stem] = [file]
     torchrun = [
         "-m",
         "torch.distributed.run",
@@ -174,7 +164,9 @@ def commands() -> dict[str, list[str]]:
         "--rdzv-endpoint=localhost:0",
         "--nproc_per_node=2",
     ]
-    return found | {f"two processes, {x.stem}": [*torchrun, str(x)] for x in (ROOT / "rloo.py", EXTENSIONS / "fsdp.py")}
+    for file in (ROOT / "rloo.py", EXTENSIONS / "fsdp.py"):
+        found[f"two processes, {file.stem}"] = [*torchrun, file]
+    return found
 
 
 def runs(args) -> Iterator[Line]:
@@ -183,29 +175,29 @@ def runs(args) -> Iterator[Line]:
     kind = torch.device(args.device).type
     flags = {"device": kind, "dtype": args.dtype, "response_length": 8, "num_eval_prompts": 2}
     flags |= {"per_device_train_batch_size": 16, "num_sample_generations": 0, "learning_rate": 1e-2}
-    flags |= {"sft_model_path": rloo.MINI_TLDR / "sft", "dataset_name": rloo.MINI_TLDR / "validation.jsonl"}
+    flags |= {"sft_model_path": rloo.MINI_TLDR / "sft", "reward_model_path": rloo.MINI_TLDR / "reward"}
+    flags |= {"dataset_name": rloo.MINI_TLDR / "validation.jsonl"}
 
-    def gap_of(folder: Path, name: str, start: list[str]) -> float | str:
+    def gap_of(out: Path, name: str, start: list) -> float | str:
         several = name.startswith("two processes")
-        if name.startswith("vllm"):
-            return "needs a server, see its file"
+        if name in NEEDS:
+            return NEEDS[name]
         if several and kind == "cuda" and torch.cuda.device_count() < 2:
             return "needs two GPUs"
-        words = [sys.executable, *start, *(f"--{flag}={value}" for flag, value in flags.items())]
-        words += [f"--total_episodes={64 if several else 32}", f"--output_dir={folder / name}"]
-        if "--reward_fns" not in start:
-            words.append(f"--reward_model_path={rloo.MINI_TLDR / 'reward'}")
+        words = [f"--{flag}={value}" for flag, value in flags.items()]
+        words += [f"--total_episodes={64 if several else 32}", f"--output_dir={out}"]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=one_thread, timeout=600)
+        done = subprocess.run(
+            [sys.executable, *start, *words], capture_output=True, text=True, cwd=ROOT, env=one_thread
+        )
         if done.returncode:
             return f"ended with an error: {done.stderr[-2000:]}"
-        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-        return max(json.loads(line)["val/rollout_logprob_gap"] for line in lines)
+        return max(json.loads(line)["val/rollout_logprob_gap"] for line in (out / "metrics.jsonl").open())
 
-    names = commands()
+    starts = commands()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, os.cpu_count() // 2)) as pool:
-        gaps = pool.map(partial(gap_of, Path(folder)), names, names.values())
-        for name, gap in zip(names, gaps):
+        outs = [Path(folder, name) for name in starts]
+        for name, gap in zip(starts, pool.map(gap_of, outs, starts, starts.values())):
             yield f"{name}: log-probs at sampling less training's", gap, NATS[args.dtype]
 
 

@@ -140,7 +140,8 @@ def speed(args, shape: str) -> str:
             print(rows[-1], flush=True)
     formula = gpu_memory.needed(model, run)
     peak = max(formula["training"], formula["rollout"]) / 2**30
-    return f"{common.markdown(rows)}\n\nFull length: {peak:.1f} GiB by gpu_memory.py; {operations(model, run):.2e} operations"
+    note = f"Full length: {peak:.1f} GiB by gpu_memory.py; {operations(model, run):.2e} operations in training"
+    return f"{common.markdown(rows)}\n\n{note}"
 
 
 def cells(updates: list[dict], run: gpu_memory.Args) -> list[str]:
