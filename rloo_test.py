@@ -778,10 +778,12 @@ def test_models_of_the_list_run_in_group_rows_if_they_see_prompt_and_completion(
     if name == "mistral":  # a prompt and a completion, not the whole row, must fit into its window of 12 tokens
         assert chosen(6, 6) == "group"
         assert chosen(6, 7) == "plain"  # one is out of sight
+    chunks = {"attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"]}
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     refused = {
         "mistral": [{}],
         "gemma2": [{}],
+        "llama4_text": [chunks],
         "llama": [{"attn_implementation": "eager"}, {"rope_parameters": dynamic}],
     }
     for config in refused.get(name, []):
@@ -1093,7 +1095,8 @@ def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path, monk
 
 
 def test_no_forward_pass_is_repeated(train, monkeypatch):
-    """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded."""
+    """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded. With
+    --gradient_checkpointing backward repeats the layers of the policy."""
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
     loads, seen, rollouts = (spy(monkeypatch, name) for name in ("read_model", "completion_logprobs", "decode"))
     for flags, passes, loaded in (
@@ -1109,6 +1112,10 @@ def test_no_forward_pass_is_repeated(train, monkeypatch):
         train(**flags)
         assert [output[0].requires_grad for _, output in seen] == passes and len(loads) == loaded, flags
     assert [len(inputs[1]) for inputs, _ in rollouts[-3:]] == [3, 3, 2]  # prompts
+    layers = spy(monkeypatch, "group_attention")
+    for again in (False, True):
+        train(kl_coef=0.0, gradient_checkpointing=again)
+        assert len(layers) == (4 + 6 if again else 4)  # two of the policy, two of the reward model
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
