@@ -97,8 +97,8 @@ def rollout_turns(args, model, examples, k, temperature, stop_ids):
             break
 
     # 3. The whole exchanges as a Batch.
-    rows = pad_sequence([torch.tensor(exchange, dtype=torch.float64) for exchange in exchanges], batch_first=True)
-    tokens, sampled, by_policy, real = rows.unflatten(0, (k, -1)).unbind(-1)  # (k, B, n), n ≤ T
+    padded = pad_sequence([torch.tensor(exchange, dtype=torch.float64) for exchange in exchanges], batch_first=True)
+    tokens, sampled, by_policy, real = padded.unflatten(0, (k, -1)).unbind(-1)  # (k, B, n), n ≤ T
     tokens = tokens.where(real > 0, tokens[..., :1]).long().to(model.device)  # padding as that of rloo.pad
     batch = rloo.make_batch(examples, tokens, stop_ids=[])  # of the stop tokens only the policy's last one counts
     real, by_policy, ended = (x.bool().to(model.device) for x in (real, by_policy, torch.tensor(ended).view(k, -1)))
