@@ -3,10 +3,10 @@
     python benchmark/mini_gsm8k/calculator.py                        # prints the table; trains what has no record
     python benchmark/mini_gsm8k/calculator.py --teach_into FOLDER    # only writes the policy that all runs begin with
 
-The policy is that of sft/, fine-tuned on 3,200 solutions of the same pupil, who asks the calculator for a result in 30%
-of the steps: "3 + 4? 7. 7 - 2 = 5. #### 5". Here most problems have two or three steps, as in the data, and results
-that are asked for are right. Then RLOO trains it with the calculator (../extensions/turns.py) or without, where it must
-write the result behind the question mark itself.
+The policy is that of sft/, fine-tuned on 3,200 solutions of the same pupil, who now asks the calculator for half of the
+results: "3 + 4? 7. 7 - 2 = 5. #### 5". Here most problems have two or three steps, as in the data, and results that are
+asked for are right. Then RLOO trains it with the calculator (../extensions/turns.py) or without, where it must write
+the result behind the question mark itself.
 """
 
 import random
@@ -25,7 +25,7 @@ import common  # noqa: E402
 
 STEP = re.compile(r"(-?\d+) ([-+*]) (\d+) = -?\d+\.")
 QUESTION = re.compile(r"(-?\d+) ([-+*]) (\d+)\?$")
-ASK = 0.3  # share of the steps in which the pupil asks
+ASK = 0.5  # share of the steps in which the pupil asks
 LESSONS, LEARNING_RATE, BATCH = 3_200, 1e-3, 32
 SEEDS = 1, 2, 3
 ROWS = {
@@ -99,13 +99,12 @@ SETTINGS = {
     "num_eval_prompts": 400,
     "num_sample_generations": 0,
     "rloo_k": 8,
-    "per_device_train_batch_size": 64,
-    "total_episodes": 2560,
+    "per_device_train_batch_size": 128,
+    "total_episodes": 3072,
     "local_rollout_forward_batch_size": 512,
     "response_length": 48,
     "temperature": 1.0,
     "learning_rate": 5e-4,
-    "lr_scheduler_type": "constant",
 }
 FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
 GRADES = "greedy/score", "sampled/score", "greedy/asked", "sampled/asked"
