@@ -28,7 +28,9 @@ import tyro
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
+import common  # noqa: E402
+
 import rloo  # noqa: E402
 
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -252,7 +254,7 @@ def main(args: rloo.Args) -> int:
     device = torch.device(args.device)
     rloo.start_processes(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = common.provenance()["rloo.py"]
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, rloo.py of commit {commit}")
     failed = []
     for check in checks(args, bundled):

@@ -180,14 +180,15 @@ def rewards(args) -> str:
     lanes |= {f"{file.name}, bfloat16": (file, "bfloat16") for file in args.other}
     rows = [["three seeds", "score in the last tenth of the updates", "log-prob gap"]]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        flags = [f"--device={args.device}", f"--total_episodes={EPISODES}", "--num_eval_prompts=0", "--save_steps=0"]
+        flags = {"sft_model_path": rloo.MINI_TLDR / "sft", "reward_model_path": rloo.MINI_TLDR / "reward"}
+        flags |= {"dataset_name": rloo.MINI_TLDR, "learning_rate": 2.5e-4, "total_episodes": EPISODES}
+        flags |= {"device": args.device, "num_eval_prompts": 0, "save_steps": 0}
         runs = {(name, seed): Path(folder, f"{name} {seed}") for name in lanes for seed in (1, 2, 3)}
         commands = []
         for (name, seed), out in runs.items():
             script, dtype = lanes[name]
-            commands.append(
-                [sys.executable, script, *flags, f"--dtype={dtype}", f"--seed={seed}", f"--output_dir={out}"]
-            )
+            given = flags | {"dtype": dtype, "seed": seed, "output_dir": out}
+            commands.append([sys.executable, script, *(f"--{flag}={value}" for flag, value in given.items())])
         list(pool.map(output_of, commands))
         for name in lanes:
             found = [common.read_lines(runs[name, seed] / "metrics.jsonl") for seed in (1, 2, 3)]

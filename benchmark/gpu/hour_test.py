@@ -92,3 +92,21 @@ def test_lanes_take_the_same_flags_and_a_part_that_fails_is_the_exit_status(tmp_
     assert episodes == {"--total_episodes=40"} and "--layout=plain" in seen[4]
     models = [word.rpartition("/")[2] for words in seen for word in words if "sft_model_path" in word]
     assert models == ["policy"] * 2 + ["ends"] * 2 + ["policy"] * 2
+
+
+def test_rewards_are_means_over_seeds_of_the_last_tenth_of_the_updates(tmp_path, monkeypatch):
+    def output_of(command):
+        flags = dict(word.removeprefix("--").split("=") for word in command[2:])
+        out = Path(flags["output_dir"])
+        out.mkdir()
+        own = int(flags["seed"]) + 10 * ("bfloat16" in flags["dtype"]) + 100 * (command[1] != "rloo.py")
+        rloo.append(out / "metrics.jsonl", [{"objective/scores": 0.0, "val/rollout_logprob_gap": 0.25}] * 9)
+        rloo.append(out / "metrics.jsonl", [{"objective/scores": own, "val/rollout_logprob_gap": 0.25}])
+
+    monkeypatch.setattr(hour, "output_of", output_of)
+    lines = hour.rewards(arguments(tmp_path)).splitlines()[2:]
+    assert lines == [
+        "| rloo.py, float32 | 2.000 ± 0.577 | 0.2500 |",
+        "| rloo.py, bfloat16 | 12.000 ± 0.577 | 0.2500 |",
+        "| before.py, bfloat16 | 112.000 ± 0.577 | 0.2500 |",
+    ]
