@@ -110,7 +110,9 @@ def test_names_and_defaults_of_the_page_are_those_of_rloo_py():
     for old, new, default in rows:
         names = re.findall(r"`(\w+)", f"{old} {new}")
         for name in names:
-            tyro.cli(rloo.Args, args=[f"--{name}", *([] if name.startswith("normalize") else ["1"])], use_underscores=True)
+            tyro.cli(
+                rloo.Args, args=[f"--{name}", *([] if name.startswith("normalize") else ["1"])], use_underscores=True
+            )
         assert not default or getattr(rloo.Args(), names[0]) == float(default), names[0]
 
 

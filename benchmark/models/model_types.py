@@ -1,7 +1,7 @@
 """Which models of transformers can rloo.py train, and which of them in group rows?
 
-    python benchmark/models/models.py                 # every decoder-only model type that can be built small: 5 minutes
-    python benchmark/models/models.py llama qwen3     # some
+    python benchmark/models/model_types.py                # every decoder-only model type that can be built small: 5 min
+    python benchmark/models/model_types.py llama qwen3    # some
 
 Builds each with random weights, in float32, and compares plain and group rows with the model alone, which reads a
 prompt and one completion without padding: log-probs, their gradient, and what is sampled, past two doublings of the
