@@ -820,6 +820,13 @@ def test_a_mistake_in_an_edit_ends_the_run_before_a_step_and_nothing_falls_back(
     assert not clipped
 
 
+def test_a_gap_of_rounding_is_none_and_bfloat16_rounds_more():
+    for dtype, rounding in (("float32", 0.005), ("bfloat16", 0.1)):
+        rloo.check_gap(Args(dtype=dtype), torch.tensor([0.0, 2 * rounding]))
+        with pytest.raises(FloatingPointError, match="log-probs differ by"):
+            rloo.check_gap(Args(dtype=dtype), torch.tensor([0.0, 6 * rounding]))
+
+
 def test_group_rows_can_be_cut_out(tiny, tmp_path):
     """Without the block, and with plain rows where it chose: two updates in plain rows end as with it."""
     source = Path(rloo.__file__).read_text()
