@@ -1103,6 +1103,16 @@ def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path, monk
     assert 0 < (found - exact).norm() < 0.03 * exact.norm()
 
 
+def test_in_bfloat16_the_policy_samples_by_what_the_master_has_learned(train, tiny, monkeypatch):
+    improved = spy(monkeypatch, "improve")
+    train(dtype="bfloat16")
+    (_, policy, master, *_), _ = improved[-1]
+    before = AutoModelForCausalLM.from_pretrained(tiny / "sft", dtype=torch.bfloat16)
+    learned = [weight.bfloat16() for weight in master.parameters()]
+    assert all(map(torch.equal, learned, policy.parameters()))
+    assert not any(map(torch.equal, learned, before.parameters()))
+
+
 def test_no_forward_pass_is_repeated(train, monkeypatch):
     """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded. With
     --gradient_checkpointing backward repeats the layers of the policy."""

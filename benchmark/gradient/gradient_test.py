@@ -171,4 +171,4 @@ def test_what_the_page_says_of_the_options_is_in_the_records():
     low, _, high = away["grpo.py: grpo's baseline alone"]["noise"]
     assert low < 1 < high
     for name in ("grpo.py", "grpo.py: k3 in the loss alone", "grpo.py: unbiased_kl alone", "k3 in the reward"):
-        assert away[name]["bias"][0] > 0.05
+        assert away[name]["bias"][0] > 0.04
