@@ -155,6 +155,10 @@ def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_p
     plot.draw([tmp_path / "a", tmp_path / "b"], tmp_path / "plot.png")
     assert list(lines) == ["score", "KL from the reference", "win", "other"]
     assert (lines["score"], lines["KL from the reference"]) == (2, 1)
+    (tmp_path / "a" / "evaluations.jsonl").unlink()
+    lines.clear()
+    plot.draw([tmp_path / "a"], tmp_path / "plot.png")
+    assert list(lines) == ["score", "KL from the reference"]
 
 
 # ---- Every page ------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def labels(runs: Sequence[Path]) -> list[str]:
 def draw(runs: Sequence[Path], output: Path):
     """A panel for each metric of training and each grade; a colour for each run."""
     metrics = [common.read_lines(run / "metrics.jsonl") for run in runs]
-    evaluations = [common.read_lines(run / "evaluations.jsonl") for run in runs]
+    files = [run / "evaluations.jsonl" for run in runs]
+    evaluations = [common.read_lines(file) if file.is_file() else [] for file in files]  # some runs have none
     grades = held_out_grades([line for lines in evaluations for line in lines])
     columns = len(TRAINING) + len(grades)
     figure, (axes,) = common.canvas(columns, 4 * columns, 4)
@@ -89,7 +90,7 @@ def main():
     args = parser.parse_args()
     common.require(matplotlib="matplotlib")
     for run in args.runs:
-        for name in ("args.json", "metrics.jsonl", "evaluations.jsonl"):
+        for name in ("args.json", "metrics.jsonl"):
             if not (run / name).is_file():
                 sys.exit(f"plot.py: {run} has no {name}; name output folders of rloo.py")
     draw(args.runs, args.output)
