@@ -1435,6 +1435,8 @@ def llama_tokenizer(add_eos: bool = False):
 LLAMA_CHAT = llama_tokenizer()
 LLAMA_CHAT.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
 TOOLS = chat_tokenizer("{% for t in tools or [] %}{{ t.x }} {% endfor %}" + CHAT)
+NO_TOOLS = chat_tokenizer("{% if tools is not none %}{{ 1 / 0 }}{% endif %}a")
+KWARGS = chat_tokenizer("{{ mood }} a")
 ENDS = chat_tokenizer(TURNS.replace("{% endfor %}", "m {% endfor %}"))  # each turn ends with a token
 NULLS = chat_tokenizer(CHAT.replace("{% endfor %}", "{% if m.x is defined %}{{ 1 / 0 }}{% endif %}{% endfor %}"))
 TEXTS = [  # tokenizer, row, the ids that are read
@@ -1448,6 +1450,9 @@ TEXTS = [  # tokenizer, row, the ids that are read
     (ENDS, {"prompt": [USER, ASSISTANT]}, [2, 4, 5, 15, 3, 6, 8]),  # it is continued
     (TOOLS, {"prompt": [USER], "tools": [{"x": "e"}]}, [7, 2, 4, 5, 3]),
     (TOOLS, {"prompt": [USER], "tools": None}, [2, 4, 5, 3]),
+    (NO_TOOLS, {"prompt": [USER], "tools": []}, [3]),  # read as none
+    (KWARGS, {"prompt": [USER], "chat_template_kwargs": {"mood": "d"}}, [6, 3]),
+    (chat_tokenizer(), {"prompt": [{"role": "user", "content": [{"type": "text", "text": "b c"}]}]}, [2, 4, 5, 3]),
     (NULLS, {"prompt": [USER | {"x": None}]}, [2, 4, 5, 3]),  # a table gives each message the keys of all
     (llama_tokenizer(), {"prompt": "the cats"}, [1, 5, 6, 7]),
     (llama_tokenizer(), {"prompt": "<s> b"}, [1, 8]),
@@ -1604,7 +1609,7 @@ def test_every_row_has_all_columns_of_the_dataset(train, tmp_path, capsys):
     columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
     assert [row["columns"] for part in loaded for row in part] == columns
     said = capsys.readouterr().out
-    assert "20 of 21 rows have no n; functions get None" in said and "19 of 21 rows have no m;" in said
+    assert "20 rows have no n, the first is number 1; functions get None" in said and "19 rows have no m," in said
     functions = {"reward_fns": (spec("wants_n_and_m"),), "reward_model_path": None, "num_eval_prompts": 9}
     (metrics,), output = train(dataset_name=data, per_device_train_batch_size=38, total_episodes=38, **functions)
     assert metrics["rewards/wants_n_and_m/mean"] == 1 and len(read_metrics(output, "completions")) == 8
@@ -1917,7 +1922,7 @@ def test_a_flag_that_does_not_parse_is_named_by_the_first_process(monkeypatch, c
     assert end.value.code == 2 and (said == "" if rank else flag.split()[0] in said)
 
 
-@pytest.mark.parametrize("change", ["no tokenizer", "three labels", "adapters"])
+@pytest.mark.parametrize("change", ["no tokenizer", "three labels", "more than a head", "adapters"])
 def test_a_model_that_cannot_be_used_is_refused(train, tiny, tmp_path, monkeypatch, change):
     flags = {f"{name}_model_path": str(shutil.copytree(tiny / name, tmp_path / name)) for name in ("sft", "reward")}
     if change == "no tokenizer":
@@ -1928,6 +1933,16 @@ def test_a_model_that_cannot_be_used_is_refused(train, tiny, tmp_path, monkeypat
         words = "cannot be loaded"
         kind = AutoModelForSequenceClassification
         save(tmp_path / "reward", kind.from_pretrained(tiny / "reward", num_labels=3, ignore_mismatched_sizes=True))
+    elif change == "more than a head":
+        words = "computes more than its `score` head"
+        kind = type(tiny_model(classifier=True))
+
+        def scaled(self, *inputs, forward=kind.forward, **options):
+            output = forward(self, *inputs, **options)
+            output.logits = (output.logits - 1) * 20
+            return output
+
+        monkeypatch.setattr(kind, "forward", scaled)
     else:  # with peft installed, transformers adds those beside a model, and would save only them
         words = "adapters; merge them"
         monkeypatch.setattr(type(tiny_model()), "peft_config", {}, raising=False)
