@@ -106,7 +106,7 @@ def main(rows: tuple[str, ...] = (), jobs: int = 2):
         if name in CHANGES:
             caught[name] = failed
         elif status:
-            sys.exit("a test fails without any bug")
+            sys.exit(f"a test fails without any bug:\n{log[-3000:]}")
     missed = [name for name, failed in caught.items() if not failed]
     minutes = (time.time() - start) / 60
     print(f"{len(caught) - len(missed)} of {len(caught)} are caught, in {minutes:.1f} minutes")
