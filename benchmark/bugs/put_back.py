@@ -26,7 +26,7 @@ import common  # noqa: E402
 SECTIONS: dict[str, list[dict]] = tomllib.loads((HERE / "changes.toml").read_text(encoding="utf-8"))
 CHANGES = {row["name"]: row for rows in SECTIONS.values() for row in rows if "old" in row}
 FILES = {name: row.get("tests", "rloo_test.py") for name, row in CHANGES.items()}  # name -> file of its test
-UNCHANGED = {f"unchanged, {Path(file).name}": file for file in dict.fromkeys(FILES.values())}
+UNCHANGED = {f"unchanged-{Path(file).name}": file for file in dict.fromkeys(FILES.values())}
 
 
 def changed(name: str) -> tuple[str, str]:
