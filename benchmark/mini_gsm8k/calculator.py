@@ -128,19 +128,22 @@ def train(records: common.Records, runs: Path, row: str, seed: int):
         common.run_logged([sys.executable, *command, "--resume", "--output_dir", folder], Path(f"{folder}.log"))
     evaluations = common.read_lines(folder / "evaluations.jsonl")
     found = {when: {name: x[name] for name in GRADES} for when, x in zip(("before", "after"), evaluations)}
+    updates = common.read_lines(folder / "metrics.jsonl")
+    seconds = sum(x[name] for x in updates for name in x if name.startswith("time/"))
+    found["rollouts"] = sum(x["time/rollout"] for x in updates) / seconds
     records.add(folder.name, command=" ".join(map(str, command)), **found)
 
 
 def table(records: common.Records) -> str:
-    """Of runs that have a record: right answers and questions, before and after RLOO."""
-    head = ["calculator", "RLOO", "right, greedy, %", "right, sampled, %", "asked, greedy", "asked, sampled"]
-    rows = [head]
+    """Of runs that have a record: right answers, questions, and the rollouts' share of the time."""
+    rows = [["calculator", "RLOO", "right, greedy, %", "sampled, %", "asked, greedy", "sampled", "time in rollouts, %"]]
     for row in ROWS:
+        found = [records.all[name] for name in names_of(row) if name in records.all]
         for when in ("before", "after"):
-            found = [records.all[name][when] for name in names_of(row) if name in records.all]
-            cells = [[x[name] for x in found] for name in GRADES]
-            shares = [common.plus_minus(values, 100) for values in cells[:2]]
-            rows.append([row, when, *shares, *(common.plus_minus(values, decimals=2) for values in cells[2:])])
+            cells = [common.plus_minus([x[when][name] for x in found], 100) for name in GRADES[:2]]
+            cells += [common.plus_minus([x[when][name] for x in found], decimals=2) for name in GRADES[2:]]
+            cells.append(common.plus_minus([x["rollouts"] for x in found], 100, 0) if when == "after" else "")
+            rows.append([row, when, *cells])
     return common.markdown(rows)
 
 
