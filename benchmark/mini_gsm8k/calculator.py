@@ -147,6 +147,15 @@ def table(records: common.Records) -> str:
     return common.markdown(rows)
 
 
+def compared(records: common.Records) -> str:
+    """After RLOO: right answers with the calculator less those without, in points."""
+    lines = []
+    for name in GRADES[:2]:
+        ours, theirs = ([100 * records.all[run]["after"][name] for run in names_of(row)] for row in ROWS)
+        lines.append(f"{name}, with less without: {common.with_interval(common.difference(ours, theirs))}")
+    return "\n".join(lines)
+
+
 def main(teach_into: Path | None = None, again: bool = False):
     """Trains what has no record and prints the table.
 
@@ -164,6 +173,8 @@ def main(teach_into: Path | None = None, again: bool = False):
     if records.added and records.complete(NAMES, "README.md's table"):
         common.insert(HERE / "README.md", {"calculator": table(records)})
     print(table(records))
+    if set(NAMES) <= records.all.keys():
+        print(compared(records))
 
 
 if __name__ == "__main__":
