@@ -40,7 +40,7 @@ class Chain:
     folder: Path
     models: Path
     sft: int = 5_000  # pairs
-    reward: int = 3_000  # prompts, with 4 completions each
+    reward: int = 1_500  # prompts, with 4 completions each
     updates: int = report.UPDATES
     rules_updates: int = report.RULES_UPDATES
     seeds: tuple[int, ...] = report.SEEDS
@@ -191,8 +191,7 @@ def function(name: str) -> str:
 def shared_flags(plain: bool) -> list[str]:
     """plain: for the model as it is; else for that after SFT."""
     flags = {"dataset_name": PREPARED, "response_length": models.T}
-    if not plain:
-        flags["temperature"] = models.TEMPERATURE
+    flags |= {"stop_token": "\n"} if plain else {"temperature": models.TEMPERATURE}
     return [f"--{name}={value}" for name, value in (flags | {"dtype": "bfloat16"}).items()]
 
 
@@ -217,9 +216,9 @@ def train(chain: Chain, name: str) -> Path:
     """Trains a policy into the folder of this name; returns it."""
     out = chain.folder / name
     if not (out / "model.safetensors").is_file():
-        more = ["--lr_scheduler_type=constant", "--num_sample_generations=4", f"--num_eval_prompts={report.WATCHED}"]
+        more = ["--lr_scheduler_type=constant", "--num_sample_generations=2", f"--num_eval_prompts={report.WATCHED}"]
         more += ["--eval_fns", function("rouge_l"), function("keeps_all"), "--log_completions"]
-        more += ["--resume", "--save_steps=25", "--save_total_limit=1", f"--output_dir={out}"]
+        more += ["--resume", "--save_steps=50", "--save_total_limit=1", f"--output_dir={out}"]
         more += [f"--max_prompt_length={report.SHORT}"]
         run_logged([sys.executable, "rloo.py", *training_flags(chain, name), *more], chain.folder / f"{name}.log")
     for checkpoint in out.glob("checkpoint-*"):
@@ -254,7 +253,7 @@ def make_run(chain: Chain, name: str) -> dict:
     out = train(chain, name)
     metrics, run = read_lines(out / "metrics.jsonl"), report.RUNS[name.split("-")[0]]
     command = " ".join(["rloo.py", *training_flags(chain, name)])
-    found = {"command": command.replace(f"{HERE}/", "").replace(f"{chain.models}/", "")}
+    found = {"command": command.replace(f"{HERE}/", "").replace(f"{chain.models}/", "").replace("\n", "$'\\n'")}
     closeness = "objective/scores" if run.reward == "annotator" else "rewards/closeness/mean"
     found["closeness"] = [round(line[closeness], 3) for line in metrics]
     found["kl"] = [round(line["objective/kl"], 2) for line in metrics]

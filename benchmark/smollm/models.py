@@ -33,7 +33,7 @@ def flags(layout: str = "group", k: int = 4) -> rloo.Args:
 def load(path: Path, dtype=torch.bfloat16, kind=transformers.AutoModelForCausalLM, layout="group", **options):
     """A model as rloo.py loads it, and its tokenizer."""
     model = rloo.read_model(flags(), path, dtype, kind, **options)
-    model.layout = rloo.choose_layout(flags(layout), model, LONGEST)
+    rloo.choose_layout(flags(layout), model, LONGEST)
     return model, transformers.AutoTokenizer.from_pretrained(path)
 
 

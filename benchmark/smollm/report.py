@@ -22,7 +22,7 @@ class Run:
     reward: str  # model, annotator or rules
     beta: float
     k: int = 6
-    size: int = 24  # completions of an update
+    size: int = 18  # completions of an update
     learning_rate: float = 2e-5
     penalty: float = 0.3  # of a completion without end
     weights: tuple[float, ...] = ()  # of rules and closeness
@@ -32,7 +32,7 @@ RULES = {"reward": "rules", "k": 8, "size": 32, "beta": 0.03, "learning_rate": 4
 RUNS = {
     "model": Run("RLOO by the reward model", "model", 0.003),
     "annotator": Run("RLOO by the annotator", "annotator", 0.003),
-    "rules": Run("rules 1 : closeness 1", weights=(1, 1), **RULES),
+    "rules": Run("rules 1 : closeness 2", weights=(1, 2), **RULES),
     "rules2": Run("rules 2 : closeness 1", weights=(2, 1), **RULES),
 }
 UPDATES, RULES_UPDATES = 150, 30
