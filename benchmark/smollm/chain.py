@@ -64,13 +64,7 @@ def completions_of(chain: Chain, name: str) -> list[dict]:
     file = out / "completions.jsonl"
     if not file.is_file() or not file.stat().st_size:
         flags = [*shared_flags(plain), f"--sft_model_path={path}", "--total_episodes=0", f"--output_dir={out}"]
-        flags += [
-            "--eval_fns",
-            *map(function, JUDGES),
-            "--resume",
-            f"--num_eval_prompts={chain.test}",
-            f"--max_prompt_length={models.LONGEST}",
-        ]
+        flags += ["--eval_fns", *map(function, JUDGES), "--resume", f"--num_eval_prompts={chain.test}"]
         run_logged([sys.executable, "rloo.py", *flags], Path(f"{out}.log"))
     return read_lines(file)
 
@@ -136,38 +130,25 @@ def seconds_of(folder: Path) -> int:
     return round(sum(line["seconds"] for line in read_lines(folder / "log.jsonl")))
 
 
-def train_sft(chain: Chain) -> Path:
+def make_sft(chain: Chain) -> dict:
     out = chain.folder / "sft"
     if not (out / "model.safetensors").is_file():
-        if not (PREPARED / "base" / "model.safetensors").is_file():
-            sys.exit("chain.py: no model yet; run this first: python benchmark/smollm/prepare.py")
         models.sft(PREPARED / "base", of_split("sft", chain.sft), out)
-    return out
-
-
-def make_sft(chain: Chain) -> dict:
-    log = read_lines(train_sft(chain) / "log.jsonl")
     human = [row["synopsis"] for row in of_split("test", report.EXAMPLES)]
-    pairs = sum(line["items"] for line in log)
-    return {"pairs": pairs, "seconds": seconds_of(chain.folder / "sft"), "examples": human}
-
-
-def train_reward(chain: Chain) -> Path:
-    out = chain.folder / "reward"
-    if not (out / "model.safetensors").is_file():
-        models.reward_model(chain.models / "sft", sampled(chain, "reward", 4, of_split("reward", chain.reward)), out)
-    return out
+    return {"pairs": chain.sft, "seconds": seconds_of(out), "examples": human}
 
 
 def make_reward(chain: Chain) -> dict:
     """How often the reward model agrees with the annotator on pairs of SFT samples, by margin; and best of n by it."""
-    kind = transformers.AutoModelForSequenceClassification
-    model, tokenizer = models.load(train_reward(chain), kind=kind, num_labels=1)
+    out, kind = chain.folder / "reward", transformers.AutoModelForSequenceClassification
+    if not (out / "model.safetensors").is_file():
+        models.reward_model(chain.models / "sft", sampled(chain, "reward", 4, of_split("reward", chain.reward)), out)
+    model, tokenizer = models.load(out, kind=kind, num_labels=1)
     rows = sampled(chain, "test", max(report.BEST_OF), of_split("test", chain.test))
     scores = models.score_samples(model, rows, tokenizer)
     gold = torch.tensor([row["closeness"] for row in rows]).T
     found = {"agreement": [models.agreement(scores, gold, margin) for margin in MARGINS]}
-    found |= {"prompts": chain.reward, "seconds": seconds_of(chain.folder / "reward")}
+    found |= {"prompts": chain.reward, "seconds": seconds_of(out)}
     sft = {x["package"]: x for x in of_mode(completions_of(chain, "sft"), "sampled")}
     return found | {f"best_of_{n}": best_of(n, rows, scores, sft) for n in report.BEST_OF}
 
@@ -190,33 +171,32 @@ def function(name: str) -> str:
 
 def shared_flags(plain: bool) -> list[str]:
     """plain: for the model as it is; else for that after SFT."""
-    flags = {"dataset_name": PREPARED, "response_length": models.T}
+    flags = {"dataset_name": PREPARED, "response_length": models.T, "dtype": "bfloat16"}
     flags |= {"stop_token": "\n"} if plain else {"temperature": models.TEMPERATURE}
-    return [f"--{name}={value}" for name, value in (flags | {"dtype": "bfloat16"}).items()]
+    return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def training_flags(chain: Chain, name: str) -> list[str]:
-    """Of rloo.py, for a kind of report.RUNS with its seed."""
+    """Of rloo.py, for a kind of report.TITLES with its seed."""
     kind, seed = name.split("-seed")
-    run = report.RUNS[kind]
-    rewards, path = [f"--reward_fns={function('closeness')}"], chain.models / "sft"
-    if run.reward == "model":  # the annotator's grades are logged only
-        rewards = [f"--reward_model_path={chain.models / 'reward'}", *rewards, "--reward_weights", "1", "0"]
-    if run.reward == "rules":
-        rewards = ["--reward_fns", function("keeps_the_rules"), function("closeness")]
-        rewards, path = [*rewards, "--reward_weights", *map(str, run.weights)], PREPARED / "base"
-    updates = chain.rules_updates if run.reward == "rules" else chain.updates
-    values = {"per_device_train_batch_size": run.size, "rloo_k": run.k, "total_episodes": updates * run.size}
-    values |= {"learning_rate": run.learning_rate, "kl_coef": run.beta, "missing_eos_penalty": run.penalty}
-    numbers = [f"--{flag}={x:g}" for flag, x in (values | {"seed": int(seed)}).items()]
-    return [*shared_flags(run.reward == "rules"), f"--sft_model_path={path}", *rewards, *numbers]
+    by_rules = kind in report.WEIGHTS
+    rewards = ["--reward_fns", function("closeness")]
+    if by_rules:
+        rewards = ["--reward_fns", function("keeps_the_rules"), *rewards[1:], "--reward_weights", *report.WEIGHTS[kind]]
+    if kind == "model":  # the annotator's grades are logged only
+        rewards += [f"--reward_model_path={chain.models / 'reward'}", "--reward_weights", "1", "0"]
+    flags = {"sft_model_path": PREPARED / "base" if by_rules else chain.models / "sft"}
+    flags |= report.RULES_FLAGS if by_rules else report.FLAGS
+    updates = chain.rules_updates if by_rules else chain.updates
+    flags |= {"total_episodes": updates * flags["per_device_train_batch_size"], "seed": seed}
+    return [*shared_flags(by_rules), *rewards, *(f"--{flag}={value}" for flag, value in flags.items())]
 
 
 def train(chain: Chain, name: str) -> Path:
     """Trains a policy into the folder of this name; returns it."""
     out = chain.folder / name
     if not (out / "model.safetensors").is_file():
-        more = ["--lr_scheduler_type=constant", "--num_sample_generations=2", f"--num_eval_prompts={report.WATCHED}"]
+        more = ["--num_sample_generations=2", f"--num_eval_prompts={report.WATCHED}"]
         more += ["--eval_fns", function("rouge_l"), function("keeps_all"), "--log_completions"]
         more += ["--resume", "--save_steps=50", "--save_total_limit=1", f"--output_dir={out}"]
         more += [f"--max_prompt_length={report.SHORT}"]
@@ -251,15 +231,15 @@ def wins_watched(samples: list[dict]) -> list[list[float]]:
 
 def make_run(chain: Chain, name: str) -> dict:
     out = train(chain, name)
-    metrics, run = read_lines(out / "metrics.jsonl"), report.RUNS[name.split("-")[0]]
+    metrics, kind = read_lines(out / "metrics.jsonl"), name.split("-")[0]
     command = " ".join(["rloo.py", *training_flags(chain, name)])
     found = {"command": command.replace(f"{HERE}/", "").replace(f"{chain.models}/", "").replace("\n", "$'\\n'")}
-    closeness = "objective/scores" if run.reward == "annotator" else "rewards/closeness/mean"
+    closeness = "objective/scores" if kind == "annotator" else "rewards/closeness/mean"
     found["closeness"] = [round(line[closeness], 3) for line in metrics]
     found["kl"] = [round(line["objective/kl"], 2) for line in metrics]
     found["seconds"] = round(sum(x for line in metrics for part, x in line.items() if part.startswith("time/")))
     found["wins"] = wins_watched(read_lines(out / "completions.jsonl"))
-    if run.reward == "model":
+    if kind == "model":
         found["agreement"] = agreements(read_lines(out / "training_completions.jsonl"))
     return found
 
@@ -299,12 +279,11 @@ def main():
             [name for name in report.NAMES if name[-6:-1] != "-seed" or name[-1] == "1"],
             records,
         )
-        print("\n\n".join(report.tables(records).values()))
-        return
-    records = Records(report.RECORDS, args.again)
-    make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm")), args.names, records)
-    report.show(records, args.names)
-    if records.added:
+    else:
+        records = Records(report.RECORDS, args.again)
+        make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm")), args.names, records)
+    records.tell(report.NAMES, lambda: "\n\n".join(report.tables(records).values()))
+    if records.added and not args.quick:
         require(matplotlib="matplotlib")
         report.report()
 

@@ -233,12 +233,12 @@ def test_flags_of_each_kind_of_run(tmp_path):
     assert f"--reward_model_path={tmp_path / 'reward'}" in model and "--reward_weights" not in annotator
     for flags in (model, annotator):
         assert f"--sft_model_path={tmp_path / 'sft'}" in flags and "--seed=2" in flags
-        assert f"--total_episodes={50 * report.RUNS['model'].size}" in flags
+        assert f"--total_episodes={50 * report.FLAGS['per_device_train_batch_size']}" in flags
     assert f"--sft_model_path={chain.PREPARED / 'base'}" in rules
-    assert f"--total_episodes={20 * report.RUNS['rules'].size}" in rules
+    assert f"--total_episodes={20 * report.RULES_FLAGS['per_device_train_batch_size']}" in rules
     first = rules.index("--reward_fns")
     assert [word.rpartition(":")[2] for word in rules[first + 1 : first + 3]] == ["keeps_the_rules", "closeness"]
-    assert rules[first + 3 : first + 6] == ["--reward_weights", *map(str, report.RUNS["rules"].weights)]
+    assert rules[first + 3 : first + 6] == ["--reward_weights", *report.WEIGHTS["rules"]]
 
 
 # ---- Debian's rules: what breaks each, and what does not -------------------------------------------------------------

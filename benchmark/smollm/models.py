@@ -44,13 +44,11 @@ def read_examples(rows: list[dict], tokenizer) -> list[dict]:
 
 
 def batch_of(examples: Sequence[dict], completions: Sequence[list[list[int]]]) -> rloo.Batch:
-    """Prompts with k completions each, as token ids."""
+    """Prompts with k completions each, as token ids up to the first stop."""
     k = len(completions[0])
     longest = max(len(ids) for own in completions for ids in own)
     rows = [own[j] + [STOP] * (longest - len(own[j])) for j in range(k) for own in completions]  # in the order (k, B)
-    return rloo.make_batch(
-        list(examples), torch.tensor(rows).view(k, -1, longest), [STOP]
-    )  # drops all but the first stop
+    return rloo.make_batch(list(examples), torch.tensor(rows).view(k, -1, longest), [STOP])
 
 
 def of_like_length(items: list, size: int, seed: int) -> list[list]:
@@ -97,14 +95,6 @@ def fit(source: Path, items: list, loss_of: Callable, out: Path, size: int, lear
     master.set_attn_implementation("sdpa")
     master.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def rows_of_updates(rows: list[dict], policy: Path, seed: int, updates: int, size: int) -> list[list[dict]]:
-    """The rows that a run of rloo.py trains on, `size` in each update."""
-    examples = read_examples(rows, transformers.AutoTokenizer.from_pretrained(policy))
-    chosen = rloo.examples_of_update(examples, seed, 0, updates * size)
-    chosen = [{"prompt": example["prompt"], **example["columns"]} for example in chosen]
-    return [chosen[begin : begin + size] for begin in range(0, len(chosen), size)]
 
 
 # ---- SFT -------------------------------------------------------------------------------------------------------------

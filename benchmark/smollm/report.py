@@ -1,7 +1,6 @@
 """Tables and picture of README.md from records.json; chain.py and `python benchmark/common.py` call it."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +13,17 @@ import plot  # noqa: E402
 RECORDS = HERE / "records.json"
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run of RLOO, but for its seed."""
-
-    title: str
-    reward: str  # model, annotator or rules
-    beta: float
-    k: int = 6
-    size: int = 18  # completions of an update
-    learning_rate: float = 2e-5
-    penalty: float = 0.3  # of a completion without end
-    weights: tuple[float, ...] = ()  # of rules and closeness
-
-
-RULES = {"reward": "rules", "k": 8, "size": 32, "beta": 0.03, "learning_rate": 4e-5, "penalty": 1.0}
-RUNS = {
-    "model": Run("RLOO by the reward model", "model", 0.003),
-    "annotator": Run("RLOO by the annotator", "annotator", 0.003),
-    "rules": Run("rules 1 : closeness 2", weights=(1, 2), **RULES),
-    "rules2": Run("rules 2 : closeness 1", weights=(2, 1), **RULES),
+TITLES = {
+    "model": "RLOO by the reward model",
+    "annotator": "RLOO by the annotator",
+    "rules": "rules 1 : closeness 2",
+    "rules2": "rules 2 : closeness 1",
 }
+WEIGHTS = {"rules": ("1", "2"), "rules2": ("2", "1")}
+FLAGS = {"rloo_k": 6, "per_device_train_batch_size": 18, "learning_rate": 3e-5, "kl_coef": 0.003}  # after SFT
+FLAGS |= {"missing_eos_penalty": 0.3}
+RULES_FLAGS = {"rloo_k": 8, "per_device_train_batch_size": 32, "learning_rate": 5e-5, "kl_coef": 0.03}  # without
+RULES_FLAGS |= {"missing_eos_penalty": 1}
 UPDATES, RULES_UPDATES = 150, 30
 WINDOW = 10  # updates that a point of the picture is the mean of
 SHORT = 64  # tokens of the longest prompt that RLOO trains on; tests have longer ones
@@ -60,7 +49,7 @@ def of_kind(records: common.Records, kind: str) -> list[dict]:
 
 def title_of(records: common.Records, kind: str) -> str:
     number = len(of_kind(records, kind))
-    return f"{RUNS[kind].title}, {number} seed{'s' if number > 1 else ''}"
+    return f"{TITLES[kind]}, {number} seed{'s' if number > 1 else ''}"
 
 
 def final_kl(records: common.Records, kind: str) -> str:
@@ -113,27 +102,13 @@ def agreement(records: common.Records) -> str:
 def examples(records: common.Records) -> str:
     """Greedy synopses of the first test packages."""
     kinds = {"base": "before", "rules": "rules", "sft": "SFT", "model": "RLOO by the reward model"}
-    head = ["maintainer", *kinds.values()]
-    rows = zip(*([text.replace("|", "\\|").replace("\n", " ↵ ") for text in of] for of in texts(records, kinds)))
-    return common.markdown([head, *map(list, rows)])
-
-
-def texts(records: common.Records, kinds) -> list[list[str]]:
-    human = records.all["sft"]["examples"]
-    return [human, *(records.all[f"judged-{kind}"]["examples"] for kind in kinds)]
+    columns = [records.all["sft"]["examples"], *(records.all[f"judged-{kind}"]["examples"] for kind in kinds)]
+    columns = [[text.replace("|", "\\|").replace("\n", " ↵ ") for text in column] for column in columns]
+    return common.markdown([["maintainer", *kinds.values()], *zip(*columns)])
 
 
 def tables(records: common.Records) -> dict[str, str]:
     return {table.__name__: table(records) for table in (rules, results, agreement, examples)}
-
-
-def show(records: common.Records, names: list[str]):
-    """Prints by which commit of rloo.py and when steps were made, and the tables if all that they need is there."""
-    for name in [name for name in names if name in records.all]:
-        made = records.all[name]["made"]
-        print(f"{name}: recorded {made['date']}, rloo.py {made['rloo.py']}")
-    if set(NAMES) <= records.all.keys():
-        print("\n\n".join(tables(records).values()))
 
 
 def draw(records: common.Records):
