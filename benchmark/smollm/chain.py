@@ -45,6 +45,7 @@ class Chain:
     rules_updates: int = report.RULES_UPDATES
     seeds: tuple[int, ...] = report.SEEDS
     test: int = 500
+    ranked: int = 200  # of these, with 16 SFT samples each that the reward model ranks
 
 
 # ---- Judging ---------------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def of_mode(samples: list[dict], mode: str) -> list[dict]:
 def completions_of(chain: Chain, name: str) -> list[dict]:
     """A sampled and a greedy completion of each test prompt, graded: rloo.py's evaluation without training."""
     plain = name.startswith(("base", "rules"))
-    path = PREPARED / "base" if name == "base" else (chain.models if name == "sft" else chain.folder) / name
+    path = PREPARED / "base" if name == "base" else chain.models / name
     out = chain.folder / "judged" / name
     file = out / "completions.jsonl"
     if not file.is_file() or not file.stat().st_size:
@@ -81,6 +82,7 @@ def measures(ours: list[dict], theirs: list[dict]) -> dict[str, np.ndarray]:
     found |= {f"{judge}_wins": win(ours, theirs, judge) for judge in ("closeness", "rouge_l")}
     differ = [abs(len(a["text"].split()) - len(b["text"].split())) for a, b in zip(ours, theirs, strict=True)]
     found["similar"] = (np.array(differ) <= SIMILAR).astype(float)
+    found["not_empty"] = np.array([float(x["text"] != "") for x in ours])
     return found | {"similar_wins": np.where(found["similar"], found["closeness_wins"], np.nan)}
 
 
@@ -103,7 +105,7 @@ def compared(ours: list[list[dict]], theirs: list[dict]) -> dict[str, list[float
 def make_judged(chain: Chain, kind: str) -> dict:
     """By mode, on the test packages, against the policy before; and greedy synopses of the first packages."""
     names = [kind] if kind in ("base", "sft") else [f"{kind}-seed{seed}" for seed in chain.seeds]
-    ours = [completions_of(chain, name) for name in names if (chain.folder / name).is_dir() or name == "base"]
+    ours = [completions_of(chain, name) for name in names if (chain.models / name).is_dir() or name == "base"]
     before = completions_of(chain, "base" if kind.startswith(("base", "rules")) else "sft")
     found = {mode: compared([of_mode(one, mode) for one in ours], of_mode(before, mode)) for mode in report.MODES}
     greedy = {x["package"]: x["text"] for x in of_mode(ours[0], "greedy")}
@@ -144,7 +146,7 @@ def make_reward(chain: Chain) -> dict:
     if not (out / "model.safetensors").is_file():
         models.reward_model(chain.models / "sft", sampled(chain, "reward", 4, of_split("reward", chain.reward)), out)
     model, tokenizer = models.load(out, kind=kind, num_labels=1)
-    rows = sampled(chain, "test", max(report.BEST_OF), of_split("test", chain.test))
+    rows = sampled(chain, "test", max(report.BEST_OF), of_split("test", chain.ranked))
     scores = models.score_samples(model, rows, tokenizer)
     gold = torch.tensor([row["closeness"] for row in rows]).T
     found = {"agreement": [models.agreement(scores, gold, margin) for margin in MARGINS]}
@@ -197,7 +199,7 @@ def train(chain: Chain, name: str) -> Path:
     out = chain.folder / name
     if not (out / "model.safetensors").is_file():
         more = ["--num_sample_generations=2", f"--num_eval_prompts={report.WATCHED}"]
-        more += ["--eval_fns", function("rouge_l"), function("keeps_all"), "--log_completions"]
+        more += ["--eval_fns", *map(function, JUDGES), "--log_completions"]
         more += ["--resume", "--save_steps=50", "--save_total_limit=1", f"--output_dir={out}"]
         more += [f"--max_prompt_length={report.SHORT}"]
         run_logged([sys.executable, "rloo.py", *training_flags(chain, name), *more], chain.folder / f"{name}.log")
@@ -206,27 +208,18 @@ def train(chain: Chain, name: str) -> Path:
     return out
 
 
-def agreements(samples: list[dict], parts: int = 5) -> list[float]:
-    """Of the reward model with the annotator, on pairs of the policy's own training samples, in parts of the run."""
-    last, found = max(x["update"] for x in samples), []
-    for part in range(parts):
-        groups: dict[tuple, list] = {}
-        for x in samples:
-            if part * last < parts * x["update"] <= (part + 1) * last:
-                groups.setdefault((x["update"], x["prompt"]), []).append(x["grades"])
-        names = ("reward_model", "closeness")
-        pairs = [torch.tensor([[x[name] for x in group] for group in groups.values()]).T for name in names]
-        found.append(round(models.agreement(*pairs), 4))
-    return found
+def agreements(samples: list[dict], k: int, parts: int = 3) -> list[float]:
+    """Of the reward model with the annotator, on pairs of the policy's own training samples, in thirds of the run."""
+    names = ("reward_model", "closeness")
+    groups = [torch.tensor([x["grades"][name] for x in samples]).view(parts, -1, k) for name in names]
+    return [round(models.agreement(scores.T, gold.T), 4) for scores, gold in zip(*groups)]
 
 
 def wins_watched(samples: list[dict]) -> list[list[float]]:
     """Update and wins by closeness of the sampled completions of each evaluation, against those before training."""
-    judge = "closeness" if "closeness" in samples[0]["grades"] else "rewards/closeness"
-    judge = judge if judge in samples[0]["grades"] else "score"  # of a run by the annotator
     updates = sorted({x["update"] for x in samples})
     found = {u: of_mode([x for x in samples if x["update"] == u], "sampled") for u in updates}
-    return [[u, round(float(win(found[u], found[0], judge).mean()), 4)] for u in updates]
+    return [[u, round(float(win(found[u], found[0], "closeness").mean()), 4)] for u in updates]
 
 
 def make_run(chain: Chain, name: str) -> dict:
@@ -240,7 +233,7 @@ def make_run(chain: Chain, name: str) -> dict:
     found["seconds"] = round(sum(x for line in metrics for part, x in line.items() if part.startswith("time/")))
     found["wins"] = wins_watched(read_lines(out / "completions.jsonl"))
     if kind == "model":
-        found["agreement"] = agreements(read_lines(out / "training_completions.jsonl"))
+        found["agreement"] = agreements(read_lines(out / "training_completions.jsonl"), report.FLAGS["rloo_k"])
     return found
 
 
@@ -273,12 +266,9 @@ def main():
         folder = folder_of_runs("smollm-quick")
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
-        sizes = {"sft": 160, "reward": 48, "updates": 6, "rules_updates": 4, "seeds": (1,), "test": 24}
-        make(
-            Chain(folder, folder, **sizes),
-            [name for name in report.NAMES if name[-6:-1] != "-seed" or name[-1] == "1"],
-            records,
-        )
+        sizes = {"sft": 160, "reward": 48, "updates": 6, "rules_updates": 4, "seeds": (1,), "test": 24, "ranked": 24}
+        names = [name for name in report.NAMES if not name.endswith(("-seed2", "-seed3"))]
+        make(Chain(folder, folder, **sizes), names, records)
     else:
         records = Records(report.RECORDS, args.again)
         make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm")), args.names, records)

@@ -57,16 +57,17 @@ def final_kl(records: common.Records, kind: str) -> str:
     return common.plus_minus([np.mean(run["kl"][-WINDOW:]) for run in of_kind(records, kind)])
 
 
-def rows_of(records: common.Records, kinds: list[str], first: str, entries: list[str]) -> list[list[str]]:
-    """For the policy before and each kind, sampled and greedy: entries of the records `judged-...`."""
+def rows_of(records: common.Records, kinds: list[str], first: str, entries: list[str], last: str) -> list[list[str]]:
+    """For the policy before and each kind, sampled and greedy: entries of the records `judged-...`; of `last` the mean
+    alone."""
     rows = []
     for mode in MODES:
         for kind in [kind for kind in (first, *kinds) if f"judged-{kind}" in records.all]:
             found = records.all[f"judged-{kind}"][mode]
             title = {"base": "before", "sft": "SFT"}.get(kind) or title_of(records, kind)
             cells = ["" if kind == first and "wins" in entry else with_interval(found[entry]) for entry in entries]
-            length = f"{found['length'][0]:.1f}"
-            rows.append([f"{title}, {mode}", *cells, length, "" if kind == first else final_kl(records, kind)])
+            cells.append(f"{found[last][0] * (1 if last == 'length' else 100):.1f}")
+            rows.append([f"{title}, {mode}", *cells, "" if kind == first else final_kl(records, kind)])
     return rows
 
 
@@ -74,7 +75,7 @@ def results(records: common.Records) -> str:
     """After SFT: what the judges give, and how often a policy wins against the SFT model."""
     entries = ["closeness", "rouge_l", "closeness_wins", "similar_wins", "rouge_l_wins"]
     head = ["%", "closeness", "ROUGE-L", "wins", "wins, like length", "wins, ROUGE-L", "tokens", "KL"]
-    rows = rows_of(records, ["model", "annotator"], "sft", entries)
+    rows = rows_of(records, ["model", "annotator"], "sft", entries, "length")
     for n in BEST_OF:
         found = records.value("reward", f"best_of_{n}")
         cells = [with_interval(found[entry]) for entry in entries]
@@ -85,8 +86,8 @@ def results(records: common.Records) -> str:
 def rules(records: common.Records) -> str:
     """Without SFT: which rules are kept, and closeness."""
     entries = ["keeps_all", "keeps_the_rules", "closeness", "rouge_l", "closeness_wins"]
-    head = ["%", "keeps all rules", "rules kept", "closeness", "ROUGE-L", "wins", "tokens", "KL"]
-    return common.markdown([head, *rows_of(records, ["rules", "rules2"], "base", entries)])
+    head = ["%", "keeps all rules", "rules kept", "closeness", "ROUGE-L", "wins", "not empty", "KL"]
+    return common.markdown([head, *rows_of(records, ["rules", "rules2"], "base", entries, "not_empty")])
 
 
 def agreement(records: common.Records) -> str:
