@@ -22,14 +22,13 @@ import transformers
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-from common import Records, folder_of_runs, read_lines, require, run_logged  # noqa: E402
+from common import Records, folder_of_runs, read_lines, run_logged  # noqa: E402
 
 PREPARED = HERE / "prepared"
 SAME = 1e-4  # judged values closer than this are a tie
 SIMILAR = 2  # words by which the lengths of two synopses differ at most to be compared with length controlled
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # of closeness, in pairs that the reward model is asked about
 JUDGES = ("closeness", "rouge_l", "keeps_the_rules", "keeps_all")
-FILES = {"closeness": "judges", "rouge_l": "judges", "keeps_the_rules": "rules", "keeps_all": "rules"}
 
 
 @dataclass(frozen=True)
@@ -142,15 +141,14 @@ def make_sft(chain: Chain) -> dict:
 
 def make_reward(chain: Chain) -> dict:
     """How often the reward model agrees with the annotator on pairs of SFT samples, by margin; and best of n by it."""
-    out, kind = chain.folder / "reward", transformers.AutoModelForSequenceClassification
+    out = chain.folder / "reward"
     if not (out / "model.safetensors").is_file():
         models.reward_model(chain.models / "sft", sampled(chain, "reward", 4, of_split("reward", chain.reward)), out)
-    model, tokenizer = models.load(out, kind=kind, num_labels=1)
+    model, tokenizer = models.load(out, kind=transformers.AutoModelForSequenceClassification, num_labels=1)
     rows = sampled(chain, "test", max(report.BEST_OF), of_split("test", chain.ranked))
     scores = models.score_samples(model, rows, tokenizer)
     gold = torch.tensor([row["closeness"] for row in rows]).T
-    found = {"agreement": [models.agreement(scores, gold, margin) for margin in MARGINS]}
-    found |= {"prompts": chain.reward, "seconds": seconds_of(out)}
+    found = {"agreement": [models.agreement(scores, gold, margin) for margin in MARGINS], "seconds": seconds_of(out)}
     sft = {x["package"]: x for x in of_mode(completions_of(chain, "sft"), "sampled")}
     return found | {f"best_of_{n}": best_of(n, rows, scores, sft) for n in report.BEST_OF}
 
@@ -168,7 +166,7 @@ def best_of(n: int, rows: list[dict], scores: torch.Tensor, sft: dict[str, dict]
 
 
 def function(name: str) -> str:
-    return f"{HERE / FILES[name]}.py:{name}"
+    return f"{HERE / ('rules' if name.startswith('keeps') else 'judges')}.py:{name}"
 
 
 def shared_flags(plain: bool) -> list[str]:
@@ -274,7 +272,6 @@ def main():
         make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm")), args.names, records)
     records.tell(report.NAMES, lambda: "\n\n".join(report.tables(records).values()))
     if records.added and not args.quick:
-        require(matplotlib="matplotlib")
         report.report()
 
 

@@ -26,7 +26,7 @@ REWARD_LAYERS = 20  # of 30, of which the upper half is trained
 
 
 def flags(layout: str = "group", k: int = 4) -> rloo.Args:
-    lengths = {"response_length": T, "max_prompt_length": LONGEST, "local_rollout_forward_batch_size": 128}
+    lengths = {"response_length": T, "max_prompt_length": LONGEST, "local_rollout_forward_batch_size": 64}
     return rloo.Args(layout=layout, rloo_k=k, dtype="bfloat16", device="cpu", **lengths)
 
 
@@ -121,20 +121,19 @@ def sft(source: Path, rows: list[dict], out: Path, learning_rate: float = 2e-4, 
 def sample(policy: Path, rows: list[dict], k: int, out: Path):
     """k completions of each prompt, with the judges' grades, into a file."""
     model, tokenizer = load(policy)
-    examples = read_examples(rows, tokenizer)
-    rloo.set_seed(1)
     lines = []
-    for begin in range(0, len(examples), 100):
-        part = sorted(examples[begin : begin + 100], key=lambda example: len(example["prompt_ids"]))
-        batch, _ = rloo.rollout(flags(k=k), model, part, k, TEMPERATURE, [STOP])
-        ids, texts = batch.completion_ids(), rloo.completion_texts(batch, tokenizer)
-        synopses = [example["columns"]["synopsis"] for example in batch.examples]
-        close = judges.closeness(texts, synopses * k)
-        rouge = judges.rouge_l(texts, synopses * k)
-        for b, example in enumerate(batch.examples):
+    for begin in range(0, len(rows), 100):
+        rloo.set_seed(1)
+        examples = read_examples(rows[begin : begin + 100], tokenizer)
+        examples = sorted(examples, key=lambda example: len(example["prompt_ids"]))
+        batch, _ = rloo.rollout(flags(k=k), model, examples, k, TEMPERATURE, [STOP])
+        texts = rloo.completion_texts(batch, tokenizer)
+        synopses = [example["columns"]["synopsis"] for example in examples]
+        found = {"ids": batch.completion_ids(), "text": texts}
+        found |= {"closeness": judges.closeness(texts, synopses * k), "rouge_l": judges.rouge_l(texts, synopses * k)}
+        for b, example in enumerate(examples):
             row = {"package": example["columns"]["package"], "prompt": example["prompt"], "synopsis": synopses[b]}
-            for name, values in (("ids", ids), ("text", texts), ("closeness", close), ("rouge_l", rouge)):
-                row[name] = [values[j * len(synopses) + b] for j in range(k)]
+            row |= {name: values[b :: len(examples)] for name, values in found.items()}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     out.write_text("".join(lines), encoding="utf-8")
 

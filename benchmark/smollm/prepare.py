@@ -152,7 +152,6 @@ def write_model(folder: Path):
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million weights")
 
 
 def write_annotator(folder: Path):
@@ -161,7 +160,6 @@ def write_annotator(folder: Path):
     source = unpack(ANNOTATOR) / "model"
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     AutoModel.from_pretrained(source).save_pretrained(folder)
-    print(f"{folder}: the annotator")
 
 
 def main():

@@ -13,13 +13,8 @@ import plot  # noqa: E402
 RECORDS = HERE / "records.json"
 
 
-TITLES = {
-    "model": "RLOO by the reward model",
-    "annotator": "RLOO by the annotator",
-    "rules": "rules 1 : closeness 2",
-    "rules2": "rules 2 : closeness 1",
-}
-WEIGHTS = {"rules": ("1", "2"), "rules2": ("2", "1")}
+TITLES = {"model": "RLOO by the reward model", "annotator": "RLOO by the annotator", "rules": "rules 1 : closeness 2"}
+WEIGHTS = {"rules": ("1", "2")}
 FLAGS = {"rloo_k": 6, "per_device_train_batch_size": 18, "learning_rate": 3e-5, "kl_coef": 0.003}  # after SFT
 FLAGS |= {"missing_eos_penalty": 0.3}
 RULES_FLAGS = {"rloo_k": 8, "per_device_train_batch_size": 32, "learning_rate": 5e-5, "kl_coef": 0.03}  # without
@@ -52,11 +47,6 @@ def title_of(records: common.Records, kind: str) -> str:
     return f"{TITLES[kind]}, {number} seed{'s' if number > 1 else ''}"
 
 
-def final_kl(records: common.Records, kind: str) -> str:
-    """Of the last updates."""
-    return common.plus_minus([np.mean(run["kl"][-WINDOW:]) for run in of_kind(records, kind)])
-
-
 def rows_of(records: common.Records, kinds: list[str], first: str, entries: list[str], last: str) -> list[list[str]]:
     """For the policy before and each kind, sampled and greedy: entries of the records `judged-...`; of `last` the mean
     alone."""
@@ -66,8 +56,9 @@ def rows_of(records: common.Records, kinds: list[str], first: str, entries: list
             found = records.all[f"judged-{kind}"][mode]
             title = {"base": "before", "sft": "SFT"}.get(kind) or title_of(records, kind)
             cells = ["" if kind == first and "wins" in entry else with_interval(found[entry]) for entry in entries]
-            cells.append(f"{found[last][0] * (1 if last == 'length' else 100):.1f}")
-            rows.append([f"{title}, {mode}", *cells, "" if kind == first else final_kl(records, kind)])
+            mean_of_last = f"{found[last][0] * (1 if last == 'length' else 100):.1f}"
+            kl = common.plus_minus([np.mean(run["kl"][-WINDOW:]) for run in of_kind(records, kind)])
+            rows.append([f"{title}, {mode}", *cells, mean_of_last, kl])
     return rows
 
 
@@ -87,7 +78,7 @@ def rules(records: common.Records) -> str:
     """Without SFT: which rules are kept, and closeness."""
     entries = ["keeps_all", "keeps_the_rules", "closeness", "rouge_l", "closeness_wins"]
     head = ["%", "keeps all rules", "rules kept", "closeness", "ROUGE-L", "wins", "not empty", "KL"]
-    return common.markdown([head, *rows_of(records, ["rules", "rules2"], "base", entries, "not_empty")])
+    return common.markdown([head, *rows_of(records, ["rules"], "base", entries, "not_empty")])
 
 
 def agreement(records: common.Records) -> str:
@@ -145,13 +136,10 @@ def report():
 def headline() -> list[list[str]]:
     """Rows of benchmark/README.md's table."""
     records = common.Records(RECORDS)
-    before, after = (records.all[f"judged-{kind}"]["sampled"] for kind in ("base", "rules"))
-    pairs = [f"{100 * before[x][0]:.0f} → {with_interval(after[x], decimals=0)}%" for x in ("keeps_all", "closeness")]
-    command = "python benchmark/smollm/chain.py"
-    sure = "3 seeds, 500 test packages, 95% intervals over both"
-    rows = [
-        ["Does SmolLM2-135M learn a reward of mine?", f"keeps all of Debian's rules {pairs[0]}; closeness {pairs[1]}"]
-    ]
-    wins = [with_interval(records.all["judged-model"][mode]["closeness_wins"], decimals=0) for mode in MODES]
-    rows += [["And after SFT, by a reward model?", f"wins against SFT {wins[0]}% sampled, {wins[1]}% greedy"]]
-    return [[*row, sure, command, "smollm/README.md"] for row in rows]
+    before, rules, model = (records.all[f"judged-{kind}"]["sampled"] for kind in ("base", "rules", "model"))
+    kept = f"{100 * before['keeps_all'][0]:.0f} → {with_interval(rules['keeps_all'], decimals=0)}%"
+    wins = f"{with_interval(model['closeness_wins'], decimals=0)}%"
+    last = ["3 seeds, 500 test packages", "python benchmark/smollm/chain.py", "smollm/README.md"]
+    rows = [["Does SmolLM2-135M learn rules that one can check?", f"synopses that keep all six: {kept}"]]
+    rows.append(["And, after SFT, to write synopses that win by a reward model?", f"wins against SFT: {wins}"])
+    return [row + last for row in rows]

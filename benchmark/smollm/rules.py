@@ -40,14 +40,8 @@ def not_the_first_sentence(synopsis: str, package: str, text: str) -> bool:
     return ours != theirs[: len(ours)] and rouge_l([synopsis], [sentence])[0] < SAME_SENTENCE
 
 
-RULES = (
-    one_short_line,
-    no_package_name,
-    no_article_first,
-    no_full_stop,
-    small_letter_first,
-    not_the_first_sentence,
-)
+RULES = [one_short_line, no_package_name, no_article_first, no_full_stop, small_letter_first]
+RULES += [not_the_first_sentence]
 
 
 def kept(synopsis: str, package: str, prompt: str) -> list[bool]:
