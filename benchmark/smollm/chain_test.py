@@ -239,7 +239,7 @@ def test_flags_of_each_kind_of_run(tmp_path):
 
 # ---- Debian's rules: what breaks each, and what does not -------------------------------------------------------------
 
-TEXT = "This is Foobar. It reads the files of Gnome and writes HTML5 pages"
+TEXT = "This is Foobar, a reader. It reads the files of Gnome and writes HTML5 pages"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ TEXT = "This is Foobar. It reads the files of Gnome and writes HTML5 pages"
         (
             rules.not_the_first_sentence,
             ["reader of files", "it reads the files of Gnome"],
-            ["this is Foobar.", "This is", "This is a Foobar"],
+            ["this is Foobar: a reader.", "This is", "This is Foobar, the reader"],
         ),
     ],
 )

@@ -93,7 +93,7 @@ def agreement(records: common.Records) -> str:
 
 def examples(records: common.Records) -> str:
     """Greedy synopses of the first test packages."""
-    kinds = {"base": "before", "rules": "rules", "sft": "SFT", "model": "RLOO by the reward model"}
+    kinds = {"rules": "rules, no SFT", "sft": "SFT", "model": "SFT and RLOO by the reward model"}
     columns = [records.all["sft"]["examples"], *(records.all[f"judged-{kind}"]["examples"] for kind in kinds)]
     columns = [[text.replace("|", "\\|").replace("\n", " ↵ ") for text in column] for column in columns]
     return common.markdown([["maintainer", *kinds.values()], *zip(*columns)])

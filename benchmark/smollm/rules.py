@@ -15,7 +15,7 @@ def one_short_line(synopsis: str, package: str, text: str) -> bool:
 
 
 def no_package_name(synopsis: str, package: str, text: str) -> bool:
-    return not re.search(rf"(?<!\w){re.escape(package.lower())}(?!\w)", synopsis.lower())
+    return not re.search(rf"(?<!\w){re.escape(package)}(?!\w)", synopsis.lower())
 
 
 def no_article_first(synopsis: str, package: str, text: str) -> bool:
