@@ -9,6 +9,7 @@ prepare.py comes first. A step that has its record in records.json is not made a
 """
 
 import argparse
+import json
 import shutil
 import sys
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ sys.path.append(str(HERE.parent))
 from common import Records, folder_of_runs, read_lines, run_logged  # noqa: E402
 
 PREPARED = HERE / "prepared"
+NAMES, MORE = report.NAMES, report.MORE
 SAME = 1e-4  # judged values closer than this are a tie
 SIMILAR = 2  # words by which the lengths of two synopses differ at most to be compared with length controlled
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # of closeness, in pairs that the reward model is asked about
@@ -57,13 +59,18 @@ def of_mode(samples: list[dict], mode: str) -> list[dict]:
 
 
 def completions_of(chain: Chain, name: str) -> list[dict]:
-    """A sampled and a greedy completion of each test prompt, graded: rloo.py's evaluation without training."""
+    """A sampled and a greedy completion of each test prompt, graded: rloo.py's evaluation without training. Prompts are
+    sorted by length, so that those that share a forward pass need little padding."""
     plain = name.startswith(("base", "rules"))
     path = PREPARED / "base" if name == "base" else chain.models / name
     out = chain.folder / "judged" / name
-    file = out / "completions.jsonl"
+    file = out / "run" / "completions.jsonl"
     if not file.is_file() or not file.stat().st_size:
-        flags = [*shared_flags(plain), f"--sft_model_path={path}", "--total_episodes=0", f"--output_dir={out}"]
+        rows = sorted(of_split("test", chain.test), key=lambda row: len(row["prompt"]))
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags = [*shared_flags(plain), f"--sft_model_path={path}", "--total_episodes=0", f"--output_dir={out / 'run'}"]
+        flags += [f"--dataset_name={out}", "--dataset_train_split=test", "--dataset_test_split=test"]
         flags += ["--eval_fns", *map(function, JUDGES), "--resume", f"--num_eval_prompts={chain.test}"]
         run_logged([sys.executable, "rloo.py", *flags], Path(f"{out}.log"))
     return read_lines(file)
@@ -256,7 +263,7 @@ def make(chain: Chain, names: list[str], records: Records):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="all steps, small, in records of their own")
-    parser.add_argument("--names", nargs="+", choices=report.NAMES, default=report.NAMES, metavar="NAME", help="steps")
+    parser.add_argument("--names", nargs="+", choices=NAMES + MORE, default=NAMES, metavar="NAME", help="steps")
     parser.add_argument("--again", action="store_true", help="make steps that have a record, compare, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -265,12 +272,12 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
         records = Records(folder / "records.json")
         sizes = {"sft": 160, "reward": 48, "updates": 6, "rules_updates": 4, "seeds": (1,), "test": 24, "ranked": 24}
-        names = [name for name in report.NAMES if not name.endswith(("-seed2", "-seed3"))]
+        names = [name for name in NAMES if not name.endswith(("-seed2", "-seed3"))]
         make(Chain(folder, folder, **sizes), names, records)
     else:
         records = Records(report.RECORDS, args.again)
         make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm")), args.names, records)
-    records.tell(report.NAMES, lambda: "\n\n".join(report.tables(records).values()))
+    records.tell(NAMES, lambda: "\n\n".join(report.tables(records).values()))
     if records.added and not args.quick:
         report.report()
 

@@ -11,8 +11,6 @@ import common  # noqa: E402
 import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
-
-
 TITLES = {"model": "RLOO by the reward model", "annotator": "RLOO by the annotator", "rules": "rules 1 : closeness 2"}
 WEIGHTS = {"rules": ("1", "2")}
 FLAGS = {"rloo_k": 6, "per_device_train_batch_size": 18, "learning_rate": 3e-5, "kl_coef": 0.003}  # after SFT
@@ -22,13 +20,14 @@ RULES_FLAGS |= {"missing_eos_penalty": 1}
 UPDATES, RULES_UPDATES = 150, 30
 WINDOW = 10  # updates that a point of the picture is the mean of
 SHORT = 64  # tokens of the longest prompt that RLOO trains on; tests have longer ones
-WATCHED = 40  # test prompts that a run is evaluated on while it trains
+WATCHED = 40  # first test prompts; those that are short enough, 26, are evaluated while a run trains
 SEEDS = (1, 2, 3)
 EXAMPLES = 5  # the first test packages, which are in a random order
 MODES = ("sampled", "greedy")
 BEST_OF = (4, 16)
 NAMES = ["sft", "reward", *(f"{kind}-seed{seed}" for kind in ("rules", "model") for seed in SEEDS)]
 NAMES += [f"judged-{kind}" for kind in ("base", "rules", "sft", "model")]
+MORE = [*(f"annotator-seed{seed}" for seed in SEEDS), "judged-annotator"]  # made only if they are named
 
 
 def with_interval(entry: list[float], factor: float = 100, decimals: int = 1) -> str:
@@ -117,7 +116,7 @@ def draw(records: common.Records):
         plot.course(axes[1], wins[0, :, 0], 100 * wins[:, :, 1], marker="o", ms=3, **options)
     axes[1].axhline(50, color="black", lw=0.8)
     axes[0].set(title="closeness of training samples", ylabel="cosine to the maintainer's synopsis")
-    axes[1].set(title=f"wins over the policy before, {WATCHED} test packages", ylabel="% of packages, sampled")
+    axes[1].set(title="wins over the policy before, 26 test packages", ylabel="% of packages, sampled")
     axes[2].set(title="KL from the policy before", ylabel="nats a completion")
     for axis in axes:
         axis.set(xlabel="update")
