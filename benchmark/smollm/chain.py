@@ -134,16 +134,13 @@ def sampled(chain: Chain, name: str, k: int, rows: list[dict]) -> list[dict]:
     return read_lines(file)
 
 
-def seconds_of(folder: Path) -> int:
-    return round(sum(line["seconds"] for line in read_lines(folder / "log.jsonl")))
-
-
 def make_sft(chain: Chain) -> dict:
     out = chain.folder / "sft"
     if not (out / "model.safetensors").is_file():
         models.sft(PREPARED / "base", of_split("sft", chain.sft), out)
+    seconds = round(sum(line["seconds"] for line in read_lines(out / "log.jsonl")))
     human = [row["synopsis"] for row in of_split("test", report.EXAMPLES)]
-    return {"pairs": chain.sft, "seconds": seconds_of(out), "examples": human}
+    return {"pairs": chain.sft, "seconds": seconds, "examples": human}
 
 
 def make_reward(chain: Chain) -> dict:
@@ -155,7 +152,8 @@ def make_reward(chain: Chain) -> dict:
     rows = sampled(chain, "test", max(report.BEST_OF), of_split("test", chain.ranked))
     scores = models.score_samples(model, rows, tokenizer)
     gold = torch.tensor([row["closeness"] for row in rows]).T
-    found = {"agreement": [models.agreement(scores, gold, margin) for margin in MARGINS], "seconds": seconds_of(out)}
+    found = {"agreement": [models.agreement(scores, gold, margin) for margin in MARGINS]}
+    found["seconds"] = round(sum(line["seconds"] for line in read_lines(out / "log.jsonl")))
     sft = {x["package"]: x for x in of_mode(completions_of(chain, "sft"), "sampled")}
     return found | {f"best_of_{n}": best_of(n, rows, scores, sft) for n in report.BEST_OF}
 
@@ -203,10 +201,9 @@ def train(chain: Chain, name: str) -> Path:
     """Trains a policy into the folder of this name; returns it."""
     out = chain.folder / name
     if not (out / "model.safetensors").is_file():
-        more = ["--num_sample_generations=2", f"--num_eval_prompts={report.WATCHED}"]
-        more += ["--eval_fns", *map(function, JUDGES), "--log_completions"]
-        more += ["--resume", "--save_steps=50", "--save_total_limit=1", f"--output_dir={out}"]
-        more += [f"--max_prompt_length={report.SHORT}"]
+        more = ["--eval_fns", *map(function, JUDGES), "--num_sample_generations=2", "--log_completions", "--resume"]
+        more += [f"--num_eval_prompts={report.WATCHED}", f"--max_prompt_length={report.SHORT}"]
+        more += ["--save_steps=50", "--save_total_limit=1", f"--output_dir={out}"]
         run_logged([sys.executable, "rloo.py", *training_flags(chain, name), *more], chain.folder / f"{name}.log")
     for checkpoint in out.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
@@ -249,14 +246,11 @@ def make(chain: Chain, names: list[str], records: Records):
     """Makes the steps that have no record, or are made again, and the models that they need."""
     for name in [name for name in names if records.needs(name)]:
         print(f"making {name}", flush=True)
-        if name == "sft":
-            found = make_sft(chain)
-        elif name == "reward":
-            found = make_reward(chain)
-        elif name.startswith("judged-"):
-            found = make_judged(chain, name.removeprefix("judged-"))
+        if name in ("sft", "reward"):
+            found = make_sft(chain) if name == "sft" else make_reward(chain)
         else:
-            found = make_run(chain, name)
+            judged = name.startswith("judged-")
+            found = make_judged(chain, name.removeprefix("judged-")) if judged else make_run(chain, name)
         records.add(name, **found)
 
 

@@ -93,8 +93,8 @@ def fit(source: Path, items: list, loss_of: Callable, out: Path, size: int, lear
             line = {"step": step + 1, "items": len(chosen), "loss": loss.item(), "seconds": time.perf_counter() - begin}
             log.write(json.dumps(line) + "\n")
     master.set_attn_implementation("sdpa")
-    master.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    for part in (master, tokenizer):
+        part.save_pretrained(out)
 
 
 # ---- SFT -------------------------------------------------------------------------------------------------------------
