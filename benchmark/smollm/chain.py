@@ -271,7 +271,8 @@ def main():
     else:
         records = Records(report.RECORDS, args.again)
         make(Chain(folder_of_runs("smollm", args.again), folder_of_runs("smollm")), args.names, records)
-    records.tell(NAMES, lambda: "\n\n".join(report.tables(records).values()))
+    if set(NAMES) <= records.all.keys() or args.quick:
+        print("\n\n".join(report.tables(records).values()))
     if records.added and not args.quick:
         report.report()
 

@@ -218,7 +218,7 @@ def test_steps_with_a_record_are_not_made_again(tmp_path, monkeypatch, capsys):
         chain.make(steps, ["annotator-seed1", "rules-seed2"], records)
     assert made == ["annotator-seed1", "rules-seed2"]
     chain.make(steps, ["annotator-seed1"], chain.Records(tmp_path / "records.json", again=True))
-    assert made[2:] == ["annotator-seed1"] and "recorded 1, now 1" in capsys.readouterr().out
+    assert made[2:] == ["annotator-seed1"] and "kl: as recorded" in capsys.readouterr().out
 
 
 def test_flags_of_each_kind_of_run(tmp_path):

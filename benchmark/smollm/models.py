@@ -33,6 +33,8 @@ def flags(layout: str = "group", k: int = 4) -> rloo.Args:
 def load(path: Path, dtype=torch.bfloat16, kind=transformers.AutoModelForCausalLM, layout="group", **options):
     """A model as rloo.py loads it, and its tokenizer."""
     model = rloo.read_model(flags(), path, dtype, kind, **options)
+    if hasattr(model, "score"):
+        model.score.float()
     rloo.choose_layout(flags(layout), model, LONGEST)
     return model, transformers.AutoTokenizer.from_pretrained(path)
 
@@ -154,10 +156,10 @@ def agreement(scores: torch.Tensor, gold: torch.Tensor, undecided: float = 0.0) 
 
 
 def scores_of(model, batch: rloo.Batch) -> torch.Tensor:
-    """Scores (k, B) of completions: the head at their last tokens."""
+    """Scores (k, B) of completions: the head, in float32, at their last tokens."""
     hidden = rloo.completion_hidden(model, batch)
     last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
-    return rloo.head_scores(model, hidden.gather(2, last).squeeze(2))
+    return model.score(hidden.gather(2, last).squeeze(2).float()).squeeze(-1)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Texts and models of this folder, into prepared/: package descriptions with the synopses that their maintainers wrote,
-from the package lists of a Debian or Ubuntu machine; SmolLM2-135M-Instruct; and the annotator, all-MiniLM-L6-v2. What is
-there already is kept.
+from the package lists of a Debian or Ubuntu machine; SmolLM2-135M-Instruct; and the annotator, all-MiniLM-L6-v2. What
+is there already is kept.
 
     apt-get update -o Acquire::Languages=en       # as root: the English descriptions, 6 MB
     python benchmark/smollm/prepare.py

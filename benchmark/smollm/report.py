@@ -1,4 +1,4 @@
-"""Tables and picture of README.md from records.json; chain.py and `python benchmark/common.py` call it."""
+"""Tables and picture of README.md from records.json: chain.py calls it; `python benchmark/smollm/report.py` redraws."""
 
 import sys
 from pathlib import Path
@@ -87,7 +87,7 @@ def agreement(records: common.Records) -> str:
     text += f"{found[2]} and {found[3]} of those whose closeness differs by more than 0.05, 0.1 and 0.2."
     parts = np.array([run["agreement"] for run in of_kind(records, "model")]).mean(0)
     own = ", ".join(f"{100 * x:.1f}%" for x in parts)
-    return f"{text} Of pairs of the policy's own samples it orders, in fifths of the runs, {own}."
+    return f"{text} Of pairs of the policy's own samples it orders, in thirds of the runs, {own}."
 
 
 def examples(records: common.Records) -> str:
@@ -132,13 +132,5 @@ def report():
         draw(records)
 
 
-def headline() -> list[list[str]]:
-    """Rows of benchmark/README.md's table."""
-    records = common.Records(RECORDS)
-    before, rules, model = (records.all[f"judged-{kind}"]["sampled"] for kind in ("base", "rules", "model"))
-    kept = f"{100 * before['keeps_all'][0]:.0f} → {with_interval(rules['keeps_all'], decimals=0)}%"
-    wins = f"{with_interval(model['closeness_wins'], decimals=0)}%"
-    last = ["3 seeds, 500 test packages", "python benchmark/smollm/chain.py", "smollm/README.md"]
-    rows = [["Does SmolLM2-135M learn rules that one can check?", f"synopses that keep all six: {kept}"]]
-    rows.append(["And, after SFT, to write synopses that win by a reward model?", f"wins against SFT: {wins}"])
-    return [row + last for row in rows]
+if __name__ == "__main__":
+    report()
