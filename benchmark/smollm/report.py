@@ -1,8 +1,9 @@
-"""Tables and picture of README.md from records.json; chain.py and `python benchmark/common.py` call it."""
+"""Tables and picture of README.md from records.json: chain.py calls it; `python benchmark/smollm/report.py` redraws."""
 
 import sys
 from pathlib import Path
-from statistics import median
+
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
@@ -10,29 +11,29 @@ import common  # noqa: E402
 import plot  # noqa: E402
 
 RECORDS = HERE / "records.json"
-UPDATES, SIZE = 20, 32  # of a run; completions of an update
-WINDOW = 5  # updates that a point of the picture is the mean of
-BETA, ANNOTATOR_BETA = 0.01, 0.002  # BETA: the best of the trials; the annotator spreads a fifth as much
-EXAMPLES = 5  # of the first test packages, which are in a random order
+TITLES = {"model": "RLOO by the reward model", "annotator": "RLOO by the annotator", "rules": "rules 1 : closeness 2"}
+WEIGHTS = {"rules": ("1", "2")}
+FLAGS = {"rloo_k": 6, "per_device_train_batch_size": 18, "learning_rate": 3e-5, "kl_coef": 0.003}  # after SFT
+FLAGS |= {"missing_eos_penalty": 0.3}
+RULES_FLAGS = {"rloo_k": 8, "per_device_train_batch_size": 32, "learning_rate": 5e-5, "kl_coef": 0.03}  # without
+RULES_FLAGS |= {"missing_eos_penalty": 1}
+UPDATES, RULES_UPDATES = 150, 30
+WINDOW = 10  # updates that a point of the picture is the mean of
+SHORT = 64  # tokens of the longest prompt that RLOO trains on; tests have longer ones
+WATCHED = 40  # first test prompts; those that are short enough, 26, are evaluated while a run trains
 SEEDS = (1, 2, 3)
-TRIALS = [f"beta{beta}" for beta in (0.01, 0.03, 0.1)]
-LEARNED = f"beta{BETA}"
-RUNS = {  # kind -> row of the table
-    LEARNED: "RLOO by the reward model",
-    "annotator": "RLOO by the annotator",
-}
-NAMES = ["sft", "reward", *(f"{kind}-seed1" for kind in TRIALS), f"{LEARNED}-seed2", f"{LEARNED}-seed3"]
-NAMES += ["annotator-seed1", "speed"]
-BEST_OF = {  # entry of the record `reward` -> row of the table
-    "best_of_16": "best of 16 by the reward model",
-    "closest_of_16": "best of 16 by the annotator",
-}
-MEASURES = {  # entry of a record -> row of the table
-    "closeness": "closeness × 100",
-    "rouge_l": "ROUGE-L × 100",
-    "closeness_wins": "wins by closeness, %",
-    "rouge_l_wins": "wins by ROUGE-L, %",
-}
+EXAMPLES = 5  # the first test packages, which are in a random order
+MODES = ("sampled", "greedy")
+BEST_OF = (4, 16)
+NAMES = ["sft", "reward", *(f"{kind}-seed{seed}" for kind in ("rules", "model") for seed in SEEDS)]
+NAMES += [f"judged-{kind}" for kind in ("base", "rules", "sft", "model")]
+MORE = [*(f"annotator-seed{seed}" for seed in SEEDS), "judged-annotator"]  # made only if they are named
+
+
+def with_interval(entry: list[float], factor: float = 100, decimals: int = 1) -> str:
+    """Mean [95% interval]."""
+    mean, low, high = (f"{factor * x:.{decimals}f}" for x in entry)
+    return f"{mean} [{low}, {high}]"
 
 
 def of_kind(records: common.Records, kind: str) -> list[dict]:
@@ -40,96 +41,87 @@ def of_kind(records: common.Records, kind: str) -> list[dict]:
     return [records.all[f"{kind}-seed{seed}"] for seed in SEEDS if f"{kind}-seed{seed}" in records.all]
 
 
-def run_title(records: common.Records, kind: str) -> str:
+def title_of(records: common.Records, kind: str) -> str:
     number = len(of_kind(records, kind))
-    return f"{RUNS[kind]}, {number} seed{'s' if number > 1 else ''}"
+    return f"{TITLES[kind]}, {number} seed{'s' if number > 1 else ''}"
 
 
-def policies(records: common.Records) -> dict[str, list[dict]]:
-    """Column of the table -> its records; best-of-n has no greedy completions."""
-    found = {"SFT": [records.all["sft"]]} | {run_title(records, kind): of_kind(records, kind) for kind in RUNS}
-    found |= {title: [{"sampled": records.all["reward"][name]}] for name, title in BEST_OF.items()}
-    return {title: rows for title, rows in found.items() if rows}
+def rows_of(records: common.Records, kinds: list[str], first: str, entries: list[str], last: str) -> list[list[str]]:
+    """For the policy before and each kind, sampled and greedy: entries of the records `judged-...`; of `last` the mean
+    alone."""
+    rows = []
+    for mode in MODES:
+        for kind in [kind for kind in (first, *kinds) if f"judged-{kind}" in records.all]:
+            found = records.all[f"judged-{kind}"][mode]
+            title = {"base": "before", "sft": "SFT"}.get(kind) or title_of(records, kind)
+            cells = ["" if kind == first and "wins" in entry else with_interval(found[entry]) for entry in entries]
+            mean_of_last = f"{found[last][0] * (1 if last == 'length' else 100):.1f}"
+            kl = common.plus_minus([np.mean(run["kl"][-WINDOW:]) for run in of_kind(records, kind)])
+            rows.append([f"{title}, {mode}", *cells, mean_of_last, kl])
+    return rows
 
 
 def results(records: common.Records) -> str:
-    """What the judges give to each policy, and how often it wins against the SFT model; sampled / greedy."""
-    found = policies(records)
-    rows = [["sampled / greedy", *found]]
-    for entry, title in MEASURES.items():
-        modes = [
-            [[x[mode][entry] for x in column if mode in x] for mode in ("sampled", "greedy")]
-            for column in found.values()
-        ]
-        rows.append([title, *(" / ".join(common.plus_minus(x, 100) for x in both if x) for both in modes)])
-    length = [common.plus_minus([x["sampled"]["length"] for x in column]) for column in found.values()]
-    kl = [common.plus_minus([x["kl"] for x in column if "kl" in x]) for column in found.values()]
-    return common.markdown([*rows, ["tokens, sampled", *length], ["KL from SFT, nats", *kl]])
+    """After SFT: what the judges give, and how often a policy wins against the SFT model."""
+    entries = ["closeness", "rouge_l", "closeness_wins", "similar_wins", "rouge_l_wins"]
+    head = ["%", "closeness", "ROUGE-L", "wins", "wins, like length", "wins, ROUGE-L", "tokens", "KL"]
+    rows = rows_of(records, ["model", "annotator"], "sft", entries, "length")
+    for n in BEST_OF:
+        found = records.value("reward", f"best_of_{n}")
+        cells = [with_interval(found[entry]) for entry in entries]
+        rows.append([f"best of {n} SFT samples", *cells, f"{found['length'][0]:.1f}", f"{np.log(n) - (n - 1) / n:.1f}"])
+    return common.markdown([head, *rows])
+
+
+def rules(records: common.Records) -> str:
+    """Without SFT: which rules are kept, and closeness."""
+    entries = ["keeps_all", "keeps_the_rules", "closeness", "rouge_l", "closeness_wins"]
+    head = ["%", "keeps all rules", "rules kept", "closeness", "ROUGE-L", "wins", "not empty", "KL"]
+    return common.markdown([head, *rows_of(records, ["rules"], "base", entries, "not_empty")])
 
 
 def agreement(records: common.Records) -> str:
-    """Of the reward model with the annotator, on pairs of 16 SFT samples of each test package."""
-    share = records.all["reward"]["agreement_closeness"]
-    return f"It orders {100 * share:.1f}% of pairs of SFT samples as the annotator does; chance is 50%."
+    """Of the reward model with the annotator."""
+    found = [f"{100 * x:.1f}%" for x in records.all["reward"]["agreement"]]
+    text = f"It orders {found[0]} of pairs of SFT samples of a test package as the annotator does, and {found[1]}, "
+    text += f"{found[2]} and {found[3]} of those whose closeness differs by more than 0.05, 0.1 and 0.2."
+    parts = np.array([run["agreement"] for run in of_kind(records, "model")]).mean(0)
+    own = ", ".join(f"{100 * x:.1f}%" for x in parts)
+    return f"{text} Of pairs of the policy's own samples it orders, in thirds of the runs, {own}."
 
 
-def gains(records: common.Records, kind: str) -> list[list[float]]:
-    """Closeness of each seed's samples in each update, less that of the SFT model's on the same packages."""
-    sft = records.all["sft"]["closeness"]
-    courses = [(x["closeness"], sft[str(seed)]) for seed, x in zip(SEEDS, of_kind(records, kind))]
-    return [[ours - theirs for ours, theirs in zip(*course)] for course in courses]
-
-
-def example(records: common.Records) -> str:
-    """The first test package for which the greedy synopses of SFT and RLOO (seed 1) differ."""
-    ours = {package: texts[1] for package, texts in records.all[f"{LEARNED}-seed1"]["examples"].items()}
-    theirs = records.all["sft"]["examples"]
-    name = next(package for package in theirs if theirs[package][1] != ours[package])
-    lines = zip(("maintainer", "SFT", "RLOO"), (*theirs[name], ours[name]))
-    return "\n".join([f"{name}:", "", *(f"- {who}: {text}" for who, text in lines)])
-
-
-def speed(records: common.Records) -> str:
-    """Of all updates but the first of each run; the range of the ratio is that of any two of them."""
-    ours, theirs = (sorted(sum(records.all["speed"][kind], [])) for kind in ("rloo", "trl"))
-    times = [f"{median(x):.0f} seconds ({x[0]:.0f} to {x[-1]:.0f})" for x in (ours, theirs)]
-    ratio = (
-        f"{median(theirs) / median(ours):.1f} times as long ({theirs[0] / ours[-1]:.1f} to {theirs[-1] / ours[0]:.1f})"
-    )
-    return f"An update takes rloo.py {times[0]} and TRL 1.16 {times[1]}: TRL takes **{ratio}**."
+def examples(records: common.Records) -> str:
+    """Greedy synopses of the first test packages."""
+    kinds = {"rules": "rules, no SFT", "sft": "SFT", "model": "SFT and RLOO by the reward model"}
+    columns = [records.all["sft"]["examples"], *(records.all[f"judged-{kind}"]["examples"] for kind in kinds)]
+    columns = [[text.replace("|", "\\|").replace("\n", " ↵ ") for text in column] for column in columns]
+    return common.markdown([["maintainer", *kinds.values()], *zip(*columns)])
 
 
 def tables(records: common.Records) -> dict[str, str]:
-    return {table.__name__: table(records) for table in (results, agreement, example, speed)}
-
-
-def show(records: common.Records, names: list[str]):
-    """Prints by which commit of rloo.py and when steps were made, and the table if all that it needs is there."""
-    for name in [name for name in names if name in records.all]:
-        made = records.all[name]["made"]
-        print(f"{name}: recorded {made['date']}, rloo.py {made['rloo.py']}")
-    if {"sft", "reward"} <= records.all.keys():
-        print(results(records))
+    return {table.__name__: table(records) for table in (rules, results, agreement, examples)}
 
 
 def draw(records: common.Records):
-    figure, (axes,) = common.canvas(1, 7, 4.4)
-    axis = axes[0]
-    for number, kind in enumerate((LEARNED, "annotator")):
-        lines = [plot.smoothed(line, WINDOW) for line in gains(records, kind)]
-        plot.course(
-            axis, range(WINDOW, WINDOW + len(lines[0])), lines, color=f"C{number}", label=run_title(records, kind)
-        )
-    reward = records.all["reward"]
-    for style, (name, title) in zip(("--", ":"), BEST_OF.items(), strict=True):
-        label = f"SFT, {title}, test packages"
-        axis.axhline(reward[name]["closeness"] - reward["closeness"], color="0.4", ls=style, label=label)
-    axis.axhline(0, color="black", lw=0.8)
-    axis.set(xlabel=f"update ({SIZE} completions each)", ylabel=f"cosine gained over SFT, mean of {WINDOW} updates")
-    title = "How much closer to the maintainer's synopsis than SFT samples for the same packages, by the annotator.\n"
-    title += "Curves: training packages, each new to the policy (mean; band: range of seeds)"
-    figure.suptitle(title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=2)
+    """Closeness of training samples, wins on the watched test prompts and KL, over updates."""
+    figure, (axes,) = common.canvas(3, 11, 3.9)
+    for number, kind in enumerate(("model", "annotator", "rules")):
+        runs, options = of_kind(records, kind), {"color": f"C{number}"}
+        if not runs:
+            continue
+        for axis, entry in ((axes[0], "closeness"), (axes[2], "kl")):
+            lines = [plot.smoothed(run[entry], WINDOW) for run in runs]
+            plot.course(axis, range(WINDOW, WINDOW + len(lines[0])), lines, label=title_of(records, kind), **options)
+        wins = np.array([run["wins"] for run in runs])  # (seeds, evaluations, 2)
+        plot.course(axes[1], wins[0, :, 0], 100 * wins[:, :, 1], marker="o", ms=3, **options)
+    axes[1].axhline(50, color="black", lw=0.8)
+    axes[0].set(title="closeness of training samples", ylabel="cosine to the maintainer's synopsis")
+    axes[1].set(title="wins over the policy before, 26 test packages", ylabel="% of packages, sampled")
+    axes[2].set(title="KL from the policy before", ylabel="nats a completion")
+    for axis in axes:
+        axis.set(xlabel="update")
+    figure.suptitle(f"Mean of seeds and their range (band); closeness and KL: mean of {WINDOW} updates", fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     common.save(figure, HERE / "closeness.png")
 
 
@@ -140,19 +132,5 @@ def report():
         draw(records)
 
 
-def headline() -> list[list[str]]:
-    """A row of benchmark/README.md's table."""
-    records = common.Records(RECORDS)
-    ours, sft = [x["greedy"] for x in of_kind(records, LEARNED)], records.all["sft"]["greedy"]
-    mean, wins = (common.plus_minus([x[name] for x in ours], 100) for name in ("closeness", "closeness_wins"))
-    answer = f"closeness to human summaries {100 * sft['closeness']:.1f} → {mean}; wins against SFT {wins}%"
-    question = "Does SmolLM2-135M learn to summarise real texts?"
-    return [
-        [
-            question,
-            answer,
-            "3 seeds; ± 4 points over texts",
-            "python benchmark/smollm/chain.py",
-            "smollm/README.md",
-        ]
-    ]
+if __name__ == "__main__":
+    report()
