@@ -10,9 +10,8 @@ The critic is a model of its own with one output: V_t for the prompt and the tok
 The critic's loss, the mean over completions of Σ_t max((V_t - R_t)², (V'_t - R_t)²) / 2, is a part of loss/policy_avg.
 V' is V, but at most --value_cliprange from what it was before the update. The critic computes in float32, is a second
 group of the optimizer, and saved as critic.pt. A tool's tokens (turns.py) are passed over: t + 1 is the policy's next.
-Not for rewards that return None: a completion without a score would be learned from as one with its siblings' mean.
-Replaces `advantages_of`; wraps `Args`, `check_args`, `load_models`, `make_optimizer`, `save_optimizer`,
-`completion_loss` and `clip_gradients`.
+Not for rewards that return None, which would count as their siblings' mean. Replaces `advantages_of`; wraps `Args`,
+`check_args`, `load_models`, `make_optimizer`, `save_optimizer`, `completion_loss` and `clip_gradients`.
 """
 
 import sys
