@@ -186,7 +186,7 @@ def commands_in(page: Path) -> list[str]:
 def commands_of(blocks: list[str], folder: Path) -> list[list[str]]:
     """The words of each python or torchrun command, as bash expands them. The blocks are run one after another in one
     shell, where these two only write down their words, and nothing is installed."""
-    stubs = 'python() { printf \'%s\\t\' "$@"; echo; }\ntorchrun() { python "$@"; }\n'
+    stubs = "python() { printf '%s\\t' \"${@//$'\\n'/ }\"; echo; }\ntorchrun() { python \"$@\"; }\n"  # a command a line
     stubs += "".join(f"{name}() {{ :; }}\n" for name in ("pip", "python3", "apt-get"))
     done = subprocess.run(["bash", "-c", stubs + "\n".join(blocks)], cwd=folder, capture_output=True, text=True)
     return [line.split("\t")[:-1] for line in done.stdout.splitlines()]
