@@ -83,11 +83,11 @@ def rules(records: common.Records) -> str:
 def agreement(records: common.Records) -> str:
     """Of the reward model with the annotator."""
     found = [f"{100 * x:.1f}%" for x in records.all["reward"]["agreement"]]
-    text = f"It orders {found[0]} of pairs of SFT samples of a test package as the annotator does, and {found[1]}, "
-    text += f"{found[2]} and {found[3]} of those whose closeness differs by more than 0.05, 0.1 and 0.2."
     parts = np.array([run["agreement"] for run in of_kind(records, "model")]).mean(0)
     own = ", ".join(f"{100 * x:.1f}%" for x in parts)
-    return f"{text} Of pairs of the policy's own samples it orders, in thirds of the runs, {own}."
+    text = f"It orders {found[0]} of pairs of SFT samples of a package as the annotator does; {', '.join(found[1:3])}\n"
+    text += f"and {found[3]} of those that differ by more than 0.05, 0.1 and 0.2; and {own} of the policy's own, in\n"
+    return f"{text}thirds of the runs."
 
 
 def examples(records: common.Records) -> str:
