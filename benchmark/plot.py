@@ -45,9 +45,10 @@ def labels(runs: Sequence[Path]) -> list[str]:
     """The name of each run, with its values of up to three flags that are not equal in all runs."""
     flags = [json.loads((run / "args.json").read_text()) for run in runs]
     differ = [name for name in flags[0] if any(other.get(name) != flags[0][name] for other in flags)]
-    shown = [name for name in differ if name not in ("output_dir", "exp_name", "resume", "replaced")][:3]
-    values = [[f"{name} {own.get(name)}" for name in shown] for own in flags]
-    return [", ".join([run.resolve().name, *own]) for run, own in zip(runs, values)]
+    others = ("output_dir", "exp_name", "resume", "replaced", "model_name_or_path")
+    shown = [name for name in differ if name not in others][:3]
+    values = [[f"{name} {str(own.get(name))[-30:]}" for name in shown] for own in flags]  # the end of a long path
+    return [",\n".join([run.resolve().name, *own]) for run, own in zip(runs, values)]
 
 
 def draw(runs: Sequence[Path], output: Path):
