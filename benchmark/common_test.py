@@ -151,7 +151,7 @@ def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_p
     monkeypatch.setattr(common, "save", count)
     for name, kl_coef in (("a", 0.02), ("b", 0.2)):
         (tmp_path / name / "args.json").write_text(json.dumps({"kl_coef": kl_coef, "seed": 1, "output_dir": name}))
-    assert plot.labels([tmp_path / "a", tmp_path / "b"]) == ["a, kl_coef 0.02", "b, kl_coef 0.2"]
+    assert plot.labels([tmp_path / "a", tmp_path / "b"]) == ["a,\nkl_coef 0.02", "b,\nkl_coef 0.2"]
     plot.draw([tmp_path / "a", tmp_path / "b"], tmp_path / "plot.png")
     assert list(lines) == ["score", "KL from the reference", "win", "other"]
     assert (lines["score"], lines["KL from the reference"]) == (2, 1)
