@@ -2340,10 +2340,13 @@ INTERRUPTED = {  # the starts of one run: a function, its call in this start, wh
 
 
 def test_a_run_that_is_interrupted_and_resumed_again_and_again_ends_like_a_whole_one(
-    whole, tiny, tmp_path, monkeypatch, capfd
+    whole, tiny, tmp_path, monkeypatch, capfd, request
 ):
     """... in which each update is once in all files. An error or a signal says how to go on."""
     output = tmp_path / "out"
+    # Shells let jobs in the background ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     for where, (name, call, event, newest) in INTERRUPTED.items():
         owner = torch if name.startswith("torch.") else rloo
         name = name.removeprefix("torch.")
