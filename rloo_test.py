@@ -1922,6 +1922,13 @@ def test_a_flag_that_does_not_parse_is_named_by_the_first_process(monkeypatch, c
     assert end.value.code == 2 and (said == "" if rank else flag.split()[0] in said)
 
 
+def test_sdpa_is_refused_where_it_would_ignore_a_cap_of_the_attention(tmp_path):
+    save(tmp_path, tiny_model("gemma2"))
+    assert rloo.read_model(Args(device="cpu"), str(tmp_path), torch.float32).config._attn_implementation == "eager"
+    with pytest.raises(InputError, match="cap, which sdpa would ignore"):
+        rloo.read_model(Args(device="cpu", attn_implementation="sdpa"), str(tmp_path), torch.float32)
+
+
 @pytest.mark.parametrize("change", ["no tokenizer", "three labels", "more than a head", "adapters"])
 def test_a_model_that_cannot_be_used_is_refused(train, tiny, tmp_path, monkeypatch, change):
     flags = {f"{name}_model_path": str(shutil.copytree(tiny / name, tmp_path / name)) for name in ("sft", "reward")}
