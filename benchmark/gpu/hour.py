@@ -2,7 +2,7 @@
 
     git show 8212336:rloo.py > before.py
     python benchmark/gpu/hour.py --trl trl1/bin/python --other before.py    # all parts; ../requirements.txt makes trl1
-    python benchmark/gpu/hour.py --parts check 1b profile                   # some, without TRL
+    python benchmark/gpu/hour.py --parts check 1b profile-1b                # some, without TRL
     python benchmark/gpu/hour.py --device cpu --parts 1b                    # a trial with tiny models
 
 Each part prints its table and writes it to <out>/<part>.txt when it is done.
@@ -12,7 +12,7 @@ check        check.py: all lines
              layouts, --other versions of it and RLOOTrainer of TRL (--trl); completions of full length, and ones that
              end with a probability of 2% at each token
 0.5b, 1.5b   the same in the shape of Qwen2.5, T = 512, k = 8; 1.5b: rloo.py in group rows alone
-profile      profiled.py for each of the three
+profile-...  profiled.py for one of the three
 rewards      mini TL;DR in bfloat16 against float32: scores of three seeds
 real         benchmark/smollm/chain.py, after its prepare.py
 
@@ -129,15 +129,19 @@ def speed(args, shape: str) -> str:
                 half = max(run.k, run.m // 2)  # for its memory
                 flags |= {"per_device_train_batch_size": half, "gradient_accumulation_steps": run.chunk // half}
                 words = throughput.shared_flags(folder, **flags)
-                lanes[f"TRL, {ends}"] = [args.trl, HERE.parent / "trl" / "run.py", "rloo", *words]
+                less = ["env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]  # else it runs out
+                lanes[f"TRL, {ends}"] = [*less, args.trl, HERE.parent / "trl" / "run.py", "rloo", *words]
         flags = flags_of(args, folder, run)
         if shape != "1.5b":
             lanes["rloo.py, plain rows, full"] = throughput.rloo_py(folder, layout="plain", **flags)
         for file in args.other:
             lanes[f"{file.name}, group rows, full"] = throughput.rloo_py(folder, file, **flags)
         for name, command in lanes.items():
-            rows.append([name, *cells(throughput.run(command, folder, WARM_UP)["updates"], run)])
-            print(rows[-1], flush=True)
+            try:
+                rows.append([name, *cells(throughput.run(command, folder, WARM_UP)["updates"], run)])
+                print(rows[-1], flush=True)
+            except SystemExit as error:  # the others go on
+                print(error, flush=True)
     formula = gpu_memory.needed(model, run)
     peak = max(formula["training"], formula["rollout"]) / 2**30
     note = f"Full length: {peak:.1f} GiB by gpu_memory.py; {operations(model, run):.2e} operations in training"
@@ -163,16 +167,14 @@ def operations(model: gpu_memory.Model, run: gpu_memory.Args) -> float:
     return groups * (6 * layers * (0.875 * run.P + run.k * run.T) + 8 * head * run.k * run.T)
 
 
-def profiles(args) -> str:
-    texts = []
-    for shape, (model, run) in {"tiny": TINY}.items() if args.device == "cpu" else SHAPES.items():
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            write_inputs(folder, model, run, args.device)
-            command = throughput.rloo_py(folder, HERE / "profiled.py", **flags_of(args, folder, run))
-            shown = output_of([*command, f"--output_dir={folder / 'out'}"])
-        texts.append(f"{shape}, full length\n\n{shown[shown.index('| seconds') :]}")
-    return "\n".join(texts)
+def profile(args, shape: str) -> str:
+    model, run = TINY if args.device == "cpu" else SHAPES[shape]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_inputs(folder, model, run, args.device)
+        command = throughput.rloo_py(folder, HERE / "profiled.py", **flags_of(args, folder, run))
+        shown = output_of([*command, f"--output_dir={folder / 'out'}"])
+    return f"{shape}, full length\n\n{shown[shown.index('| seconds') :]}"
 
 
 def rewards(args) -> str:
@@ -209,7 +211,7 @@ def output_of(command: list) -> str:
 PARTS = {
     "check": lambda args: output_of([sys.executable, HERE / "check.py", f"--device={args.device}"]),
     **{shape: lambda args, shape=shape: speed(args, shape) for shape in SHAPES},
-    "profile": profiles,
+    **{f"profile-{shape}": lambda args, shape=shape: profile(args, shape) for shape in SHAPES},
     "rewards": rewards,
     "real": lambda args: output_of([sys.executable, HERE.parent / "smollm" / "chain.py"]),
 }

@@ -2,6 +2,7 @@
 
     python benchmark/models/model_types.py                # every decoder-only model type that can be built small: 5 min
     python benchmark/models/model_types.py llama qwen3    # some
+    python benchmark/models/model_types.py --device cuda  # on a GPU, where the decoder records its steps
 
 Builds each with random weights, in float32, and compares plain and group rows with the model alone, which reads a
 prompt and one completion without padding: log-probs, their gradient, and what is sampled, past two doublings of the
@@ -9,6 +10,7 @@ decoder's cache. What fails in plain rows must be refused by rloo.check_model, a
 must pass in group rows; the command fails if not. Vision-language models and those of bytes are left out.
 """
 
+import argparse
 import sys
 import warnings
 from collections import defaultdict
@@ -119,12 +121,12 @@ def small_model(model_type: str, **settings):
 
 def logits_alone(model, prompt: list[int], completion: list[int]):
     """Of the model itself: those that predict the tokens of the completion, (n, vocabulary)."""
-    return model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+    return model(torch.tensor([prompt + completion], device=model.device)).logits[0, len(prompt) - 1 : -1].float()
 
 
 def logprobs_alone(model, batch):
     """(k, B, T), 0 where masked."""
-    logprobs = torch.zeros(batch.responses.shape)
+    logprobs = torch.zeros(batch.responses.shape, device=model.device)
     for j, b in torch.cartesian_prod(torch.arange(K), torch.arange(len(PROMPTS))):
         ids = batch.responses[j, b][batch.response_mask[j, b]]
         logits = logits_alone(model, PROMPTS[b], ids.tolist())
@@ -135,17 +137,17 @@ def logprobs_alone(model, batch):
 
 def gradient(model, logprobs):
     """Of a sum of the log-probs with random weights."""
-    factors = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1))
+    factors = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1)).to(logprobs)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     parts = torch.autograd.grad((factors * logprobs).sum(), weights, allow_unused=True, materialize_grads=True)
     return torch.cat([part.flatten() for part in parts])
 
 
-def random_batch():
+def random_batch(device):
     """Random completions that end early, late or never."""
     tokens = torch.randint(50, 100, (K, len(PROMPTS), T), generator=torch.Generator().manual_seed(0))
     tokens[0, 0, 3] = tokens[1, 1, 8] = tokens[2, 1, 0] = STOPS[0]
-    return rloo.make_batch([{"prompt_ids": ids} for ids in PROMPTS], tokens, STOPS)
+    return rloo.make_batch([{"prompt_ids": ids} for ids in PROMPTS], tokens.to(device), STOPS)
 
 
 def distances(model, layout: str, batch, expected, expected_gradient) -> dict[str, float]:
@@ -157,7 +159,7 @@ def distances(model, layout: str, batch, expected, expected_gradient) -> dict[st
     logprobs, _ = rloo.completion_logprobs(model, batch, TEMPERATURE)
     found = {"log-probs": (logprobs - expected).abs().max()}
     found["gradient"] = (gradient(model, logprobs) - expected_gradient).norm() / expected_gradient.norm()
-    args = rloo.Args(response_length=T)
+    args = rloo.Args(response_length=T, device=str(model.device))
     with mock.patch.object(rloo, "FIRST_SLOTS", 4):
         sampled, sampler_logprobs = rloo.rollout(args, model, batch.examples, K, TEMPERATURE, STOPS)
         greedy, _ = rloo.rollout(args, model, batch.examples, K, 0.0, STOPS)
@@ -187,7 +189,7 @@ def fault(model, layout: str, *expected) -> str:
 
 def compare(model) -> dict[str, str]:
     """Layout -> fault; and at `start` what check_model says."""
-    batch = random_batch()
+    batch = random_batch(model.device)
     expected = logprobs_alone(model, batch)
     expected = batch, expected.detach(), gradient(model, expected)
     found = {"start": ""}
@@ -198,14 +200,14 @@ def compare(model) -> dict[str, str]:
     return found | {layout: fault(model, layout, *expected) for layout in ("plain", "group")}
 
 
-def main(names: list[str]):
+def main(names: list[str], device: str):
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     kinds = defaultdict(list)
     wrong = []
     for name in names or decoder_only():
         try:
-            model = small_model(name)
+            model = small_model(name).to(device)
             found = compare(model)
         except Exception as error:
             kinds["not built"].append(name)
@@ -234,4 +236,7 @@ def main(names: list[str]):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="model types; none: all")
+    parser.add_argument("--device", default="cpu")
+    main(**vars(parser.parse_args()))

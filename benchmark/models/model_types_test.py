@@ -51,4 +51,4 @@ def test_small_mistakes_are_found(monkeypatch):
         assert "gradient" in found["group"] and "log-probs" in found["plain"] and found["start"]
     monkeypatch.setattr(rloo, "GROUP_MODELS", ["llama", "falcon"])
     with pytest.raises(SystemExit, match="^falcon: is in GROUP_MODELS$"):
-        model_types.main(["llama", "falcon"])
+        model_types.main(["llama", "falcon"], "cpu")
