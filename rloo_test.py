@@ -455,24 +455,23 @@ def token_logprobs(model, prompt: list[int], completion: list[int], temperature:
 
 
 def standardized(values: dict) -> dict:
-    """To mean 0 and standard deviation 1."""
+    """To mean 0 and standard deviation 1; one value alone to 0."""
+    if len(values) < 2:
+        return dict.fromkeys(values, 0.0)
     center, scale = mean(values.values()), stdev(values.values()) + 1e-8
     return {c: (x - center) / scale for c, x in values.items()}
 
 
 def plain_scores(args, raw: dict, ended: dict) -> dict:
-    """{c: score} of all completions. One without a score gets the mean of its siblings, or 0. Then the penalty,
-    normalisation and the clip."""
-    scores = {}
-    for c in ended:
-        siblings = [x for other, x in raw.items() if other[1] == c[1]]
-        scores[c] = raw[c] if c in raw else mean(siblings) if siblings else 0.0
-        if args.missing_eos_penalty and not ended[c]:
-            scores[c] -= args.missing_eos_penalty
+    """{c: score} of all completions, after penalty, normalisation and the clip. One without a score then gets the mean
+    of its siblings, or 0."""
+    scores = {c: x - (args.missing_eos_penalty or 0) * (not ended[c]) for c, x in raw.items()}
     scores = standardized(scores) if args.normalize_reward else scores
     limits = args.reward_clip_range or (math.inf,)
     low, high = limits if len(limits) == 2 else (-limits[0], limits[0])
-    return {c: min(max(x, low), high) for c, x in scores.items()}
+    scores = {c: min(max(x, low), high) for c, x in scores.items()}
+    of_prompt = {b: [x for c, x in scores.items() if c[1] == b] for _, b in ended}
+    return {c: scores[c] if c in scores else mean(of_prompt[c[1]] or [0.0]) for c in ended}
 
 
 def plain_advantages(args, scores: dict, kl: dict) -> dict:
@@ -541,7 +540,7 @@ def plain_update(args, policy, reference, found, prompts, completions, ended, or
     metrics = {
         "objective/kl": sums.values() if args.kl_coef else [],
         "objective/non_score_reward": [-args.kl_coef * x for x in sums.values()] if args.kl_coef else [],
-        "objective/rlhf_reward": [x - args.kl_coef * sums[c] for c, x in scores.items()],
+        "objective/rlhf_reward": [scores[c] - args.kl_coef * sums[c] for c in raw],
         "objective/entropy": [-x.sum().item() for x in old.values()],
         "objective/scores": raw.values(),
         "frac_reward_zero_std": [not x or max(x) - min(x) <= 1e-6 for x in groups],

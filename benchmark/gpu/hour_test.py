@@ -86,7 +86,7 @@ def test_lanes_take_the_same_flags_and_a_part_that_fails_is_the_exit_status(tmp_
     text = (tmp_path / "out" / "0.5b.txt").read_text()
     assert "| TRL, ends | 3.00 (2.00 to 4.00) | 0.00, 0.00, 1.50 | 2.7 | 3.0 | 0.0000 |" in text
 
-    programs = [words[1].rpartition("/")[2] for words in seen]
+    programs = [next(word.rpartition("/")[2] for word in words if word.endswith(".py")) for words in seen]
     assert programs == ["rloo.py", "run.py", "rloo.py", "run.py", "rloo.py", "before.py"]
     episodes = {word for words in seen for word in words if "total_episodes" in word}
     assert episodes == {"--total_episodes=40"} and "--layout=plain" in seen[4]
