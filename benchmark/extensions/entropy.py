@@ -1,5 +1,5 @@
 """An entropy bonus for rloo.py, as in PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 9): the loss of a completion
-minus --entropy_coef times the entropy of its tokens' distributions, summed over the tokens.
+minus --entropy_coef times the entropy of its tokens' distributions, summed over the tokens that are learned from.
 
     python benchmark/extensions/entropy.py --entropy_coef 0.02
 
@@ -26,6 +26,8 @@ class Args(rloo.Args):
 
 def completion_loss(args, experience, index, logprobs, old_logprobs, entropies):
     losses, *others = loss_without_bonus(args, experience, index, logprobs, old_logprobs, entropies)
+    if args.mask_truncated_completions:
+        entropies = entropies * experience.batch.ended[:, index, None]
     return losses - args.entropy_coef * entropies.sum(-1), *others  # (k, b)
 
 

@@ -217,6 +217,8 @@ def test_a_run_with_the_entropy_bonus(run):
     assert metrics[0]["policy/entropy_avg"] + 0.01 < metrics[-1]["policy/entropy_avg"]
     lengths, entropies = metrics[0]["completions/mean_length"], metrics[0]["policy/entropy_avg"]
     assert metrics[0]["loss/policy_avg"] == pytest.approx(-0.03 * lengths * entropies, rel=1e-4)
+    (metrics,), _ = run("entropy", **flags | {"total_episodes": 8}, response_length=2, mask_truncated_completions=True)
+    assert metrics["completions/clipped_ratio"] == 1 and metrics["loss/policy_avg"] == 0
 
 
 def constant(prompts, **columns):

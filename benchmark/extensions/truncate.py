@@ -2,10 +2,9 @@
 
     python benchmark/extensions/truncate.py --top_p 0.9 FLAGS OF rloo.py
 
-Of softmax(logits / temperature) the --top_k most likely tokens are kept, of these the fewest with a probability of at
-least --top_p, scaled up to 1. The reference keeps all, or the KL could be infinite. What is kept follows the policy in
-training, but a sampled token stays in it: exact in the first step of an update; in further ones no ratio becomes 0.
-Replaces `block_logprobs`, so not with entropy.py; wraps `Args`, `load_models`, `sample` and `generate`.
+Of the --top_k most likely tokens the fewest with a probability of at least --top_p are kept, and scaled up to 1; by the
+reference all, or the KL could be infinite. In training the policy's newest ones and sampled tokens are: exact in an
+update's first step. Replaces `block_logprobs` (as entropy.py does), wraps `Args`, `load_models`, `sample`, `generate`.
 """
 
 import sys
@@ -29,6 +28,7 @@ class Args(rloo.Args):
 
 
 def load_models(args, longest, resumed):
+    rloo.require(0 < args.top_p <= 1 and args.top_k >= 0, "--top_p: above 0, at most 1; --top_k: 0 or more")
     limits.update(top_k=args.top_k, top_p=args.top_p)
     models = load_all(args, longest, resumed)
     if args.kl_coef:

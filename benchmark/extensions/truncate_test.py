@@ -81,3 +81,5 @@ def test_a_run_in_either_layout_has_no_gap_and_greedy_tokens_are_as_before(run):
         assert metrics["val/rollout_logprob_gap"] < 1e-4
         (whole,), _ = run("truncate", layout=layout, num_ppo_epochs=2)
         assert metrics["objective/entropy"] < 0.8 * whole["objective/entropy"]
+    with pytest.raises(SystemExit, match="--top_p: above 0, at most 1"):
+        run("truncate", top_p=0.0)
