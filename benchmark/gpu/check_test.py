@@ -34,9 +34,9 @@ def test_a_model_is_tried_by_its_path(capsys):
     assert "has eager attention" in shown
 
 
-def lanes_see_a_sibling(sdpa, query, key, value, mask, P, k, original=rloo.group_attention):
+def lanes_see_a_sibling(module, query, key, value, mask, scaling, P, k, original=rloo.group_attention):
     lanes = key[:, :, P:].unflatten(2, (k, -1)).roll(1, dims=2).flatten(2, 3)
-    return original(sdpa, query, torch.cat([key[:, :, :P], lanes], dim=2), value, mask, P, k)
+    return original(module, query, torch.cat([key[:, :, :P], lanes], dim=2), value, mask, scaling, P, k)
 
 
 def padding_is_seen(real, original=rloo.causal_mask):
