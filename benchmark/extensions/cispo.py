@@ -22,6 +22,7 @@ def cispo(new, old, advantages, mask, clip_low, clip_high, per_token):
     return losses.sum(-1), log_ratio[mask], (ratio > 1 + clip_high)[mask]
 
 
+rloo.require_original("policy_loss")
 rloo.policy_loss = cispo
 
 if __name__ == "__main__":

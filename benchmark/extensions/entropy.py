@@ -38,6 +38,7 @@ def block_logprobs(model, hidden, tokens, temperature):
     return logprobs.gather(1, tokens[:, None]).squeeze(1), entropies
 
 
+rloo.require_original("block_logprobs")
 rloo.Args, rloo.completion_loss, rloo.block_logprobs = Args, completion_loss, block_logprobs
 
 if __name__ == "__main__":

@@ -250,7 +250,9 @@ def length_of_some(prompts, completions, **columns):
     return [len(text) * (len(prompt) % 2) for prompt, text in zip(prompts, completions)]
 
 
-@pytest.mark.parametrize("extensions", [["running_mean"], ["running_mean", "correction"]])
+@pytest.mark.parametrize(
+    "extensions", [["running_mean"], ["running_mean", "correction"], ["correction", "running_mean"]]
+)
 def test_running_means_equal_a_loop(extensions, run, monkeypatch, tmp_path):
     """Three updates of the same four prompts: the first has rloo.py's baseline, later ones have the running mean. What
     has no score has no advantage, and is in no mean."""
@@ -452,10 +454,16 @@ def test_the_first_example_of_the_page(run):
     assert rloo.advantage(rewards).flatten().tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
+@pytest.mark.parametrize("first, second", [("entropy", "grpo"), ("entropy", "truncate"), ("lora", "vllm_rollout")])
+def test_a_file_that_would_drop_what_another_has_changed_is_refused(first, second):
+    with pytest.raises(rloo.InputError, match=f"would be replaced: import benchmark.extensions.{first}, which"):
+        load(first, second)
+
+
 def test_two_that_compose_are_printed(run):
     printed("from benchmark.extensions import")
     changed = {name for name, x in vars(rloo).items() if callable(x) and x is not rloo.ORIGINAL.get(name)}
-    assert {"load_models", "improve", "Args"} <= changed
+    assert {"load_models", "collect", "Args"} <= changed
     run()
 
 

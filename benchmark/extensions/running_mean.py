@@ -6,7 +6,7 @@
 The baseline comes from the updates before, so it does not depend on the completions that it is compared with. A prompt
 that is read for the first time has the baseline of rloo.py. The means are not saved: a resumed run starts new ones, and
 with several processes each has its own. It is worth it only if each prompt comes several times. Wraps `advantages_of`,
-`improve` and `check_args`: import it before correction.py, whose advantages are then of this file. Not with grpo.py.
+`improve` and `check_args`. Not with grpo.py.
 """
 
 import sys

@@ -4,7 +4,7 @@
 
 Of the --top_k most likely tokens the fewest with a probability of at least --top_p are kept, and scaled up to 1; by the
 reference all, or the KL could be infinite. In training the policy's newest ones and sampled tokens are: exact in an
-update's first step. Replaces `block_logprobs` (as entropy.py does), wraps `Args`, `load_models`, `sample`, `generate`.
+update's first step. Replaces `block_logprobs` (as entropy.py does), wraps `Args`, `load_models`, `sample`.
 """
 
 import sys
@@ -17,7 +17,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-load_all, sample, generate = rloo.load_models, rloo.sample, rloo.generate
+load_all, sample = rloo.load_models, rloo.sample
 limits = {}  # top_k and top_p, by load_models
 
 
@@ -53,8 +53,8 @@ def block_logprobs(model, hidden, tokens, temperature):
     return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none"), entropies
 
 
-rloo.Args, rloo.load_models, rloo.block_logprobs = Args, load_models, block_logprobs
-rloo.sample, rloo.generate = sample_kept, lambda *inputs: generate(*inputs, **limits)
+rloo.require_original("block_logprobs")
+rloo.Args, rloo.load_models, rloo.block_logprobs, rloo.sample = Args, load_models, block_logprobs, sample_kept
 
 if __name__ == "__main__":
     rloo.command_line()

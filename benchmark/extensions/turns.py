@@ -75,10 +75,9 @@ def rollout_turns(args, model, examples, k, temperature, stop_ids):
             room = max(T - len(exchanges[i]) for i in going_on)
             prompts = [so_far(examples[i % len(examples)], exchanges[i]) for i in going_on]
             batch, logprobs = rollout(replace(args, response_length=room), model, prompts, 1, temperature, ends)
-        rows = torch.zeros(batch.responses.shape) if logprobs is None else logprobs
 
         # 2. The tool's answers to those that wrote the mark and have room for more; the others stop here.
-        written = zip(going_on, batch.completion_ids(), rows.flatten(0, 1).tolist(), strict=True)
+        written = zip(going_on, batch.completion_ids(), logprobs.flatten(0, 1).tolist(), strict=True)
         going_on = []
         for i, ids, of_ids in written:
             exchange = exchanges[i]
@@ -103,7 +102,7 @@ def rollout_turns(args, model, examples, k, temperature, stop_ids):
     batch = rloo.make_batch(examples, tokens, stop_ids=[])  # of the stop tokens only the policy's last one counts
     real, by_policy, ended = (x.bool().to(model.device) for x in (real, by_policy, torch.tensor(ended).view(k, -1)))
     batch = batch._replace(response_mask=real, policy_mask=by_policy, ended=ended)
-    return batch, None if logprobs is None else sampled.float().to(model.device)
+    return batch, sampled.float().to(model.device)
 
 
 def metrics_with_tool(args, experience, improved):

@@ -7,11 +7,10 @@ The critic is a model of its own with one output: V_t for the prompt and the tok
 
     A_t = δ_t + γ λ A_{t+1}      δ_t = r_t + γ V_{t+1} - V_t      R_t = A_t + V_t, with V before the update
 
-The critic's loss, the mean over completions of Σ_t max((V_t - R_t)², (V'_t - R_t)²) / 2, is a part of loss/policy_avg.
-V' is V, but at most --value_cliprange from what it was before the update. The critic computes in float32, is a second
-group of the optimizer, and saved as critic.pt. A tool's tokens (turns.py) are passed over: t + 1 is the policy's next.
-Not for rewards that return None, which would count as their siblings' mean. Replaces `advantages_of`; wraps `Args`,
-`check_args`, `load_models`, `make_optimizer`, `save_optimizer`, `completion_loss` and `clip_gradients`.
+The critic's loss, the mean over completions of Σ_t max((V_t - R_t)², (V'_t - R_t)²) / 2, is a part of loss/policy_avg;
+V' is V, but at most --value_cliprange from what it was. The critic, in float32, is saved as critic.pt. No reward may be
+None. Replaces `advantages_of`; wraps `Args`, `check_args`, `load_models`, `make_optimizer`, `save_optimizer`,
+`completion_loss`, `clip_gradients`.
 """
 
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification as Scorer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
@@ -40,14 +39,14 @@ class Args(rloo.Args):
 
 
 def check_args(args):
-    before.check_args(replace(args, rloo_k=max(2, args.rloo_k)))  # one completion per prompt is enough here
+    two = replace(args, rloo_k=2, per_device_train_batch_size=2 * args.per_device_train_batch_size)
+    before.check_args(two if args.rloo_k == 1 else args)  # one completion per prompt is enough here
     rloo.require(args.token_level_kl, "value.py: needs --token_level_kl")
 
 
 def load_models(args, longest, resumed):
     global critic
-    path = args.value_model_path or args.sft_model_path
-    critic = rloo.read_model(args, path, torch.float32, AutoModelForSequenceClassification, num_labels=1)
+    critic = rloo.read_model(args, args.value_model_path or args.sft_model_path, torch.float32, Scorer, num_labels=1)
     rloo.choose_layout(args, critic, longest)
     if not args.value_model_path:
         torch.nn.init.zeros_(critic.score.weight)
@@ -112,6 +111,7 @@ def clip_gradients(model, max_norm):
     return before.clip_gradients(model, max_norm)
 
 
+rloo.require_original("advantages_of")
 rloo.Args, rloo.check_args, rloo.load_models, rloo.make_optimizer = Args, check_args, load_models, make_optimizer
 rloo.save_optimizer, rloo.advantages_of = save_optimizer, advantages_of
 rloo.completion_loss, rloo.clip_gradients = completion_loss, clip_gradients

@@ -96,6 +96,7 @@ def start() -> Connection:
     return ours
 
 
+rloo.require_original("rollout")
 rloo.rollout = rollout
 
 if __name__ == "__main__":

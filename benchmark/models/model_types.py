@@ -165,8 +165,7 @@ def distances(model, layout: str, batch, expected, expected_gradient) -> dict[st
         greedy, _ = rloo.rollout(args, model, batch.examples, K, 0.0, STOPS)
     model.set_attn_implementation(kernel)  # that of the model alone
     with torch.no_grad():
-        if sampler_logprobs is not None:
-            found["sampling"] = (sampler_logprobs - logprobs_alone(model, sampled)).abs().max()
+        found["sampling"] = (sampler_logprobs - logprobs_alone(model, sampled)).abs().max()
         for b, prompt in enumerate(PROMPTS):
             ids = greedy.responses[0, b][greedy.response_mask[0, b]]
             logits = logits_alone(model, prompt, ids.tolist())

@@ -183,7 +183,8 @@ def train_rloo(flags: dict, prompts: list[list[str]], completions: list) -> tupl
     weights, metrics = [], []
     for done in range(UPDATES):
         batch = rloo.make_batch(updates[done], torch.tensor(completions[done]), stop_ids)
-        with mock.patch.object(rloo, "rollout", lambda *_, given=(batch, None): given):
+        given = batch, rloo.chunked_logprobs(policy, batch, args.temperature, args.local_rollout_forward_batch_size)
+        with mock.patch.object(rloo, "rollout", lambda *_, given=given: given):
             experience = rloo.collect(args, policy, reference, reward_functions, updates[done], stop_ids)
         optimizer.param_groups[0]["lr"] = args.learning_rate * rloo.share_of_peak(args, done, UPDATES)
         with mock.patch.object(torch, "randperm", torch.arange):  # mini-batches take prompts in their order
