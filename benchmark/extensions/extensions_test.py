@@ -437,16 +437,16 @@ def test_two_compose_and_with_flags_of_both(run):
 # ---- Code that the page prints, and the loop of one's own ------------------------------------------------------------
 
 
-def printed(word: str):
-    """Runs the block of the page with `word` in it, but for its last line."""
+def printed(word: str, **names):
+    """Runs the block of the page with `word` in it, but for its last line, where these names are known."""
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if word in block]
     assert code.endswith("rloo.command_line()\n")
     forget()
-    exec(code.removesuffix("rloo.command_line()\n"), {"__name__": "mine"})
+    exec(code.removesuffix("rloo.command_line()\n"), {"__name__": "mine"} | names)
 
 
 def test_the_first_example_of_the_page(run):
-    printed("rloo.advantage")
+    printed("to_the_group_s_mean")
     (metrics,), output = run()
     assert metrics["grad_norm"] > 0
     assert json.loads((output / "args.json").read_text())["replaced"] == {"advantage": "mine:to_the_group_s_mean"}
@@ -465,6 +465,18 @@ def test_two_that_compose_are_printed(run):
     changed = {name for name, x in vars(rloo).items() if callable(x) and x is not rloo.ORIGINAL.get(name)}
     assert {"load_models", "collect", "Args"} <= changed
     run()
+
+
+def test_rewards_of_last_tokens_are_scores(run, monkeypatch):
+    """... so that they change the advantages as the scores do."""
+    seen = spy(monkeypatch, rloo, "advantages_of")
+    run(token_level_kl=True, kl_coef=0.3)
+    ((args, batch, scores, kl), _), *_ = seen
+    more = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))
+    expected = rloo.advantages_of(args, batch, scores + more, kl)
+    last = batch.response_mask & (batch.response_mask.cumsum(-1) == batch.response_mask.sum(-1, keepdim=True))
+    printed("rewards_of_tokens", rewards_of_tokens=lambda batch: last * more[..., None])
+    assert torch.allclose(rloo.advantages_of(args, batch, scores, kl), expected, atol=1e-5)
 
 
 def test_a_metric_of_ones_own(run):
