@@ -15,7 +15,7 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -247,6 +247,42 @@ def spy(monkeypatch, name: str, after=lambda inputs, output: output) -> list:
 def flat_grad(loss: torch.Tensor, model) -> torch.Tensor:
     grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(model.parameters(), grads)])
+
+
+# Processes
+
+
+def forkserver():
+    """Starts processes that have imported rloo.py already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rloo", "rloo_test"])
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def on_two_processes(folder: Path, function, *inputs) -> list[Path]:
+    """Calls a function in two processes, to which the environment says what torchrun says; returns their logs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [folder / f"log{rank}" for rank in range(2)]
+    both = [(rank, port, log, function, inputs) for rank, log in enumerate(logs)]
+    processes = [forkserver().Process(target=one_of_two, args=x, daemon=False) for x in both]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
+    return logs
+
+
+def one_of_two(rank: int, port: int, log: Path, function, inputs):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    os.dup2(sys.stdout.fileno(), 2)
+    function(*inputs)
 
 
 # Reward functions, which spec(name) names
@@ -2634,14 +2670,9 @@ TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one proce
 }
 
 
-def worker(rank: int, port: int, runs: list[dict], last: list[str], log: Path):
-    """One rank of two, as torchrun starts it: does the runs one after the other, then a command line."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["NOTES"] = str(log.parent)
-    sys.stdout = sys.stderr = log.open("w", buffering=1)
-    os.dup2(sys.stdout.fileno(), 2)
-    torch.set_num_threads(1)
+def several_runs(runs: list[dict], last: list[str], notes: Path):
+    """Does the runs one after the other, then a command line."""
+    os.environ["NOTES"] = str(notes)
     rollout = rloo.rollout
     for flags in runs:
         name = Path(flags["output_dir"]).name
@@ -2650,7 +2681,7 @@ def worker(rank: int, port: int, runs: list[dict], last: list[str], log: Path):
             rloo.main(Args(**flags))
     model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(2)) for name in ("both", "first", "none")})
     model.device = CPU
-    for name in ("both", "first")[: 2 - rank]:
+    for name in ("both", "first")[: 2 - rloo.rank_and_world()[0]]:
         model[name].grad = torch.ones(2)
     rloo.average_gradients(model)
     print("gradients", [None if weight.grad is None else weight.grad.tolist() for weight in model.parameters()])
@@ -2682,21 +2713,7 @@ def two_processes(tiny, tmp_path_factory):
     write_rows(data / "test.jsonl", [{"prompt": "b a b"}] * 6)
     last = command(tiny, folder / "last", dataset_name=data, num_eval_prompts=6, per_device_train_batch_size=8)
     last += ["--total_episodes", "32", "--response_length", "40", "--reward_fns", spec("note_prompts")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    logs = [folder / f"log{rank}" for rank in range(2)]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rloo", "rloo_test"])
-    inputs = [(rank, port, [*runs.values()], last, log) for rank, log in enumerate(logs)]
-    processes = [context.Process(target=worker, args=x, daemon=False) for x in inputs]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
-    return folder, logs
+    return folder, on_two_processes(folder, several_runs, [*runs.values()], last, folder)
 
 
 def assert_equal_runs(one: Path, other: Path):

@@ -17,9 +17,7 @@ import plot
 import pytest
 import tyro
 
-sys.path.insert(0, str(common.ROOT))
-
-import rloo  # noqa: E402
+import rloo
 
 
 def test_records_are_json_with_a_line_for_each_and_keep_what_others_wrote(tmp_path):

@@ -44,10 +44,10 @@ def changed(name: str) -> tuple[str, str]:
 def write_copy(folder: Path):
     """rloo.py, its tests and the extensions, beside links to what else is in benchmark/."""
     shutil.copytree(common.HERE / "extensions", folder / "benchmark" / "extensions")
-    for name in ("rloo.py", "rloo_test.py"):
-        shutil.copy(common.ROOT / name, folder)
+    for file in ("rloo.py", "rloo_test.py", "benchmark/conftest.py"):
+        shutil.copy(common.ROOT / file, folder / file)
     for path in common.HERE.iterdir():
-        if path.name != "extensions":
+        if path.name not in ("extensions", "conftest.py"):
             (folder / "benchmark" / path.name).symlink_to(path)
 
 

@@ -15,7 +15,10 @@ from statistics import mean, stdev
 import pytest
 import torch
 import unlike_siblings
-from conftest import MINI, ROOT, command_of, forget, load, read_lines, rloo, spy, without_times
+from conftest import MINI, ROOT, command_of, forget, load
+
+import rloo
+from rloo_test import read_metrics, spy, without_times
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.joinpath("README.md").read_text()
@@ -44,7 +47,7 @@ def test_each_file_runs_with_its_commands(command, data, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [*words[1:], *command_of(fewer | {"device": "cpu"})])
     runpy.run_path(words[1], run_name="__main__")
-    (metrics,) = read_lines(tmp_path / "out/metrics.jsonl")
+    (metrics,) = read_metrics(tmp_path / "out")
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0 or "maxrl" in command  # which may find no right answer
     args = json.loads((tmp_path / "out/args.json").read_text())
@@ -233,7 +236,7 @@ def test_dapo_leaves_out_groups_of_equal_scores(run, monkeypatch):
     flags = {"reward_fns": f"{__file__}:length_of_some", "reward_model_path": None, "kl_coef": 0.0}
     flags |= {"max_grad_norm": 0.0, "loss_mean": "tokens", "seed": 3}
     (plain,), _ = run("grpo", **flags)
-    seen = spy(monkeypatch, rloo, "improve")
+    seen = spy(monkeypatch, "improve")
     (changed,), _ = run("dapo", **flags)
     experience = seen[0][0][4]
     lengths = experience.batch.response_mask.sum(-1)
@@ -260,7 +263,7 @@ def test_running_means_equal_a_loop(extensions, run, monkeypatch, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "test.jsonl").write_text(json.dumps(rows[0]))
     CALLS.clear()
-    seen = spy(monkeypatch, rloo, "improve")
+    seen = spy(monkeypatch, "improve")
     flags = {"dataset_name": tmp_path, "total_episodes": 24, "kl_coef": 0.5, "reward_fns": f"{__file__}:none_of_a_cat"}
     run(*extensions, **flags, reward_model_path=None)
     assert len(seen) == 3
@@ -364,7 +367,7 @@ def test_a_mismatch_is_corrected_and_logged(kind, run, monkeypatch):
         return batch, (logprobs - off * noise) * batch.response_mask
 
     monkeypatch.setattr(rloo, "rollout", noisy)
-    seen = spy(monkeypatch, rloo, "improve")
+    seen = spy(monkeypatch, "improve")
     extensions = ["grpo", "correction"] if kind == "grpo" else ["correction"]
     flags = {"kl_coef": 0.3, "response_length": 20, "token_level_kl": kind == "token", "rollout_correction": "mask"}
     flags["rollout_correction_cap"] = cap = 20.0 if kind == "completion" else 1.25

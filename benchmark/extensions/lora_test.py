@@ -5,9 +5,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import MINI, load, read_lines, rloo, spy, without_times
+from conftest import MINI, load
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+import rloo
+from rloo_test import read_metrics, spy, without_times
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
 HEADS = SIZE | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
@@ -210,7 +213,7 @@ def test_what_a_run_in_bfloat16_leaves(run, tmp_path, monkeypatch):
     sft = shutil.copytree(MINI / "sft", tmp_path / "sft")
     generation = {"eos_token_id": [0, 9], "top_k": 7, "do_sample": True}
     (sft / "generation_config.json").write_text(json.dumps(generation))
-    rollouts, updates = spy(monkeypatch, rloo, "rollout"), spy(monkeypatch, rloo, "improve")
+    rollouts, updates = spy(monkeypatch, "rollout"), spy(monkeypatch, "improve")
     flags = {"total_episodes": 16, "weight_decay": 0.5, "num_eval_prompts": 4, "learning_rate": 1e-2}
     metrics, output = run("lora", **flags, sft_model_path=sft, dtype="bfloat16")
     (_, policy, _, _, experience), _ = updates[-1]
@@ -233,7 +236,7 @@ def test_what_a_run_in_bfloat16_leaves(run, tmp_path, monkeypatch):
     base.set_attn_implementation(policy.config._attn_implementation)
     assert torch.equal(rloo.chunked_logprobs(base, experience.batch, 1.0, 64), experience.ref_logprobs)
     assert all(update["val/rollout_logprob_gap"] < 0.1 and update["val/ratio"] == 1 for update in metrics)
-    assert len(read_lines(output / "evaluations.jsonl")) == 3
+    assert len(read_metrics(output, "evaluations")) == 3
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3"])

@@ -1,19 +1,15 @@
 """Tests of turns.py: its rules by turns that are written down; log-probs, gradients and resuming by a real model."""
 
 import itertools
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, command_of, load, read_lines, without_times
+from conftest import GSM8K, load
 
 import rloo
+from rloo_test import read_metrics, resumed_at, without_times
 
-TASK = ROOT / "benchmark" / "mini_gsm8k"
 STOP = 2  # <|im_end|>
 NUMBERS = itertools.count()  # of files of tools: each must have a name of its own
 
@@ -32,7 +28,7 @@ def tool(tmp_path):
 
 def models_of(turns, **flags):
     """Flags and the models of a run with mini GSM8K's policy, whose tool is asked after " =" if they say no other."""
-    paths = {"sft_model_path": str(TASK / "sft"), "model_name_or_path": str(TASK / "sft")}
+    paths = {"sft_model_path": str(GSM8K / "sft"), "model_name_or_path": str(GSM8K / "sft")}
     args = turns.Args(**{"device": "cpu", "dtype": "float32", "cliprange_high": 0.2, "tool_mark": " ="} | paths | flags)
     return args, *rloo.load_models(args, 60, None)
 
@@ -162,8 +158,8 @@ def logprobs_by_hand(model, batch, temperature):
 
 @pytest.fixture
 def examples() -> list[dict]:
-    tokenizer = rloo.load_tokenizer(rloo.Args(), str(TASK / "sft"))
-    rows = rloo.load_rows(str(TASK), "validation")[:3]
+    tokenizer = rloo.load_tokenizer(rloo.Args(), str(GSM8K / "sft"))
+    rows = rloo.load_rows(str(GSM8K), "validation")[:3]
     return [rloo.prepare_example(row, tokenizer) for row in rows]
 
 
@@ -204,7 +200,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tool, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def letters(completions, **columns):\n    return [sum(map(ord, text)) % 7 for text in completions]\n"
     )
-    flags = {"dataset_name": TASK, "sft_model_path": TASK / "sft", "reward_model_path": None, "response_length": 16}
+    flags = {"dataset_name": GSM8K, "sft_model_path": GSM8K / "sft", "reward_model_path": None, "response_length": 16}
     flags |= {"reward_fns": f"{tmp_path}/reward.py:letters", "tool": tool('return " 7."'), "tool_mark": " ="}
     flags |= {"total_episodes": 24, "save_steps": 1, "save_total_limit": 9, "num_eval_prompts": 4, "kl_coef": 0.1}
     whole, folder = run("turns", **flags)
@@ -214,53 +210,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tool, tmp_path):
         and whole[0]["tool/tokens"] > whole[0]["tool/answers"]
     )
     assert whole[0]["completions/mean_length"] > whole[0]["tool/tokens"] and whole[0]["val/rollout_logprob_gap"] < 1e-4
-    again = tmp_path / "again"
-    shutil.copytree(folder, again)
-    for update in (2, 3):
-        shutil.rmtree(again / f"checkpoint-{update}")
-    resumed, _ = run("turns", **flags, resume=True, output_dir=again)
+    resumed, again = run("turns", **flags, **resumed_at(folder, 1, tmp_path / "again"))
     assert without_times(resumed) == without_times(whole)
     for name in ("completions.jsonl", "checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
-    assert any(" = 7." in sample["completion"] for sample in read_lines(folder / "completions.jsonl"))
-
-
-SCRIPT = """
-import sys
-
-sys.path.insert(0, {root!r})
-import rloo
-from benchmark.extensions import turns, value
-
-save_policy = rloo.save_policy
-
-
-def save_equal(folder, master, tokenizer):
-    for model in (master, value.critic):
-        first, second = rloo.gather([[weight.double().sum().item() for weight in model.parameters()]])
-        assert first == second and any(first)
-    save_policy(folder, master, tokenizer)
-
-
-rloo.save_policy = save_equal
-rloo.command_line()
-"""
-
-
-def test_two_processes_with_value_py_too_keep_equal_weights(tool, tmp_path):
-    (tmp_path / "both.py").write_text(SCRIPT.format(root=str(ROOT)))
-    reward = tool("return []").replace(":tool", ":digits")
-    with open(reward.rpartition(":")[0], "a") as file:
-        file.write(
-            "def digits(completions, **columns):\n    return [float(sum(map(str.isdigit, x))) for x in completions]\n"
-        )
-    flags = {"dataset_name": TASK, "sft_model_path": TASK / "sft", "reward_fns": reward, "response_length": 16}
-    flags |= {"tool": tool('return " 7."'), "tool_mark": " =", "rloo_k": 2, "per_device_train_batch_size": 4}
-    flags |= {"total_episodes": 16, "learning_rate": 1e-3, "num_eval_prompts": 4, "device": "cpu"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", tmp_path / "both.py"]
-    words = [*command, *command_of(flags | {"output_dir": tmp_path / "run"})]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, last = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert first["episode"] == 8 and last["episode"] == 16 and first["tool/answers"] > 0.5
+    assert any(" = 7." in sample["completion"] for sample in read_metrics(folder, "completions"))

@@ -1,13 +1,12 @@
 """Tests of value.py: GAE by loops, REINFORCE as its limit, the critic's loss and steps, and resuming."""
 
-import shutil
-
 import pytest
 import torch
-from conftest import MINI, load, without_times
+from conftest import MINI, load
 from safetensors.torch import load_file
 
 import rloo
+from rloo_test import resumed_at, without_times
 
 
 def test_gae_equals_a_loop_over_the_policys_tokens():
@@ -139,11 +138,7 @@ def test_one_completion_per_prompt_is_enough_and_a_resumed_run_equals_an_uninter
     flags = {"rloo_k": 1, "num_ppo_epochs": 2, "value_model_path": MINI / "reward", "value_learning_rate": 1e-2}
     flags |= {"total_episodes": 24, "save_steps": 1, "save_total_limit": 9}
     whole, folder = run("value", **flags)
-    again = tmp_path / "again"
-    shutil.copytree(folder, again)
-    for update in (2, 3):
-        shutil.rmtree(again / f"checkpoint-{update}")
-    resumed, _ = run("value", **flags, resume=True, output_dir=again)
+    resumed, again = run("value", **flags, **resumed_at(folder, 1, tmp_path / "again"))
     assert without_times(resumed) == without_times(whole)
     for name in ("model.safetensors", "optimizer.pt", "critic.pt"):
         ours, theirs = ((path / "checkpoint-3" / name).read_bytes() for path in (again, folder))

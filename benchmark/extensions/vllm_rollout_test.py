@@ -5,11 +5,14 @@ import importlib.util
 import pytest
 import torch
 import transformers
-from conftest import MINI, load, rloo, spy
+from conftest import GSM8K, MINI, load
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-POLICIES = [MINI / "sft", MINI.with_name("mini_gsm8k") / "sft"]  # GPT-NeoX; Qwen3 with a tied head
+import rloo
+from rloo_test import spy
+
+POLICIES = [MINI / "sft", GSM8K / "sft"]  # GPT-NeoX; Qwen3 with a tied head
 STAND_IN = '''
 """A completion: a sum of its prompt, 10 times the number of weights so far, a part of its seed, and a stop token."""
 import os
@@ -59,7 +62,7 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     """Together with the correction, which allows its log-probs, that are not the policy's."""
     stand_in()
     load("vllm_rollout", "correction")
-    seen = spy(monkeypatch, rloo, "rollout")
+    seen = spy(monkeypatch, "rollout")
     flags = {"total_episodes": 16, "num_eval_prompts": 2, "num_sample_generations": 0}
     metrics, _ = run(**flags)
     assert [inputs[4] for inputs, _ in seen] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures

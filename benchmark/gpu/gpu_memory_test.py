@@ -1,20 +1,12 @@
 """Tests of gpu_memory.py: its formulas hold for small models."""
 
-import sys
-from pathlib import Path
-
 import gpu_memory
 import pytest
 import torch
 import transformers
+from conftest import load
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import rloo  # noqa: E402
-
-unchanged = dict(vars(rloo))
-from benchmark.extensions import lora  # noqa: E402
-
-vars(rloo).update(unchanged)  # other tests run rloo.py as it is
+import rloo
 
 
 def small_model(family: str, width: int, feed_forward: int, layers: int, lora_rank: int):
@@ -29,6 +21,7 @@ def small_model(family: str, width: int, feed_forward: int, layers: int, lora_ra
     model.layout = "group"
     model.set_attn_implementation(rloo.GROUP_KERNEL)
     if lora_rank:
+        lora = load("lora")
         lora.add_adapters(lora.Args(lora_rank=lora_rank), model.requires_grad_(False))
     return model
 

@@ -11,17 +11,14 @@ import sys
 import types
 from pathlib import Path
 
+import end_runs
+import kill_runs
 import pytest
+from kill_runs import common
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-import end_runs  # noqa: E402
-import kill_runs  # noqa: E402
-from kill_runs import common  # noqa: E402
+import rloo
 
-import rloo  # noqa: E402
-
-PAGE = (HERE / "README.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

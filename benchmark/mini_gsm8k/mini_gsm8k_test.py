@@ -2,24 +2,20 @@
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
-
 import gsm8k_reward
 import mini_gsm8k
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # for rloo.py
+import rloo
 
-import rloo  # noqa: E402
+HERE = Path(__file__).resolve().parent
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 in all.\n#### 72"
 

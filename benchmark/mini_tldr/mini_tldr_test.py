@@ -2,21 +2,16 @@
 
 import itertools
 import json
-import os
-import sys
 from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import mini_tldr
 import pytest
 from mini_tldr import SLOTS, gold_judge, gold_win_rate, stated
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # for rloo.py
+import rloo
 
-import rloo  # noqa: E402
+HERE = Path(__file__).resolve().parent
 
 
 def test_a_form_states_exactly_its_own_value_and_the_words_around_it_state_none():

@@ -6,15 +6,6 @@ import torch
 
 import rloo
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains nothing from a second thread
-    yield
-    torch.set_num_threads(threads)
-
-
 KNOWN = [name for name in rloo.GROUP_MODELS if name in model_types.CONFIG_MAPPING]  # not all are in older transformers
 
 

@@ -1,17 +1,11 @@
 """Tests of throughput.py: it measures tiny models; ratios are of one round; records are replaced all or none."""
 
-import os
 import sys
-from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import throughput
 from throughput import common
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-import rloo  # noqa: E402
+import rloo
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 TINY = {"SHAPE": SMALL, "VOCABULARY": 512, "PROMPTS": 2, "PROMPT_TOKENS": (4, 9), "K": 2, "T": 6, "ROUNDS": 2}
@@ -83,5 +77,5 @@ def test_both_layouts_of_a_shape_are_measured(tmp_path, monkeypatch):
 
 
 def test_the_page_has_the_tables_of_the_records():
-    page = (HERE / "README.md").read_text(encoding="utf-8")
+    page = (throughput.HERE / "README.md").read_text(encoding="utf-8")
     assert common.filled(page, throughput.tables(common.Records(throughput.RECORDS))) == page

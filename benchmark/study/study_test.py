@@ -6,30 +6,25 @@ python -m pytest -q benchmark/study
 import itertools
 import json
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
 
+import measure
 import numpy as np
+import overoptimise
+import peers
 import pytest
+import reach
 import torch
 import tyro
+import variants
+from measure import common
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "trl")]
-import measure  # noqa: E402
-import overoptimise  # noqa: E402
-import peers  # noqa: E402
-import reach  # noqa: E402
-import run as trl_run  # noqa: E402
-import variants  # noqa: E402
-from measure import common  # noqa: E402
+import rloo
+from benchmark.trl import run as trl_run
 
-import rloo  # noqa: E402
-
-PAGE = (HERE / "README.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
 def parsed(words: list[str]):

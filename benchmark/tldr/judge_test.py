@@ -15,8 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
-
 CLIENT = """
 import json, os, types, urllib.error, urllib.request
 class OpenAIError(Exception): pass
@@ -43,12 +41,11 @@ if importlib.util.find_spec("openai") is None:
 
 import judge  # noqa: E402
 import pytest  # noqa: E402
+from conftest import MINI  # noqa: E402
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
 import rloo  # noqa: E402
 
-MINI = HERE.parent / "mini_tldr"
+HERE = Path(__file__).resolve().parent
 gold_judge = rloo.load_function(f"{MINI}/mini_tldr.py:gold_judge")
 KEY = "sk-this-must-not-be-seen-0123456789"
 ROWS = rloo.load_rows(f"{MINI}/validation.jsonl", "train")

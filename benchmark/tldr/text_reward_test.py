@@ -3,28 +3,23 @@
 python -m pytest -q benchmark/tldr/text_reward_test.py
 """
 
-import os
-import sys
 from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import pytest
 import text_reward
 import torch
+from conftest import GSM8K, MINI
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import rloo  # noqa: E402
+import rloo
 
-TLDR, GSM8K = (Path(__file__).resolve().parents[1] / task / "sft" for task in ("mini_tldr", "mini_gsm8k"))
 PROMPTS = ["my boss is rude. ", "I ", "a sister and a brother ", "last week "]
 COMPLETIONS = ["he left", "", "they have a new house", "x"]
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' ' }}{% endfor %}"
 
 
-def save_reward_model(folder: Path, monkeypatch, source=TLDR, positions=128, template=None, bos=False):
+def save_reward_model(folder: Path, monkeypatch, source=MINI / "sft", positions=128, template=None, bos=False):
     """Saves a model into `folder`, named by the environment variable. With bos, its texts begin with eos."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(source, num_labels=1, max_position_embeddings=positions, initializer_range=0.3)
@@ -45,7 +40,7 @@ def save_reward_model(folder: Path, monkeypatch, source=TLDR, positions=128, tem
 @pytest.mark.parametrize("chat, template, bos", [(False, None, True), (True, None, False), (True, TEMPLATE, True)])
 def test_scores_are_those_of_each_text_alone(tmp_path, monkeypatch, capsys, positions, chat, template, bos):
     """In batches of 3, sorted by length and padded, cut from the left where the model has too few positions."""
-    model, plain = save_reward_model(tmp_path, monkeypatch, TLDR, positions, template, bos)
+    model, plain = save_reward_model(tmp_path, monkeypatch, MINI / "sft", positions, template, bos)
     monkeypatch.setenv("TEXT_REWARD_BATCH", "3")
     text_reward.say_once.cache_clear()
     prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS] if chat else PROMPTS
@@ -60,8 +55,8 @@ def test_scores_are_those_of_each_text_alone(tmp_path, monkeypatch, capsys, posi
 
 def test_a_run_that_refuses_the_model_trains_by_the_function(tmp_path, monkeypatch):
     """With another tokenizer --reward_model_path is refused, and the message names this file, which then scores."""
-    save_reward_model(tmp_path / "reward", monkeypatch, GSM8K)
-    flags = {"sft_model_path": str(TLDR), "dataset_name": f"{TLDR.parent}/validation.jsonl", "num_eval_prompts": 8}
+    save_reward_model(tmp_path / "reward", monkeypatch, GSM8K / "sft")
+    flags = {"sft_model_path": f"{MINI}/sft", "dataset_name": f"{MINI}/validation.jsonl", "num_eval_prompts": 8}
     flags |= {"total_episodes": 8, "per_device_train_batch_size": 8, "response_length": 5, "device": "cpu"}
     with pytest.raises(rloo.InputError, match="benchmark/tldr/text_reward.py"):
         rloo.main(rloo.Args(**flags, output_dir=f"{tmp_path}/a", reward_model_path=str(tmp_path / "reward")))

@@ -3,14 +3,9 @@
 Models and data are stand-ins in folders that have the names which the commands give, so nothing is downloaded.
 """
 
-import json
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
 
 import pytest
 import torch
@@ -18,10 +13,8 @@ import transformers
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import rloo  # noqa: E402
+import rloo
+from rloo_test import read_metrics, write_rows
 
 # Source: docs/source/rloo_trainer.md of huggingface/trl, commit 1894146fb; columns of the data:
 # examples/datasets/tldr_preference.py.
@@ -79,24 +72,17 @@ def save_model(folder: str, auto_class=transformers.AutoModelForCausalLM):
     model.save_pretrained(folder)
 
 
-def write_rows(folder: str, **splits: list[dict]):
+def write_splits(folder: str, **splits: list[dict]):
     Path(folder).mkdir(parents=True)
     for split, rows in splits.items():
-        Path(folder, f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def lines_of(file: str) -> list[dict]:
-    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+        write_rows(Path(folder, f"{split}.jsonl"), rows)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(command, flags that follow it): in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains nothing from a second thread
-    yield lambda command, *more: rloo.command_line([*shlex.split(command)[2:], *more])
-    torch.set_num_threads(threads)
+    return lambda command, *more: rloo.command_line([*shlex.split(command)[2:], *more])
 
 
 def text(i: int) -> str:
@@ -125,16 +111,16 @@ def test_the_smoke_test_runs_to_the_end_with_a_causal_model_as_the_reward_model(
             name: [user, {"role": "assistant", "content": text(i + n)}] for n, name in enumerate(("chosen", "rejected"))
         }
         rows.append({"prompt": text(i), **chats})
-    write_rows("trl-internal-testing/descriptiveness-sentiment-trl-style", descriptiveness=rows, sentiment=rows[:2])
+    write_splits("trl-internal-testing/descriptiveness-sentiment-trl-style", descriptiveness=rows, sentiment=rows[:2])
     save_model("EleutherAI/pythia-14m")
     save_tokenizer("EleutherAI/pythia-14m", pad=False)
     run(SMOKE_TEST, "--total_episodes", "600")
     shown = capsys.readouterr().out
     assert "EleutherAI/pythia-14m: has no `score` head, so a random one scores completions: good for a trial" in shown
     assert "the last 4 rows of its split descriptiveness are held out to evaluate on" in shown
-    metrics = lines_of("models/minimal/rloo/metrics.jsonl")
+    metrics = read_metrics(Path("models/minimal/rloo"), "metrics")
     assert len(metrics) == 10 and metrics[-1]["episode"] == 640 and metrics[-1]["objective/scores_std"] > 0
-    assert [x["update"] for x in lines_of("models/minimal/rloo/evaluations.jsonl")] == [0, 2, 4, 6, 8, 10]
+    assert [x["update"] for x in read_metrics(Path("models/minimal/rloo"), "evaluations")] == [0, 2, 4, 6, 8, 10]
     transformers.AutoModelForCausalLM.from_pretrained("models/minimal/rloo")
 
 
@@ -146,7 +132,7 @@ def test_the_tldr_command_trains_and_evaluates(run):
         row = {"prompt": text(i), "messages": messages, "id": f"t3_{i}", "subreddit": "tifu", "title": "", "post": ""}
         rows.append(row | {"summary": text(i + 1)})
     data = "trl-internal-testing/tldr-preference-sft-trl-style"
-    write_rows(data, train=rows[:160], validation=rows[160:180], test=rows[180:])
+    write_splits(data, train=rows[:160], validation=rows[160:180], test=rows[180:])
     names = dict(re.findall(r"--(\w+_path) (\S+)", TLDR))
     save_tokenizer(names["model_name_or_path"], pad=False)
     save_model(names["sft_model_path"])
@@ -154,11 +140,11 @@ def test_the_tldr_command_trains_and_evaluates(run):
     for name in ("sft_model_path", "reward_model_path"):
         save_tokenizer(names[name], pad=True)
     run(TLDR, "--total_episodes", "512")
-    (metrics,) = lines_of("models/minimal/rloo_tldr/metrics.jsonl")
+    (metrics,) = read_metrics(Path("models/minimal/rloo_tldr"), "metrics")
     assert metrics["episode"] == 512 and metrics["objective/scores_std"] > 0 and metrics["policy/approxkl_avg"] > 0
-    samples = lines_of("models/minimal/rloo_tldr/completions.jsonl")
+    samples = read_metrics(Path("models/minimal/rloo_tldr"), "completions")
     assert {x["columns"]["id"] for x in samples} == {row["id"] for row in rows[160:180]}
-    evaluations = lines_of("models/minimal/rloo_tldr/evaluations.jsonl")
+    evaluations = read_metrics(Path("models/minimal/rloo_tldr"), "evaluations")
     assert [x["update"] for x in evaluations] == [0, 1] and "greedy/score" in evaluations[-1]
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()

@@ -1,24 +1,19 @@
-"""What the tests of this folder share: short runs of extensions on a part of mini TL;DR."""
+"""What the tests of this folder share: no network, rloo.py as it was before each, and short runs of extensions."""
 
 import importlib
 import itertools
-import json
-import os
 import sys
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: nothing is asked for over the network
-
-import pytest
-import torch
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import rloo  # noqa: E402
+import pytest  # noqa: E402
+
+from rloo_test import read_metrics, rloo  # noqa: E402  (which keeps to one thread and off the network)
 
 MINI = ROOT / "benchmark" / "mini_tldr"
-torch.set_num_threads(1)  # the models are tiny
+GSM8K = ROOT / "benchmark" / "mini_gsm8k"
 
 
 def forget():
@@ -76,22 +71,9 @@ def run(data, tmp_path):
             rloo.command_line(command_of(flags))
         finally:
             vars(rloo).update(before)
-        return read_lines(Path(flags["output_dir"]) / "metrics.jsonl"), Path(flags["output_dir"])
+        return read_metrics(Path(flags["output_dir"])), Path(flags["output_dir"])
 
     return run
-
-
-def spy(monkeypatch, module, name: str) -> list:
-    """Notes inputs and output of every call of a function of a module."""
-    seen, original = [], getattr(module, name)
-
-    def noted(*inputs, **options):
-        output = original(*inputs, **options)
-        seen.append((inputs, output))
-        return output
-
-    monkeypatch.setattr(module, name, noted)
-    return seen
 
 
 def command_of(flags: dict) -> list[str]:
@@ -103,13 +85,3 @@ def command_of(flags: dict) -> list[str]:
         elif value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
     return words
-
-
-def read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def without_times(metrics: list[dict]) -> list[dict]:
-    """Metrics that depend on flags and seed alone."""
-    times = ("time/", "eps", "memory/")
-    return [{name: x for name, x in update.items() if not name.startswith(times)} for update in metrics]
