@@ -2,6 +2,8 @@
 
 import importlib
 import itertools
+import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 
-from rloo_test import read_metrics, rloo  # noqa: E402  (which keeps to one thread and off the network)
+from rloo_test import forkserver, read_metrics, rloo, write_rows  # noqa: E402  (which keeps to one thread and off the network)
 
 MINI = ROOT / "benchmark" / "mini_tldr"
 GSM8K = ROOT / "benchmark" / "mini_gsm8k"
@@ -37,10 +39,10 @@ def rloo_as_it_was():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> str:
-    lines = (MINI / "validation.jsonl").read_text().splitlines(keepends=True)[:40]
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    path.write_text("".join(lines))
-    return str(path)
+    """Short prompts: the ends of posts."""
+    rows = rloo.load_rows(str(MINI), "validation")[:40]
+    rows = [row | {"prompt": row["prompt"][-60:]} for row in rows]
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
 
 
 @pytest.fixture
@@ -74,6 +76,21 @@ def run(data, tmp_path):
         return read_metrics(Path(flags["output_dir"])), Path(flags["output_dir"])
 
     return run
+
+
+def start_script(words, log: Path):
+    """Starts `python words` in the root folder, in a process that has imported rloo.py already."""
+    process = forkserver().Process(target=script, args=([*map(str, words)], log, dict(os.environ)))
+    process.start()
+    return process
+
+
+def script(words, log, environment):
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def command_of(flags: dict) -> list[str]:

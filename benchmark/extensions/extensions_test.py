@@ -250,7 +250,7 @@ def test_dapo_leaves_out_groups_of_equal_scores(run, monkeypatch):
 
 
 def length_of_some(prompts, completions, **columns):
-    return [len(text) * (len(prompt) % 2) for prompt, text in zip(prompts, completions)]
+    return [len(text) * (prompt.count("e") % 2) for prompt, text in zip(prompts, completions)]
 
 
 @pytest.mark.parametrize(

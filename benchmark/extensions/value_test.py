@@ -26,7 +26,7 @@ def test_gae_equals_a_loop_over_the_policys_tokens():
 
 
 def test_with_a_value_of_0_an_update_is_that_of_reinforce_without_a_baseline(run, monkeypatch):
-    flags = {"kl_coef": 0.1, "normalize_advantage": True, "missing_eos_penalty": 1.0}
+    flags = {"kl_coef": 0.1, "normalize_advantage": True, "missing_eos_penalty": 1.0, "adam_eps": 1e-5}
     _, folder = run("value", lam=1.0, **flags)
 
     def no_baseline(rewards):

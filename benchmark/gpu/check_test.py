@@ -1,10 +1,12 @@
 """Tests of check.py: it passes here, and whatever of rloo.py is broken, a line that names the place fails."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import check
 import pytest
 import torch
+from conftest import start_script
 
 import rloo
 
@@ -108,10 +110,15 @@ def test_each_extension_is_run_and_a_sampler_without_the_trained_weights_fails(t
     commands = check.commands()
     assert {"rloo.py", "lora", "correction", "grpo", "two processes, fsdp"} <= {*commands}
     (tmp_path / "stale.py").write_text(STALE)
-    monkeypatch.setenv("PYTHONPATH", str(check.ROOT))
-    monkeypatch.setattr(
-        check, "commands", lambda: {"rloo.py": commands["rloo.py"], "stale": [str(tmp_path / "stale.py")]}
-    )
+    monkeypatch.setattr(check, "commands", lambda: {"rloo.py": commands["rloo.py"], "stale": [tmp_path / "stale.py"]})
+
+    def run(words, **options):
+        process = start_script(words[1:], tmp_path / "log")
+        process.join()
+        return SimpleNamespace(returncode=process.exitcode, stderr=(tmp_path / "log").read_text())
+
+    monkeypatch.setattr(check.subprocess, "run", run)
+    monkeypatch.setattr(check.os, "cpu_count", lambda: 1)  # one after the other, since they write one log
     (first, _), (second, text) = check.lines_of(check.runs(flags(dtype="bfloat16")))
     assert (first, second) == ("PASS", "FAIL") and "what samples is not the policy" in text
 

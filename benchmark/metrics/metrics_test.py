@@ -111,10 +111,10 @@ def test_the_page_says_what_was_recorded_of_stopped_and_killed_runs():
 # ---- Runs that are ended ---------------------------------------------------------------------------------------------
 
 
-def test_runs_killed_at_random_moments_and_resumed_end_like_one_that_was_not(tmp_path):
+def test_a_run_killed_at_a_random_moment_and_resumed_ends_like_one_that_was_not(tmp_path):
     """SIGKILL, also during a save; kill_runs.py does the same more often."""
-    counts = kill_runs.run(tmp_path / "kill", kills=2, seed=1)
-    assert counts["kills"] == 2 and counts["runs"] >= 1 and counts["differences"] == 0
+    counts = kill_runs.run(tmp_path / "kill", kills=1, seed=1)
+    assert counts["kills"] == counts["runs"] == 1 and counts["differences"] == 0
 
 
 def test_what_is_done_when_a_run_is_ended_stays(tmp_path):

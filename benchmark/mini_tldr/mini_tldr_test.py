@@ -39,8 +39,9 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path, monkeypatch):
     """A very small one has the files of the shipped one, models that load, and no facts in two splits."""
     with pytest.raises(SystemExit, match="needs --output_dir"):
         mini_tldr.main(quick=True)
-    for name, size in {"validation": 2, "test": 2, "sft": 16, "reader": 16}.items():
-        monkeypatch.setitem(mini_tldr.QUICK, name, size)
+    sizes = {"train": 100, "validation": 2, "test": 2, "sft": 16, "reader": 16, "pool": 2, "stages": (8, 16, 16)}
+    monkeypatch.setattr(mini_tldr, "QUICK", sizes)
+    monkeypatch.setattr(mini_tldr, "GROUP", 3)
     mini_tldr.main(quick=True, output_dir=tmp_path)
     built, shipped = (
         {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)

@@ -5,8 +5,6 @@ python -m pytest -q benchmark/tldr/judge_test.py    # by openai's client if it i
 
 import importlib.util
 import json
-import multiprocessing
-import os
 import re
 import sys
 import tempfile
@@ -41,7 +39,7 @@ if importlib.util.find_spec("openai") is None:
 
 import judge  # noqa: E402
 import pytest  # noqa: E402
-from conftest import MINI  # noqa: E402
+from conftest import MINI, start_script  # noqa: E402
 
 import rloo  # noqa: E402
 
@@ -105,13 +103,6 @@ def server(tmp_path, monkeypatch):
     running.server_close()
 
 
-def measure_by(environment: dict, words: list[str], log: Path):
-    """`python rloo.py words` in a process of its own."""
-    os.environ |= environment
-    sys.stdout = sys.stderr = log.open("w", buffering=1)
-    rloo.command_line(words)
-
-
 def test_train_measure_kill_repeat(server, tmp_path, capfd):
     """Trains, then measures both models by the judge. That is killed once and repeated, and asks nothing twice."""
     (tmp_path / "data").mkdir()
@@ -123,10 +114,7 @@ def test_train_measure_kill_repeat(server, tmp_path, capfd):
     graders = [f"{HERE}/judge.py:win_rate", f"{MINI}/mini_tldr.py:gold_win_rate"]
     measure = [*common, "--total_episodes", "0", "--resume", "--eval_fns", *graders]
     first_model = [*measure, "--sft_model_path", f"{MINI}/sft", "--output_dir", f"{tmp_path}/sft"]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rloo"])
-    killed = context.Process(target=measure_by, args=({**os.environ}, first_model, tmp_path / "killed.jsonl"))
-    killed.start()
+    killed = start_script(["rloo.py", *first_model], tmp_path / "killed.jsonl")
     while len(server.answered) < 8 and killed.is_alive():
         time.sleep(0.005)
     killed.kill()
