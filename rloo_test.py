@@ -83,6 +83,8 @@ SIZE = {
     "initializer_range": 0.3,
 }
 HEADS = SIZE | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT |= {"num_key_value_heads": 4, "intermediate_size": 64, "first_k_dense_replace": 2}
 FAMILIES = {  # multi-head, multi-query, grouped-query attention, and a mixture of experts
     "gpt_neox": SIZE | {"intermediate_size": 64},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3},
@@ -92,6 +94,7 @@ FAMILIES = {  # multi-head, multi-query, grouped-query attention, and a mixture 
 }
 GROUP_ROWS = {  # others that can
     "cohere": HEADS | {"logit_scale": 0.4},
+    "deepseek_v2": SIZE | LATENT,  # values are smaller than keys
     "granite": HEADS | {"logits_scaling": 3.0},
     # Is its own base_model, and its routers are linear layers that return a tuple.
     "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 32, "layer_types": ["full_attention"] * 2},
@@ -271,7 +274,7 @@ def on_two_processes(folder: Path, function, *inputs) -> list[Path]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(200)
+        process.join(100)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
     return logs
@@ -306,12 +309,6 @@ def advantages_of(scores, kl, mask, kl_coef: float, token_level: bool, normalize
     return rloo.advantages_of(args, batch, scores, kl)
 
 
-def test_baseline_is_the_one_of_trl_s_documented_example():
-    """3 prompts, 4 completions, flattened as j·B + b: the first one's siblings have the rewards 2, 5 and 8."""
-    rlhf_reward = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10]).float().view(4, 3)
-    assert rloo.advantage(rlhf_reward)[0, 0] == 1 - (2 + 5 + 8) / 3
-
-
 def test_equal_rewards_have_no_advantage_that_normalisation_could_blow_up():
     for k in (3, 4, 7, 8):
         scores = torch.tensor([[0.1, 1.1, 0.7, 0.3]]).expand(k, -1)
@@ -331,24 +328,6 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
     losses, _, _ = rloo.policy_loss(new, torch.zeros(3, 1, 1), advantages, mask, 0.2, 0.2)
     losses.sum().backward()
     assert losses[0].item() == pytest.approx(-1.2) and losses.isfinite().all() and new.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("per_token, own_advantages", [(False, False), (True, True), (True, False)])
-def test_policy_loss_equals_the_formula_in_loops(per_token, own_advantages):
-    torch.manual_seed(0)
-    k, B, T, low, high = 2, 3, 4, 0.1, 0.4
-    new, old, advantages = torch.randn(k, B, T) * 0.2, torch.randn(k, B, T) * 0.2, torch.randn(k, B, T)
-    mask = torch.arange(T) < torch.randint(1, T + 1, (k, B, 1))
-    advantages = advantages if own_advantages else advantages[..., :1]
-    losses, log_ratio, clipped = rloo.policy_loss(new, old, advantages, mask, low, high, per_token)
-    args = Args(token_level_kl=per_token, cliprange=low, cliprange_high=high)
-    notes = defaultdict(list)
-    for c in itertools.product(range(k), range(B)):
-        real = mask[c]
-        expected = completion_loss(args, new[c][real], old[c][real], advantages[c].tolist(), notes)
-        assert losses[c].item() == pytest.approx(expected.item(), abs=1e-5)
-    assert clipped.tolist() == notes["policy/clipfrac_avg"] and 0 < sum(clipped) < len(clipped)
-    assert (0.5 * log_ratio**2).tolist() == pytest.approx(notes["policy/approxkl_avg"], abs=1e-6)
 
 
 # Log-probs and entropies
@@ -729,37 +708,6 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
 # The group layout and the decoder against a row per completion
 
 
-def sees(prompt_mask: torch.Tensor, k: int, T: int) -> torch.Tensor:
-    """(B, 1, P + k·T, P + k·T), who sees whom in group rows, slot by slot."""
-    B, P = prompt_mask.shape
-    seen = torch.zeros(B, 1, P + k * T, P + k * T, dtype=torch.bool)
-    for b, i, j in itertools.product(range(B), range(P + k * T), range(P + k * T)):
-        real = j >= P or prompt_mask[b, j]
-        own = j < P or (j - P) // T == (i - P) // T
-        seen[b, 0, i, j] = j <= i and real and own or i == j
-    return seen
-
-
-@pytest.mark.parametrize("k, T", [(3, 4), (2, 1), (1, 4)])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_lane_attention_equals_one_large_mask(key_heads, k, T):
-    """Multi-head, grouped-query and multi-query attention over (P + k·T)² pairs, by softmax; the gradients as well."""
-    torch.manual_seed(0)
-    B, P, H, D = 2, 5, 4, 8
-    prompt_mask, n = torch.arange(P) >= torch.tensor([[0], [3]]), P + k * T
-    inputs = [torch.randn(B, heads, n, D, requires_grad=True) for heads in (H, key_heads, key_heads)]
-    query, key, value = inputs[0], *(x.repeat_interleave(H // key_heads, dim=1) for x in inputs[1:])
-    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~sees(prompt_mask, k, T), -math.inf)
-    expected = (scores.softmax(-1) @ value).transpose(1, 2)
-    module = types.SimpleNamespace(num_key_value_groups=H // key_heads)  # as the layers of models have it
-    mask = rloo.causal_mask(F.pad(prompt_mask, (0, T), value=True))
-    out = rloo.group_attention(module, *inputs, mask, 0.3, P, k)
-    assert out.shape == (B, n, H, D) and torch.allclose(out, expected, atol=1e-6)
-    weights = torch.randn_like(out)
-    for one, other in zip(*(torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))):
-        assert torch.allclose(one, other, atol=1e-5)
-
-
 LAYOUTS = [*itertools.product(ARCHITECTURES, ["plain"]), *itertools.product(FAMILIES | GROUP_ROWS, ["group"])]
 
 
@@ -934,30 +882,6 @@ def test_both_layouts_draw_the_same_completions_by_the_same_random_numbers(name)
     (group, logprobs), (plain, others) = found
     assert torch.equal(group.responses, plain.responses) and len(group.responses.unique()) > 9
     assert torch.allclose(logprobs, others, atol=1e-5) and (logprobs < 0).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value_size", [8, 6])  # some models have shorter values than keys
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_attention_of_a_step_equals_softmax_over_prompt_and_own_keys(key_heads, value_size, dtype):
-    torch.manual_seed(0)
-    b, k, P, n, H, D = 3, 4, 7, 5, 4, 8
-    query = torch.randn(k * b, H, 1, D, dtype=dtype)
-    key, prompt_key = (torch.randn(m, key_heads, slots, D, dtype=dtype) for m, slots in ((k * b, n), (b, P)))
-    value, prompt_value = (torch.randn(*x.shape[:3], value_size, dtype=dtype) for x in (key, prompt_key))
-    prompt_mask = torch.arange(P) >= torch.tensor([[0], [3], [6]])  # left-padded
-    visible = torch.arange(n) <= 3  # the last slot is one of those still to come
-    mask = torch.cat([prompt_mask.repeat(k, 1), visible.expand(k * b, n)], dim=1)[:, None, None]
-    out = rloo.step_attention(query, key, value, prompt_key, prompt_value, mask, scaling=0.3)
-
-    keys, values = (
-        torch.cat([prompt.repeat(k, 1, 1, 1), own], dim=2).repeat_interleave(H // key_heads, dim=1).double()
-        for prompt, own in ((prompt_key, key), (prompt_value, value))
-    )
-    scores = (query.double() @ keys.mT * 0.3).masked_fill(~mask, -math.inf)
-    expected = (scores.softmax(-1) @ values).transpose(1, 2)
-    assert out.dtype == dtype and out.shape == expected.shape
-    assert torch.allclose(out.double(), expected, atol=1e-6 if dtype == torch.float32 else 0.03)
 
 
 @torch.no_grad()
@@ -1764,20 +1688,15 @@ def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
             reward(other)
 
 
-def test_a_reward_model_without_a_score_head_gets_a_random_one_which_depends_on_the_seed_alone(train, tiny, capsys):
-    """... before and after a resume."""
-    flags = {"reward_model_path": str(tiny / "sft"), "kl_coef": 0.0, "save_steps": 1, "total_episodes": 32}
-    ends = []
+def test_a_reward_model_without_a_score_head_gets_a_random_one_which_depends_on_the_seed_alone(tiny, capsys):
+    scores = []
     for seed, before in ((1, 3), (1, 5), (2, 3)):
         torch.manual_seed(before)
-        (_, metrics), output = train(**flags, seed=seed)
-        ends.append(metrics["objective/scores"])
+        args = Args(reward_model_path=str(tiny / "sft"), device="cpu", dtype="float32", seed=seed)
+        scores.append(rloo.load_reward_model(args, tiny_tokenizer(), 9)["reward_model"](random_batch()))
         said = f"{tiny / 'sft'}: has no `score` head, so a random one scores completions: good for a trial only\n"
         assert said in capsys.readouterr().out
-    shutil.rmtree(output / "checkpoint-2")
-    torch.manual_seed(7)
-    train(**flags, seed=2, output_dir=str(output), resume=True)
-    assert read_metrics(output)[1]["objective/scores"] == ends[2] != ends[1] == ends[0]
+    assert torch.equal(*scores[:2]) and not torch.equal(*scores[1:])
 
 
 def test_scores_of_siblings_in_bfloat16_are_told_apart(tmp_path):
@@ -2060,24 +1979,14 @@ def test_each_group_of_an_optimizer_of_ones_own_follows_the_schedule_from_its_ow
     assert rates == pytest.approx([1e-2 * x for x in (1, 3 / 4, 2 / 4, 1 / 4, 2 / 6, 1 / 6)])
 
 
-OTHER_FLAGS = {  # those that the random updates above do not draw
-    "seed": 7,
-    "stop_token": "c",
-    "max_prompt_length": 4,
-    "dataset_train_split": "test",
-    "dtype": "bfloat16",
-}
-
-
-def test_every_flag_changes_the_run(train, tmp_path):
-    """... from what it is without the flag. Adam sees the size of the gradient here."""
-    base = {"adam_eps": 1e-3, "max_grad_norm": 0.0, "seed": 2}
-    plain = final_weights(train(**base)[1])
-    for name, value in OTHER_FLAGS.items():
-        assert (final_weights(train(**base | {name: value})[1]) - plain).abs().max() > 1e-3, name
+def test_seed_kernel_and_whole_numbers_in_a_run(train, tmp_path, monkeypatch):
+    """Other flags: the random updates above."""
     one_prompt = write_rows(tmp_path / "x.jsonl", [{"prompt": "a b"}] * 16)  # whatever their order, the seed is seen
+    drawn = spy(monkeypatch, "examples_of_update")
     assert not torch.equal(*(final_weights(train(dataset_name=one_prompt, seed=seed)[1]) for seed in (1, 2)))
-    eager, sdpa = (final_weights(train(**base, layout="plain", attn_implementation=x)[1]) for x in ("eager", None))
+    assert [inputs[1] for inputs, _ in drawn] == [1, 2]
+    base = {"adam_eps": 1e-3, "layout": "plain"}
+    eager, sdpa = (final_weights(train(**base, attn_implementation=x)[1]) for x in ("eager", None))
     assert 0 < (eager - sdpa).abs().max() < 1e-3  # by rounding
     whole_numbers = {"kl_coef": 0, "temperature": 1, "learning_rate": 1, "max_grad_norm": 0}  # from Python
     assert torch.equal(*(final_weights(train(**{x: y(z) for x, z in whole_numbers.items()})[1]) for y in (int, float)))
@@ -2214,13 +2123,6 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train):
 
 def count_a(prompts, completions, completion_ids, **columns):
     return [text.split().count("a") for text in completions]
-
-
-def test_a_custom_reward_function_is_learned(train):
-    """The reward is the number of `a`s in the completion; nearly all tokens become `a`."""
-    flags = {"reward_model_path": None, "reward_fns": (spec("count_a"),), "kl_coef": 0.0, "rloo_k": 4}
-    metrics, _ = train(**flags, total_episodes=16 * 60)
-    assert metrics[0]["objective/scores"] < 1.5 and metrics[-1]["objective/scores"] > 5
 
 
 def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, tmp_path):
@@ -2663,7 +2565,6 @@ TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one proce
     "two, tokens": (TOKENS | {"gradient_checkpointing": True}, "one, tokens"),
     "two, resumed": ({}, "one"),  # from checkpoint 2 of "one"
     # Those below equal no other.
-    "two, half a batch": ({"per_device_train_batch_size": 4}, None),  # from checkpoint 1 of "one"
     "two, sampled": (SHORT | {"dtype": "bfloat16"}, None),
     "two, one held-out row": ({"layout": "plain", "total_episodes": 16, "num_eval_prompts": 1}, None),
     "two, one signalled": (SHORT | {"total_episodes": 96, "reward_fns": (spec("signal_one"),)}, None),
@@ -2707,7 +2608,6 @@ def two_processes(tiny, tmp_path_factory):
             rloo.main(Args(**flags(name, 1, **more)))
     runs = {name: flags(name, 2, **more) for name, (more, _) in TWO_PROCESSES.items()}
     runs["two, resumed"] |= resumed_at(folder / "one", 2, folder / "two, resumed")
-    runs["two, half a batch"] |= resumed_at(folder / "one", 1, folder / "two, half a batch")
 
     data = shutil.copytree(tiny / "data", folder / "data")
     write_rows(data / "test.jsonl", [{"prompt": "b a b"}] * 6)
@@ -2743,12 +2643,6 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(two_proces
     flags = {name: flags[name] for name in vars(Args()) if name in flags}
     rloo.main(Args(**flags | resumed_at(folder / "two", 2, folder / "to one")))
     assert_equal_runs(folder / "one", folder / "to one")
-
-
-def test_a_run_resumed_with_other_processes_and_half_the_batch_ends_at_its_number_of_episodes(two_processes):
-    folder, _ = two_processes
-    metrics = read_metrics(folder / "two, half a batch")
-    assert [(x["update"], x["episode"]) for x in metrics] == [(1, 16), (2, 24), (3, 32), (4, 40), (5, 48)]
 
 
 def test_a_signal_to_one_of_two_processes_stops_and_saves_both(two_processes):
