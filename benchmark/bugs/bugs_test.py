@@ -27,7 +27,7 @@ def test_each_change_applies_and_its_test_is_there(name):
 def test_the_page_is_that_of_the_data():
     page = (HERE / "README.md").read_text()
     assert common.filled(page, {"bugs": tables()}) == page
-    assert f"[{len(CHANGES)} bugs of other trainers]" in (common.ROOT / "README.md").read_text()
+    assert f"[{len(CHANGES)} bugs that trainers have had]" in (common.ROOT / "README.md").read_text()
     for row in (row for rows in SECTIONS.values() for row in rows):
         kinds = ({"note"}, change := {"old", "new", "test"}, change | {"tests"}, change | {"file", "tests"})
         assert row.keys() - {"name", "bug", "seen"} in kinds

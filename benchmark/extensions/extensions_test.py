@@ -472,7 +472,7 @@ def test_two_that_compose_are_printed(run):
 
 def test_rewards_of_last_tokens_are_scores(run, monkeypatch):
     """... so that they change the advantages as the scores do."""
-    seen = spy(monkeypatch, rloo, "advantages_of")
+    seen = spy(monkeypatch, "advantages_of")
     run(token_level_kl=True, kl_coef=0.3)
     ((args, batch, scores, kl), _), *_ = seen
     more = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))

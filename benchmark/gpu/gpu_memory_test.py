@@ -9,7 +9,7 @@ from conftest import load
 import rloo
 
 
-def small_model(family: str, width: int, feed_forward: int, layers: int, lora_rank: int):
+def small_model(family: str, width: int, feed_forward: int, layers: int, lora, lora_rank: int):
     """A model of a family in bfloat16, with heads of 64; adapters are in float32."""
     sizes = {"vocab_size": 512, "hidden_size": width, "intermediate_size": feed_forward, "num_hidden_layers": layers}
     sizes["num_attention_heads"] = width // 64
@@ -21,7 +21,6 @@ def small_model(family: str, width: int, feed_forward: int, layers: int, lora_ra
     model.layout = "group"
     model.set_attn_implementation(rloo.GROUP_KERNEL)
     if lora_rank:
-        lora = load("lora")
         lora.add_adapters(lora.Args(lora_rank=lora_rank), model.requires_grad_(False))
     return model
 
@@ -48,7 +47,8 @@ def saved_bytes(model, P: int, k: int, T: int) -> int:
 @pytest.mark.parametrize("family, width, feed_forward", [("Qwen2.5", 512, 4864), ("GPT-NeoX", 256, 1024)])
 def test_a_layer_keeps_what_the_formula_says(family, width, feed_forward, lora_rank):
     """What a third layer adds, at two sizes; their difference leaves out what does not depend on tokens: weights."""
-    two, three = (small_model(family, width, feed_forward, layers, lora_rank) for layers in (2, 3))
+    lora = load("lora")
+    two, three = (small_model(family, width, feed_forward, layers, lora, lora_rank) for layers in (2, 3))
     sizes = gpu_memory.Model(family, 0, 3, width, feed_forward, 128 if family == "Qwen2.5" else width, 512)
     for small, large in (((64, 4, 32), (128, 4, 64)), ((96, 2, 16), (16, 8, 96))):
         counted, formula = [], []

@@ -177,7 +177,7 @@ def test_a_reward_function_may_be_in_the_script_that_runs(tmp_path, monkeypatch)
         assert found is expected or expected is None and found([]) == [1.0]
 
 
-def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_file_with_a_dot(tmp_path, monkeypatch):
+def test_a_reward_function_may_be_in_a_package_of_the_working_directory(tmp_path, monkeypatch):
     """... and it may import what lies beside it. A file with the name of a module that is loaded must be renamed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -186,9 +186,9 @@ def test_a_reward_function_may_be_in_a_package_of_the_working_directory_or_in_a_
     (tmp_path / "rewards" / "beside.py").write_text("one = 1.0")
     (tmp_path / "rewards" / "length.py").write_text("from .beside import one\ndef reward(**columns): return [one]")
     (tmp_path / "beside_it.py").write_text("two = 2.0")
-    (tmp_path / "my.rewards.v2.py").write_text("from beside_it import two\ndef reward(**columns): return [two]")
+    (tmp_path / "my_rewards.py").write_text("from beside_it import two\ndef reward(**columns): return [two]")
     (tmp_path / "json.py").write_text("def reward(**columns): return [3.0]")
-    specs = ("my.rewards.v2.py", "rewards.length")
+    specs = ("my_rewards.py", "rewards.length")
     assert [rloo.load_function(f"{spec}:reward")() for spec in specs] == [[2.0], [1.0]]
     with pytest.raises(rloo.InputError, match="json.py:reward: rename it"):
         rloo.load_function("json.py:reward")
