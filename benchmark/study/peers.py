@@ -7,7 +7,7 @@ benchmark/requirements.txt says how to make the environments with TRL 0.19 (PPO)
 are skipped. Records: peers.json. Two processes with other --names may run side by side.
 
 Each method has the best of six settings (learning rate, β, completions per update), tried with seed 1 on fresh
-validation posts; the seeds here are others, and so are the posts.
+validation posts; the seeds here are others, and so are the posts. value.py has that of TRL's PPO.
 """
 
 import sys
@@ -44,6 +44,11 @@ class Row:
 ROWS = {
     "rloo": Row("RLOO, k = 4", Setting(3.55e-4)),
     "ppo": Row("PPO, 4 epochs (TRL)", Setting(2e-4, beta=0.05, epochs=4), "benchmark/trl/run.py ppo", "trl0"),
+    "value": Row(
+        "PPO, 4 epochs (value.py)",
+        Setting(2e-4, beta=0.05, epochs=4, k=1),
+        "benchmark/extensions/value.py --value_model_path benchmark/mini_tldr/reward --normalize_advantage",
+    ),
     "grpo": Row("GRPO (TRL)", Setting(2.5e-4, 128, 0.0), "benchmark/trl/run.py grpo", "trl1"),
     "raft": Row("RAFT, k = 4", Setting(size=128), "benchmark/study/variants.py raft"),
     "no_baseline": Row("REINFORCE without baseline", Setting(3.5e-4, 128), "benchmark/study/variants.py no_baseline"),
@@ -83,14 +88,16 @@ def table(records: common.Records) -> str:
     rows = [["method", "gold win rate, %", "minus RLOO, points", "seconds"]]
     for row, found in wins(records).items():
         difference = common.with_interval(apart[row]) if row in apart else ""
-        seconds = np.mean([records.all[name]["seconds"] for name in names_of(row)])
-        rows.append([ROWS[row].title, common.plus_minus(found), difference, f"{seconds:.0f}"])
+        seconds = [records.all[name].get("seconds", np.nan) for name in names_of(row)]  # none: the core was shared
+        shown = "" if np.isnan(seconds).any() else f"{np.mean(seconds):.0f}"
+        rows.append([ROWS[row].title, common.plus_minus(found), difference, shown])
     return common.markdown(rows)
 
 
 def report(records: common.Records):
     if records.complete(NAMES, "README.md's table"):
         print(table(records))
+        print("value.py minus TRL's PPO:", common.with_interval(common.differences(wins(records), "ppo")["value"]))
         common.insert(HERE / "README.md", {"peers": table(records)})
 
 

@@ -82,11 +82,14 @@ def test_rloos_defaults_are_those_of_the_study():
 def test_what_runs_a_method_takes_its_flags(name):
     row = peers.ROWS[name]
     script, *words = row.command(5)
+    if name == "value":  # the rest are flags of rloo.py
+        assert script.endswith("value.py") and words[:2] == ["--value_model_path", "benchmark/mini_tldr/reward"]
+        del words[:2]
     if row.environment:
         args = trl_run.parse_args([*words, "--output_dir", "out"])
         assert (args.trainer, args.num_ppo_epochs) == (name, 4 if name == "ppo" else 1)
     else:
-        assert script == "rloo.py" or words.pop(0) in variants.ADVANTAGES
+        assert name in ("rloo", "value") or words.pop(0) in variants.ADVANTAGES
         args = parsed([*words, *row.setting.own_flags(), "--output_dir", "out"])
         assert args.resume and args.save_total_limit == 1
     assert (args.seed, args.learning_rate, args.kl_coef) == (5, row.setting.lr, row.setting.beta)
