@@ -263,8 +263,9 @@ def forkserver():
     return context
 
 
-def on_two_processes(folder: Path, function, *inputs) -> list[Path]:
-    """Calls a function in two processes, to which the environment says what torchrun says; returns their logs."""
+def on_two_processes(folder: Path, function, *inputs):
+    """Begins to call a function in two processes, to which the environment says what torchrun says. Returns a function
+    that waits for them and returns their logs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -273,11 +274,15 @@ def on_two_processes(folder: Path, function, *inputs) -> list[Path]:
     processes = [forkserver().Process(target=one_of_two, args=x, daemon=False) for x in both]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(100)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
-    return logs
+
+    def wait() -> list[Path]:
+        for process in processes:
+            process.join(100)
+            process.kill()
+        assert [process.exitcode for process in processes] == [0, 0], [log.read_text()[-3000:] for log in logs]
+        return logs
+
+    return wait
 
 
 def one_of_two(rank: int, port: int, log: Path, function, inputs):
@@ -286,6 +291,14 @@ def one_of_two(rank: int, port: int, log: Path, function, inputs):
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     os.dup2(sys.stdout.fileno(), 2)
     function(*inputs)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def other_processes(request):
+    """Those that tests will wait for work beside the tests before."""
+    wanted = {name for item in request.session.items for name in item.fixturenames}
+    for name in sorted({"alone", "begun"} & wanted):
+        request.getfixturevalue(name)
 
 
 # Reward functions, which spec(name) names
@@ -2125,20 +2138,29 @@ def count_a(prompts, completions, completion_ids, **columns):
     return [text.split().count("a") for text in completions]
 
 
-def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, tmp_path):
-    """Importing it has no side effect."""
-    shutil.copy(rloo.__file__, tmp_path)
+@pytest.fixture(scope="session")
+def alone(tiny, tmp_path_factory):
+    """The folder and the process of a run of a copy of rloo.py."""
+    folder = tmp_path_factory.mktemp("alone")
+    shutil.copy(rloo.__file__, folder)
     code = "import os, sys, rloo; print(os.listdir(), flush=True); rloo.command_line(sys.argv[1:])"
     line = [sys.executable, "-Bc", code, *command(tiny, "out", num_eval_prompts=8), "--track"]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "env": os.environ | {"WANDB_MODE": "offline"}}
-    done = subprocess.run(line, **options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("['rloo.py']\n") and f"results: {tmp_path}/out\n" in done.stdout
-    out = tmp_path / "out"
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    with subprocess.Popen(line, cwd=folder, stdout=-1, stderr=-1, text=True, env=environment) as process:
+        yield folder, process
+
+
+def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(alone):
+    """Importing it has no side effect."""
+    folder, process = alone
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert said.startswith("['rloo.py']\n") and f"results: {folder}/out\n" in said
+    out = folder / "out"
     files = {"args.json", "metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint-1"}
     files |= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in out.iterdir()} - {"special_tokens_map.json"} == files
-    assert [*tmp_path.glob("wandb/offline-run-*/*.wandb")]
+    assert [*folder.glob("wandb/offline-run-*/*.wandb")]
     model, tokenizer = (auto.from_pretrained(out) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert model(**tokenizer("a b c", return_tensors="pt")).logits.shape == (1, 3, 16)
 
@@ -2590,9 +2612,9 @@ def several_runs(runs: list[dict], last: list[str], notes: Path):
     rloo.command_line(last)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tiny, tmp_path_factory):
-    """The folder of all runs of ONE and TWO_PROCESSES and of a command line, and what the two processes printed."""
+@pytest.fixture(scope="session")
+def begun(tiny, tmp_path_factory):
+    """The folder of all runs of ONE and TWO_PROCESSES and of a command line, and a function that waits for them."""
     folder = tmp_path_factory.mktemp("processes")
 
     def flags(name: str, size: int, **more) -> dict:
@@ -2614,6 +2636,13 @@ def two_processes(tiny, tmp_path_factory):
     last = command(tiny, folder / "last", dataset_name=data, num_eval_prompts=6, per_device_train_batch_size=8)
     last += ["--total_episodes", "32", "--response_length", "40", "--reward_fns", spec("note_prompts")]
     return folder, on_two_processes(folder, several_runs, [*runs.values()], last, folder)
+
+
+@pytest.fixture(scope="module")
+def two_processes(begun):
+    """The folder of these runs, and what the two processes printed."""
+    folder, wait = begun
+    return folder, wait()
 
 
 def assert_equal_runs(one: Path, other: Path):

@@ -90,7 +90,7 @@ def runs(tmp_path_factory, data):
         "turns, value": tied | tool,
     }
     wanted = {name: common | flags | {"output_dir": folder / name} for name, flags in wanted.items()}
-    on_two_processes(folder, several_runs, wanted)
+    on_two_processes(folder, several_runs, wanted)()
     return folder
 
 

@@ -8,7 +8,7 @@ import torch
 from conftest import GSM8K, load
 
 import rloo
-from rloo_test import read_metrics, resumed_at, without_times
+from rloo_test import read_metrics, resumed_at, without_times, write_rows
 
 STOP = 2  # <|im_end|>
 NUMBERS = itertools.count()  # of files of tools: each must have a name of its own
@@ -200,9 +200,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tool, tmp_path):
     (tmp_path / "reward.py").write_text(
         "def letters(completions, **columns):\n    return [sum(map(ord, text)) % 7 for text in completions]\n"
     )
-    flags = {"dataset_name": GSM8K, "sft_model_path": GSM8K / "sft", "reward_model_path": None, "response_length": 16}
+    data = write_rows(tmp_path / "rows.jsonl", rloo.load_rows(str(GSM8K), "validation")[:40])
+    flags = {"dataset_name": data, "sft_model_path": GSM8K / "sft", "reward_model_path": None, "response_length": 16}
     flags |= {"reward_fns": f"{tmp_path}/reward.py:letters", "tool": tool('return " 7."'), "tool_mark": " ="}
-    flags |= {"total_episodes": 24, "save_steps": 1, "save_total_limit": 9, "num_eval_prompts": 4, "kl_coef": 0.1}
+    flags |= {"total_episodes": 16, "save_steps": 1, "save_total_limit": 9, "num_eval_prompts": 4, "kl_coef": 0.1}
     whole, folder = run("turns", **flags)
     assert (
         whole[0]["grad_norm"] > 0.1
@@ -212,6 +213,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, tool, tmp_path):
     assert whole[0]["completions/mean_length"] > whole[0]["tool/tokens"] and whole[0]["val/rollout_logprob_gap"] < 1e-4
     resumed, again = run("turns", **flags, **resumed_at(folder, 1, tmp_path / "again"))
     assert without_times(resumed) == without_times(whole)
-    for name in ("completions.jsonl", "checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt"):
+    for name in ("completions.jsonl", "checkpoint-2/model.safetensors", "checkpoint-2/optimizer.pt"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
     assert any(" = 7." in sample["completion"] for sample in read_metrics(folder, "completions"))

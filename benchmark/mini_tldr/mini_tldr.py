@@ -298,7 +298,7 @@ def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_
     batches = []
     for _ in tqdm(range(steps), desc=name, mininterval=10):
         if not batches:
-            chunk = sorted(make_chunk(batch_size * 20), key=length_of)
+            chunk = sorted(make_chunk(min(batch_size * 20, total)), key=length_of)
             batches = [chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size)]
             rng.shuffle(batches)
         optimizer.zero_grad()

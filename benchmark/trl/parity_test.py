@@ -34,7 +34,10 @@ def test_golden_numbers_are_of_these_settings_and_the_page_says_what_differs():
     assert ended.any() and not ended.all()
 
 
-@pytest.mark.parametrize("line", golden["golden"], ids=lambda line: f"{line['trl'].split(',')[0]}, {line['setting']}")
+LINES = [line for line in golden["golden"] if line["setting"] not in ("1 epoch", "2 epochs")]  # parts of the others
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line['trl'].split(',')[0]}, {line['setting']}")
 def test_rloo_moves_as_trl_does(line):
     found = parity.errors(line, golden)
     assert 0 < max(found.values()) < 1, found
