@@ -14,6 +14,7 @@ import pytest  # noqa: E402
 
 from rloo_test import forkserver, read_metrics, rloo, write_rows  # noqa: E402  (which keeps to one thread and off the network)
 
+BEGUN = {}  # module -> folder, what its `begin` returned
 MINI = ROOT / "benchmark" / "mini_tldr"
 GSM8K = ROOT / "benchmark" / "mini_gsm8k"
 
@@ -37,12 +38,31 @@ def rloo_as_it_was():
     vars(rloo).update(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def other_processes(request, tmp_path_factory):
+    """Modules whose tests wait for other processes start them in `begin(folder)`, before the first test of all."""
+    for item in request.session.items:
+        if "begun" in item.fixturenames and item.module not in BEGUN:
+            folder = tmp_path_factory.mktemp("begun")
+            BEGUN[item.module] = folder, item.module.begin(folder)
+
+
+@pytest.fixture(scope="module")
+def begun(request):
+    """The folder that the module's `begin` got, and what it returned."""
+    return BEGUN[request.module]
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> str:
-    """Short prompts: the ends of posts."""
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def write_data(folder: Path) -> str:
+    """Rows with short prompts: the ends of posts."""
     rows = rloo.load_rows(str(MINI), "validation")[:40]
     rows = [row | {"prompt": row["prompt"][-60:]} for row in rows]
-    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ python -m pytest -q benchmark/bugs
 """
 
 import datetime
-import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -12,6 +11,8 @@ from pathlib import Path
 import put_back
 import pytest
 from put_back import CHANGES, FILES, HERE, SECTIONS, changed, common, tables
+
+from rloo_test import forkserver
 
 SLOW = {"torchrun_trains", "plain_implementation"}  # tests of over 5 seconds
 
@@ -33,25 +34,27 @@ def test_the_page_is_that_of_the_data():
         assert row.keys() - {"name", "bug", "seen"} in kinds
 
 
-def call(names: list[str], harmless: str, log: Path):
-    """Puts bugs back, one of which has no effect, in a process of its own."""
+def call(names: list[str], log: Path):
+    """Puts bugs back, the first of which has no effect."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    CHANGES[harmless]["new"] = CHANGES[harmless]["old"]
+    CHANGES[names[0]]["new"] = CHANGES[names[0]]["old"]
     put_back.main(tuple(names), 2)
 
 
-def test_some_bugs_others_each_day_are_caught_and_one_that_is_not_is_said(tmp_path):
-    """One change becomes harmless. Only a call with all bugs writes the page."""
+def begin(folder: Path):
     fast = [name for name in CHANGES if CHANGES[name]["test"] not in SLOW]
-    first = 3 * datetime.date.today().toordinal()
-    names = [fast[(first + i) % len(fast)] for i in range(3)]
-    before = (HERE / "README.md").read_bytes()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rloo"])
-    process = context.Process(target=call, args=(names, names[0], tmp_path / "log"))
+    first = 2 * datetime.date.today().toordinal()
+    names = [fast[(first + i) % len(fast)] for i in range(2)]
+    process = forkserver().Process(target=call, args=(names, folder / "log"))
     process.start()
+    return process, names, (HERE / "README.md").read_bytes()
+
+
+def test_some_bugs_others_each_day_are_caught_and_one_that_is_not_is_said(begun):
+    """One change becomes harmless. Only a call with all bugs writes the page."""
+    folder, (process, names, page) = begun
     process.join()
-    said = (tmp_path / "log").read_text()
+    said = (folder / "log").read_text()
     assert process.exitcode == 1 and said.endswith(f"not caught: {names[0]}\n"), said
-    assert (HERE / "README.md").read_bytes() == before
+    assert (HERE / "README.md").read_bytes() == page

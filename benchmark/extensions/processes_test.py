@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import GSM8K, MINI, command_of, load
+from conftest import GSM8K, MINI, command_of, load, write_data
 from safetensors.torch import load_file
 from torch import distributed as dist
 
@@ -69,11 +69,8 @@ def copy_with_first_checkpoint(target: Path):
         shutil.rmtree(newer)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, data):
-    """The folder of all runs, which two processes have made."""
-    folder = tmp_path_factory.mktemp("processes")
-    common = {"dataset_name": data, "sft_model_path": MINI / "sft", "reward_model_path": MINI / "reward"}
+def begin(folder: Path):
+    common = {"dataset_name": write_data(folder), "sft_model_path": MINI / "sft", "reward_model_path": MINI / "reward"}
     common |= {"response_length": 8, "rloo_k": 4, "per_device_train_batch_size": 8, "total_episodes": 32}
     common |= {"learning_rate": 1e-3, "temperature": 1.0, "num_ppo_epochs": 2, "num_eval_prompts": 0, "device": "cpu"}
     short = {"total_episodes": 16}
@@ -90,7 +87,14 @@ def runs(tmp_path_factory, data):
         "turns, value": tied | tool,
     }
     wanted = {name: common | flags | {"output_dir": folder / name} for name, flags in wanted.items()}
-    on_two_processes(folder, several_runs, wanted)()
+    return on_two_processes(folder, several_runs, wanted)
+
+
+@pytest.fixture(scope="module")
+def runs(begun):
+    """The folder of all runs, which two processes have made."""
+    folder, wait = begun
+    wait()
     return folder
 
 

@@ -5,6 +5,7 @@ python -m pytest -q benchmark/metrics
 """
 
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import pytest
 from kill_runs import common
 
 import rloo
+from rloo_test import forkserver
 
 PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
@@ -111,16 +113,41 @@ def test_the_page_says_what_was_recorded_of_stopped_and_killed_runs():
 # ---- Runs that are ended ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_killed_at_a_random_moment_and_resumed_ends_like_one_that_was_not(tmp_path):
-    """SIGKILL, also during a save; kill_runs.py does the same more often."""
-    counts = kill_runs.run(tmp_path / "kill", kills=1, seed=1)
+def begin(folder: Path):
+    process = forkserver().Process(target=end_some, args=(folder,))
+    process.start()
+    return process
+
+
+def end_some(folder: Path):
+    """One run of each kind; the scripts end more."""
+
+    def start(function, *inputs):
+        process = multiprocessing.get_context("fork").Process(target=function, args=inputs)
+        process.start()
+        return process
+
+    kill_runs.start = start
+    found = {"killed": kill_runs.run(folder / "kill", kills=1, seed=1)}
+    found["ended"] = end_runs.run(folder / "ends", number=1, seed=1)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def ended(begun) -> dict:
+    folder, process = begun
+    process.join()
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_a_run_killed_at_a_random_moment_and_resumed_ends_like_one_that_was_not(ended):
+    """SIGKILL, also during a save."""
+    counts = ended["killed"]
     assert counts["kills"] == counts["runs"] == 1 and counts["differences"] == 0
 
 
-def test_what_is_done_when_a_run_is_ended_stays(tmp_path):
-    """One run of each kind; end_runs.py has 20 of each."""
-    found = end_runs.run(tmp_path / "ends", number=1, seed=1)
-    for kind, counts in found.items():
+def test_what_is_done_when_a_run_is_ended_stays(ended):
+    for kind, counts in ended["ended"].items():
         lost = 1 if kind == "full disk" else 0  # there the save of that update has failed
         assert counts == {"runs": 1, "updates lost": lost, "differences": 0}, kind
 
