@@ -128,6 +128,14 @@ def test_adapters_begin_as_in_peft_and_depend_on_the_seed_alone(lora):
             assert torch.equal(A, first.setdefault(name, A)) == (seed == 1)
 
 
+def test_rounding_of_a_policy_in_bfloat16_is_no_reason_to_refuse_it(lora, tmp_path):
+    """... for rloo.check_model, whose limits are for float32 otherwise."""
+    small_model("llama", tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        policy, _ = loaded(lora, tmp_path, dtype=dtype)
+        rloo.check_model(policy, [TOKENS[0].tolist()], 40)
+
+
 def test_what_cannot_be_adapted_is_refused_in_a_line(lora):
     with pytest.raises(rloo.InputError, match="^--lora_rank: GPT2LMHeadModel has no torch.nn.Linear in its layers$"):
         lora.add_adapters(trial_args(), small_model("gpt2"))
