@@ -316,6 +316,20 @@ def test_the_bonus_for_being_unlike_siblings_compares_siblings_only():
 # ---- The correction --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_weights_of_a_mismatch_equal_the_formula_in_loops(kind, per_token):
+    torch.manual_seed(0)
+    old, sampled, cap = torch.randn(2, 3, 4), torch.randn(2, 3, 4), 1.5
+    mask = torch.arange(4) < torch.randint(1, 5, (2, 3, 1))
+    weight = load("correction").importance_weight(old, sampled, mask, kind, cap, per_token)
+    for j, b in itertools.product(range(2), range(3)):
+        logs = [(old - sampled)[j, b, t].item() for t in range(4) if mask[j, b, t]]
+        exact = [math.exp(x) for x in (logs if per_token else [sum(logs)])]
+        limited = {"truncate": lambda w: min(w, cap), "mask": lambda w: w if 1 / cap <= w <= cap else 0.0}
+        assert weight[j, b, : len(exact)].tolist() == pytest.approx([*map(limited[kind], exact)], rel=1e-5)
+
+
 def test_a_weight_beyond_float32_is_finite_and_masked():
     """A completion that the sampler all but excluded: e^100 is no float32, and infinity times 0 would be NaN."""
     old, mask = torch.full((2, 1, 1), 100.0), torch.ones(2, 1, 1, dtype=torch.bool)
