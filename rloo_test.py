@@ -676,7 +676,7 @@ def flags_drawn(seed: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, tiny, tmp_path, monkeypatch, seed):
     """Weights and metrics of two updates; prompts of unequal length, one of them twice. The reference is another model,
     since a KL that is 0 but for rounding would decide about advantages where all scores are equal."""
