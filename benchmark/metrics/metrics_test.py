@@ -152,18 +152,6 @@ def test_what_is_done_when_a_run_is_ended_stays(ended):
         assert counts == {"runs": 1, "updates lost": lost, "differences": 0}, kind
 
 
-def test_a_tracker_that_dies_ends_the_run_with_its_error_and_a_checkpoint(train, tmp_path, monkeypatch):
-    def log(metrics, step):
-        if step == 2:
-            raise ConnectionResetError("Connection lost")
-
-    service = types.SimpleNamespace(init=lambda **options: None, log=log, Table=lambda *inputs: None)
-    monkeypatch.setitem(sys.modules, "wandb", service)
-    with pytest.raises(ConnectionResetError):
-        train(tmp_path / "out", "--track")
-    assert saved(tmp_path / "out") == {"checkpoint-2"}
-
-
 def test_a_tracker_without_a_key_or_package_is_one_line_before_anything_is_loaded(train, tmp_path, monkeypatch):
     def no_key(**options):
         raise RuntimeError("No API key configured. Use `wandb login` to log in.\nSecond line")

@@ -109,7 +109,7 @@ def test_train_measure_kill_repeat(server, tmp_path, capfd):
     for split, rows in (("train", ROWS[:16]), ("test", ROWS[-16:])):
         (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = f"--dataset_name {tmp_path}/data --device cpu --learning_rate 1e-3".split()
-    train = f"--sft_model_path {MINI}/sft --reward_model_path {MINI}/reward --total_episodes 64".split()
+    train = f"--sft_model_path {MINI}/sft --reward_model_path {MINI}/reward --total_episodes 32".split()
     rloo.command_line([*common, *train, "--num_eval_prompts", "0", "--output_dir", f"{tmp_path}/run"])
     graders = [f"{HERE}/judge.py:win_rate", f"{MINI}/mini_tldr.py:gold_win_rate"]
     measure = [*common, "--total_episodes", "0", "--resume", "--eval_fns", *graders]
