@@ -14,7 +14,7 @@ import pytest  # noqa: E402
 
 from rloo_test import forkserver, read_metrics, rloo, write_rows  # noqa: E402  (which keeps to one thread and off the network)
 
-BEGUN = {}  # module -> folder, what its `begin` returned
+STARTED = {}  # module -> folder, what its `begin` returned
 MINI = ROOT / "benchmark" / "mini_tldr"
 GSM8K = ROOT / "benchmark" / "mini_gsm8k"
 
@@ -42,15 +42,15 @@ def rloo_as_it_was():
 def other_processes(request, tmp_path_factory):
     """Modules whose tests wait for other processes start them in `begin(folder)`, before the first test of all."""
     for item in request.session.items:
-        if "begun" in item.fixturenames and item.module not in BEGUN:
-            folder = tmp_path_factory.mktemp("begun")
-            BEGUN[item.module] = folder, item.module.begin(folder)
+        if "started" in item.fixturenames and item.module not in STARTED:
+            folder = tmp_path_factory.mktemp("started")
+            STARTED[item.module] = folder, item.module.begin(folder)
 
 
 @pytest.fixture(scope="module")
-def begun(request):
+def started(request):
     """The folder that the module's `begin` got, and what it returned."""
-    return BEGUN[request.module]
+    return STARTED[request.module]
 
 
 @pytest.fixture(scope="session")

@@ -51,9 +51,9 @@ def begin(folder: Path):
     return process, names, (HERE / "README.md").read_bytes()
 
 
-def test_some_bugs_others_each_day_are_caught_and_one_that_is_not_is_said(begun):
+def test_some_bugs_others_each_day_are_caught_and_one_that_is_not_is_said(started):
     """One change becomes harmless. Only a call with all bugs writes the page."""
-    folder, (process, names, page) = begun
+    folder, (process, names, page) = started
     process.join()
     said = (folder / "log").read_text()
     assert process.exitcode == 1 and said.endswith(f"not caught: {names[0]}\n"), said

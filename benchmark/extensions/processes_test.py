@@ -91,9 +91,9 @@ def begin(folder: Path):
 
 
 @pytest.fixture(scope="module")
-def runs(begun):
+def runs(started):
     """The folder of all runs, which two processes have made."""
-    folder, wait = begun
+    folder, wait = started
     wait()
     return folder
 

@@ -134,8 +134,8 @@ def end_some(folder: Path):
 
 
 @pytest.fixture(scope="module")
-def ended(begun) -> dict:
-    folder, process = begun
+def ended(started) -> dict:
+    folder, process = started
     process.join()
     return json.loads((folder / "found.json").read_text())
 
