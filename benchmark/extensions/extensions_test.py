@@ -37,8 +37,8 @@ OBJECTIVES = ["cispo", "correction", "dapo", "entropy", "grpo", "gspo", "maxrl",
 def test_each_file_runs_with_its_commands(command, data, tmp_path, monkeypatch):
     """What a reader does, but only one small update, on few rows."""
     words = shlex.split(re.sub(r"FLAGS OF rloo.py.*", "", command))
-    fewer = {"total_episodes": 1, "num_eval_prompts": 0, "output_dir": tmp_path / "out", "response_length": 16}
-    fewer |= {"per_device_train_batch_size": 16}
+    fewer = {"total_episodes": 1, "num_eval_prompts": 0, "output_dir": tmp_path / "out", "response_length": 8}
+    fewer |= {"per_device_train_batch_size": 8}
     if "--dataset_name" not in words:
         fewer |= {"dataset_name": data, "sft_model_path": MINI / "sft", "reward_model_path": MINI / "reward"}
     elif "benchmark/mini_gsm8k" in words:
