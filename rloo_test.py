@@ -1707,7 +1707,7 @@ def test_a_reward_model_without_a_score_head_gets_a_random_one_which_depends_on_
         torch.manual_seed(before)
         args = Args(reward_model_path=str(tiny / "sft"), device="cpu", dtype="float32", seed=seed)
         scores.append(rloo.load_reward_model(args, tiny_tokenizer(), 9)["reward_model"](random_batch()))
-        said = f"{tiny / 'sft'}: has no `score` head, so a random one scores completions: good for a trial only\n"
+        said = f"{tiny / 'sft'}: has no `score` head and gets a random one, as a reward model good for a trial only\n"
         assert said in capsys.readouterr().out
     assert torch.equal(*scores[:2]) and not torch.equal(*scores[1:])
 
@@ -1847,6 +1847,8 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "--resume needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}; --output_dir {x} --resume",
     "there is no such GPU": "--device cuda:99",
+    "must be cpu, cuda, cuda:1 or the like": "--device gpu",
+    "is subtracted": "--missing_eos_penalty -1; --missing_eos_penalty nan",
     "no .jsonl file, folder of them or (pip install datasets) Hub id": "--dataset_name {x}/nowhere.jsonl; "
     "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
     "has no rows in its split dev": "--dataset_train_split dev",

@@ -441,7 +441,20 @@ def test_the_first_example_of_the_page(run):
     assert rloo.advantage(rewards).flatten().tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
-@pytest.mark.parametrize("first, second", [("entropy", "grpo"), ("entropy", "truncate"), ("lora", "vllm_rollout")])
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        x.split()
+        for x in (
+            "entropy grpo",
+            "entropy truncate",
+            "lora vllm_rollout",
+            "grpo maxrl",
+            "cispo gspo",
+            "grpo running_mean",
+        )
+    ],
+)
 def test_a_file_that_would_drop_what_another_has_changed_is_refused(first, second):
     with pytest.raises(rloo.InputError, match=f"would be replaced: import benchmark.extensions.{first}, which"):
         load(first, second)

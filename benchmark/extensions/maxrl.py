@@ -23,7 +23,7 @@ def maxrl(rewards):
     return (rewards - mean) / mean.where(mean > 0, 1.0)
 
 
-rloo.require_original("advantage")
+rloo.require_original("advantage", "advantages_of")
 rloo.advantage = maxrl
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ def improve_and_note(args, policy, master, optimizer, experience):
     return improved
 
 
+rloo.require_original("advantages_of")
 rloo.check_args, rloo.advantages_of, rloo.improve = check_args, with_running_means, improve_and_note
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ The critic is a model of its own with one output: V_t for the prompt and the tok
     A_t = δ_t + γ λ A_{t+1}      δ_t = r_t + γ V_{t+1} - V_t      R_t = A_t + V_t, with V before the update
 
 The critic's loss, the mean over completions of Σ_t max((V_t - R_t)², (V'_t - R_t)²) / 2, is a part of loss/policy_avg;
-V' is V, but at most --value_cliprange from what it was. The critic, in float32, is saved as critic.pt. No reward may be
-None. Replaces `advantages_of`; wraps `Args`, `check_args`, `load_models`, `make_optimizer`, `save_optimizer`,
-`completion_loss`, `clip_gradients`.
+V' is V, but at most --value_cliprange from what it was. Replaces `advantages_of`; wraps `Args`, `check_args`,
+`load_models`, `make_optimizer`, `save_optimizer`, `completion_loss`, `clip_gradients`.
 """
 
 import sys
@@ -42,6 +41,7 @@ def check_args(args):
     two = replace(args, rloo_k=2, per_device_train_batch_size=2 * args.per_device_train_batch_size)
     before.check_args(two if args.rloo_k == 1 else args)  # one completion per prompt is enough here
     rloo.require(args.token_level_kl, "value.py: needs --token_level_kl")
+    rloo.require(0 <= args.gamma <= 1 and 0 <= args.lam <= 1, "--gamma, --lam: must be from 0 to 1")
 
 
 def load_models(args, longest, resumed):
@@ -63,7 +63,8 @@ def save_optimizer(file, optimizer):
 
 def make_optimizer(args, master):
     optimizer = before.make_optimizer(args, master)
-    optimizer.add_param_group({"params": critic.parameters(), "lr": args.value_learning_rate or args.learning_rate})
+    rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
+    optimizer.add_param_group({"params": critic.parameters(), "lr": rate})
     return optimizer
 
 
@@ -97,6 +98,7 @@ def advantages_of(args, batch, shaped_scores, kl):
 
 
 def completion_loss(args, experience, index, *inputs):
+    rloo.require(not experience.scores.isnan().any(), "value.py: a reward must not be None")
     losses, *logged = before.completion_loss(args, experience, index, *inputs)
     batch = experience.batch.select(index)
     values, old, returns = values_of(batch), critic.values[:, index], critic.returns[:, index]
@@ -111,7 +113,7 @@ def clip_gradients(model, max_norm):
     return before.clip_gradients(model, max_norm)
 
 
-rloo.require_original("advantages_of")
+rloo.require_original("advantage", "advantages_of")
 rloo.Args, rloo.check_args, rloo.load_models, rloo.make_optimizer = Args, check_args, load_models, make_optimizer
 rloo.save_optimizer, rloo.advantages_of = save_optimizer, advantages_of
 rloo.completion_loss, rloo.clip_gradients = completion_loss, clip_gradients

@@ -127,6 +127,8 @@ def test_the_critic_learns_at_a_rate_and_within_a_norm_of_its_own(critic):
     value, args, master, policy, experience, _ = critic(value_learning_rate=0.25, max_grad_norm=1e-3)
     optimizer = rloo.make_optimizer(args, master)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.25]
+    args.value_learning_rate = 0.0
+    assert rloo.make_optimizer(args, master).param_groups[1]["lr"] == 0
     rloo.improve(args, policy, master, optimizer, experience)
     for model in (master, value.critic):
         moments = [optimizer.state[weight]["exp_avg"] for weight in model.parameters()]
@@ -136,7 +138,7 @@ def test_the_critic_learns_at_a_rate_and_within_a_norm_of_its_own(critic):
 
 def test_one_completion_per_prompt_is_enough_and_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
     flags = {"rloo_k": 1, "num_ppo_epochs": 2, "value_model_path": MINI / "reward", "value_learning_rate": 1e-2}
-    flags |= {"total_episodes": 16, "save_steps": 1, "save_total_limit": 9}
+    flags |= {"per_device_train_batch_size": 7, "total_episodes": 14, "save_steps": 1, "save_total_limit": 9}
     whole, folder = run("value", **flags)
     resumed, again = run("value", **flags, **resumed_at(folder, 1, tmp_path / "again"))
     assert without_times(resumed) == without_times(whole)
@@ -147,6 +149,16 @@ def test_one_completion_per_prompt_is_enough_and_a_resumed_run_equals_an_uninter
     assert not torch.equal(first, last)
 
 
-def test_advantages_must_be_per_token(run):
-    with pytest.raises(SystemExit, match="token_level_kl"):
-        run("value", token_level_kl=False)
+def none_at_first(prompts, **columns):
+    return [None] + [1.0] * (len(prompts) - 1)
+
+
+def test_what_it_cannot_train_on_is_refused_in_a_line(run):
+    for message, flags in {
+        "value.py: needs --token_level_kl": {"token_level_kl": False},
+        "--gamma, --lam: must be from 0 to 1": {"lam": -0.5},
+        "value.py: a reward must not be None": {"reward_fns": f"{__file__}:none_at_first", "reward_model_path": None},
+        "must be a multiple of --rloo_k 2": {"rloo_k": 2, "per_device_train_batch_size": 5},
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run("value", **flags)

@@ -116,7 +116,9 @@ def test_the_smoke_test_runs_to_the_end_with_a_causal_model_as_the_reward_model(
     save_tokenizer("EleutherAI/pythia-14m", pad=False)
     run(SMOKE_TEST, "--total_episodes", "600")
     shown = capsys.readouterr().out
-    assert "EleutherAI/pythia-14m: has no `score` head, so a random one scores completions: good for a trial" in shown
+    assert (
+        "EleutherAI/pythia-14m: has no `score` head and gets a random one, as a reward model good for a trial" in shown
+    )
     assert "the last 4 rows of its split descriptiveness are held out to evaluate on" in shown
     metrics = read_metrics(Path("models/minimal/rloo"), "metrics")
     assert len(metrics) == 10 and metrics[-1]["episode"] == 640 and metrics[-1]["objective/scores_std"] > 0
