@@ -1,12 +1,12 @@
-"""Does a calculator help on mini GSM8K, and does RLOO raise its use?
+"""Does a calculator help with sums that are hard for the policy, and does RLOO raise its use?
 
-    python benchmark/mini_gsm8k/calculator.py                        # prints the table; trains what has no record
-    python benchmark/mini_gsm8k/calculator.py --teach_into FOLDER    # only writes the policy that all runs begin with
+    python benchmark/mini_gsm8k/calculator.py              # prints the table; trains what has no record
+    python benchmark/mini_gsm8k/calculator.py --seeds 1    # what the setting was chosen with: validation problems
 
-The policy is that of sft/, fine-tuned on 3,200 solutions of the same pupil, who now asks the calculator for half of the
-results: "3 + 4? 7. 7 - 2 = 5. #### 5". Here most problems have two or three steps, as in the data, and results that are
-asked for are right. Then RLOO trains it with the calculator (../extensions/turns.py) or without, where it must write
-the result behind the question mark itself.
+Problems are those of mini_gsm8k.py with larger numbers. The policy is that of sft/, taught on right solutions in which
+some results are asked for: "147 + 58? 205. 205 - 99 = 106. #### 106". Then RLOO trains it with the calculator
+(../extensions/turns.py) or without, where it must write the result behind the question mark itself. Each seed has
+problems, lessons and a taught policy of its own, with which both runs begin.
 """
 
 import random
@@ -23,11 +23,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402
 
-STEP = re.compile(r"(-?\d+) ([-+*]) (\d+) = -?\d+\.")
+STEP = re.compile(r"(-?\d+) ([-+*]) (\d+)( =|\?) (-?\d+)")
 QUESTION = re.compile(r"(-?\d+) ([-+*]) (\d+)\?$")
-ASK = 0.5  # share of the steps in which the pupil asks
-LESSONS, LEARNING_RATE, BATCH = 3_200, 1e-3, 32
-SEEDS = 1, 2, 3
+LARGEST = 200  # first number of a problem; see sample_problem
+ASK = 0.3  # share of the results that are asked for in lessons
+LESSONS, LEARNING_RATE, BATCH = 25_600, 2e-3, 32
+SIZES = {"test": 400, "validation": 400, "train": 3_000}
+CHOICE = 1  # the seed that the setting was chosen with; it is evaluated on its validation problems
+SEEDS = 2, 3, 4, 5, 6
 ROWS = {
     "with": "benchmark/extensions/turns.py --tool benchmark/mini_gsm8k/calculator.py:calculate --tool_mark ?",
     "without": "rloo.py",
@@ -43,137 +46,163 @@ def calculate(text: str) -> str:
     return f" {task.apply(int(x), sign, int(y))}"
 
 
+# ---- Grades, for --eval_fns ------------------------------------------------------------------------------------------
+
+
 def asked(prompts, completions, completion_ids, **columns) -> list[float]:
-    """For --eval_fns: how often the calculator is asked."""
+    """How often the calculator is asked."""
     return [float(text.count("?")) for text in completions]
 
 
-# ---- The policy that asks --------------------------------------------------------------------------------------------
+def share_right(text: str, mark: str) -> float | None:
+    """Of the results behind a mark, " =" or "?"; None if there is none."""
+    steps = [(task.apply(int(x), sign, int(y)), int(z)) for x, sign, y, found, z in STEP.findall(text) if found == mark]
+    return sum(right == written for right, written in steps) / len(steps) if steps else None
+
+
+def own_right(prompts, completions, completion_ids, **columns) -> list[float | None]:
+    return [share_right(text, " =") for text in completions]
+
+
+def asked_right(prompts, completions, completion_ids, **columns) -> list[float | None]:
+    return [share_right(text, "?") for text in completions]
+
+
+# ---- Problems, and the policy that asks ------------------------------------------------------------------------------
+
+
+def make_splits(rng: random.Random) -> tuple[dict[str, list[dict]], set[tuple]]:
+    """Rows of each split, no two with one key, and the keys."""
+    splits, keys = {}, set()
+    for split, size in SIZES.items():
+        splits[split] = []
+        for _ in range(size):
+            splits[split].append(task.sample_row(rng, keys, task.STEPS, LARGEST))
+            keys.add(task.key(splits[split][-1]["problem"]))
+    return splits, keys
 
 
 def with_questions(solution: str, rng: random.Random) -> str:
-    def ask(step: re.Match) -> str:
-        x, sign, y = step.groups()
-        return f"{x} {sign} {y}? {task.apply(int(x), sign, int(y))}." if rng.random() < ASK else step[0]
-
-    return STEP.sub(ask, solution)
+    """A solution in which a share ASK of the results is asked for."""
+    return re.sub(" =", lambda mark: "?" if rng.random() < ASK else mark[0], solution)
 
 
-def key_of(solution: str) -> tuple:
-    """The key of the problem that has this right solution."""
-    steps = STEP.findall(solution)
-    return (int(steps[0][0]), *((sign, int(number)) for _, sign, number in steps))
-
-
-def held_out() -> set[tuple]:
-    rows = [row for split in ("validation", "test") for row in common.read_lines(HERE / f"{split}.jsonl")]
-    return {key_of(row["answer"]) for row in rows}
-
-
-def teach(folder: Path, total: int = LESSONS):
-    """Writes the policy of sft/, fine-tuned on solutions with questions."""
-    rng, keys = random.Random(1), held_out()
-    torch.manual_seed(1)
+def teach(folder: Path, seed: int, total: int = LESSONS):
+    """Writes the splits, and the policy of sft/, fine-tuned on solutions of other problems, with questions."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
     torch.set_num_threads(1)
+    splits, keys = make_splits(rng)
     tokenizer = AutoTokenizer.from_pretrained(HERE / "sft")
     model = AutoModelForCausalLM.from_pretrained(HERE / "sft")
 
     def make_rows(n):
-        rows = [task.sample_row(rng, keys, task.STEPS) for _ in range(n)]
+        rows = [task.sample_row(rng, keys, task.STEPS, LARGEST) for _ in range(n)]
         chats = [row["prompt"] for row in rows]
         prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        solutions = [with_questions(task.solve(row["problem"], rng), rng) for row in rows]
-        return [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, solutions)]
+        return [{"prompt": x, "completion": with_questions(row["answer"], rng)} for x, row in zip(prompts, rows)]
 
     model = task.train_lm("policy", tokenizer, model, total, make_rows, LEARNING_RATE, rng, BATCH)
     model.save_pretrained(folder)
     task.save_tokenizer(tokenizer, folder)
+    for split, rows in splits.items():
+        task.save_jsonl(folder / f"{split}.jsonl", [{x: row[x] for x in ("prompt", "answer", "steps")} for row in rows])
 
 
 # ---- Runs and the table ----------------------------------------------------------------------------------------------
 
+GRADED = ("asked", "own_right", "asked_right")
+EVAL_FNS = [f"benchmark/mini_gsm8k/calculator.py:{name}" for name in GRADED]
 SETTINGS = {
-    "dataset_name": "benchmark/mini_gsm8k",
     "reward_fns": "benchmark/mini_gsm8k/gsm8k_reward.py:correctness",
-    "eval_fns": "benchmark/mini_gsm8k/calculator.py:asked",
     "num_eval_prompts": 400,
     "num_sample_generations": 0,
     "rloo_k": 8,
     "per_device_train_batch_size": 128,
     "total_episodes": 3072,
     "local_rollout_forward_batch_size": 512,
-    "response_length": 48,
+    "response_length": 64,
     "temperature": 1.0,
     "learning_rate": 5e-4,
 }
-FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
-GRADES = "greedy/score", "sampled/score", "greedy/asked", "sampled/asked"
-
-
-def names_of(row: str) -> list[str]:
-    return [f"{row}__{seed}" for seed in SEEDS]
-
-
-NAMES = [name for row in ROWS for name in names_of(row)]
+FLAGS = ["--eval_fns", *EVAL_FNS, *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))]
+GRADES = [f"{mode}/{name}" for mode in ("greedy", "sampled") for name in ("score", *GRADED)]
 
 
 def train(records: common.Records, runs: Path, row: str, seed: int):
     """Trains and records a run; one that was stopped goes on."""
-    folder = runs / f"{row}__{seed}"
-    taught = runs / "taught"
-    if not (taught / "tokenizer_config.json").is_file():
-        teach(taught)
-    command = [*ROWS[row].split(), *FLAGS, "--seed", str(seed), "--sft_model_path", taught.relative_to(common.ROOT)]
+    folder, taught = runs / f"{row}__{seed}", runs / f"taught__{seed}"
+    if not (taught / "train.jsonl").is_file():
+        teach(taught, seed)
+    data = taught.relative_to(common.ROOT)
+    command = [*ROWS[row].split(), *FLAGS, "--seed", str(seed), "--sft_model_path", data, "--dataset_name", data]
+    command += ["--dataset_test_split", "validation" if seed == CHOICE else "test"]
     if not (folder / "model.safetensors").is_file():
         common.run_logged([sys.executable, *command, "--resume", "--output_dir", folder], Path(f"{folder}.log"))
     evaluations = common.read_lines(folder / "evaluations.jsonl")
-    found = {when: {name: x[name] for name in GRADES} for when, x in zip(("before", "after"), evaluations)}
+    found = {when: {name: x[name] for name in GRADES if name in x} for when, x in zip(("before", "after"), evaluations)}
     updates = common.read_lines(folder / "metrics.jsonl")
     seconds = sum(x[name] for x in updates for name in x if name.startswith("time/"))
     found["rollouts"] = sum(x["time/rollout"] for x in updates) / seconds
     records.add(folder.name, command=" ".join(map(str, command)), **found)
 
 
-def table(records: common.Records) -> str:
-    """Of runs that have a record: right answers, questions, and the rollouts' share of the time."""
-    rows = [["calculator", "RLOO", "right, greedy, %", "sampled, %", "asked, greedy", "sampled", "time in rollouts, %"]]
+def table(records: common.Records, seeds: tuple[int, ...]) -> str:
+    """Of runs that have a record: right answers, questions, own results, and the rollouts' share of the time."""
+    head = ["calculator", "RLOO", "right, greedy, %", "sampled, %", "asked, greedy", "sampled", "own results right, %"]
+    rows = [[*head, "time in rollouts, %"]]
     for row in ROWS:
-        found = [records.all[name] for name in names_of(row) if name in records.all]
+        found = [records.all[f"{row}__{seed}"] for seed in seeds if f"{row}__{seed}" in records.all]
         for when in ("before", "after"):
-            cells = [common.plus_minus([x[when][name] for x in found], 100) for name in GRADES[:2]]
-            cells += [common.plus_minus([x[when][name] for x in found], decimals=2) for name in GRADES[2:]]
+            values = {name: [x[when][name] for x in found if name in x[when]] for name in GRADES}
+            cells = [common.plus_minus(values[name], 100) for name in ("greedy/score", "sampled/score")]
+            cells += [common.plus_minus(values[name], decimals=2) for name in ("greedy/asked", "sampled/asked")]
+            cells.append(common.plus_minus(values["sampled/own_right"], 100))
             cells.append(common.plus_minus([x["rollouts"] for x in found], 100, 0) if when == "after" else "")
             rows.append([row, when, *cells])
     return common.markdown(rows)
 
 
 def compared(records: common.Records) -> str:
-    """After RLOO: right answers with the calculator less those without, in points."""
+    """With the calculator less without, in points, before and after RLOO; and what RLOO adds to questions."""
+
+    def of(row, when, name):
+        return [records.all[f"{row}__{seed}"][when][name] for seed in SEEDS]
+
+    def interval(ours, theirs, factor, decimals):
+        found = common.difference(*([factor * x for x in values] for values in (ours, theirs)))
+        return common.with_interval(found, decimals)
+
     lines = []
-    for name in GRADES[:2]:
-        ours, theirs = ([100 * records.all[run]["after"][name] for run in names_of(row)] for row in ROWS)
-        lines.append(f"{name}, with less without: {common.with_interval(common.difference(ours, theirs))}")
+    for mode in ("greedy", "sampled"):
+        score, questions = f"{mode}/score", f"{mode}/asked"
+        for when in ("before", "after"):
+            points = interval(of("with", when, score), of("without", when, score), 100, 1)
+            lines.append(f"{mode}, {when} RLOO, right with less without: {points}")
+        for row in ROWS:
+            added = interval(of(row, "after", questions), of(row, "before", questions), 1, 2)
+            lines.append(f"{mode}, {row}, questions after less before: {added}")
     return "\n".join(lines)
 
 
-def main(teach_into: Path | None = None, again: bool = False):
+def main(seeds: tuple[int, ...] = SEEDS, again: bool = False):
     """Trains what has no record and prints the table.
 
     Args:
-        teach_into: only writes the taught policy into this folder
+        seeds: of the runs and the table that is printed; README.md's table has all but the one of the choice
         again: trains what has a record too; it is compared with the record, and nothing is written
     """
-    if teach_into:
-        return teach(teach_into)
-    records, runs = common.Records(HERE / "calculator.json", again), common.folder_of_runs("calculator", again)
-    for seed in SEEDS:
+    records, runs = (
+        common.Records(HERE / "calculator.json", again),
+        common.folder_of_runs(f"calculator_{LARGEST}", again),
+    )
+    for seed in seeds:
         for row in ROWS:
             if records.needs(f"{row}__{seed}", "after"):
                 train(records, runs, row, seed)
-    if records.added and records.complete(NAMES, "README.md's table"):
-        common.insert(HERE / "README.md", {"calculator": table(records)})
-    print(table(records))
-    if set(NAMES) <= records.all.keys():
+    print(table(records, seeds))
+    if CHOICE not in seeds and records.complete([f"{row}__{seed}" for row in ROWS for seed in SEEDS], "the page"):
+        common.insert(HERE / "README.md", {"calculator": table(records, SEEDS)})
         print(compared(records))
 
 

@@ -1,4 +1,4 @@
-"""Tests of calculator.py: the tool, the solutions with questions, and the table."""
+"""Tests of calculator.py: the tool, the grades, the problems, the policy that asks, and the table."""
 
 import os
 import random
@@ -32,32 +32,48 @@ def test_the_calculator_answers_the_computation_at_the_end(text, answer):
     assert calculator.calculate(text) == answer
 
 
-def test_solutions_with_questions_have_right_results_there_and_held_out_problems_are_known():
+def test_questions_are_counted_and_results_checked_by_their_mark():
+    texts = ["3 + 4? 7. 7 - 2? 6. 6 + 1 = 7.", "3 * 4 = 13. 13 - 15 = -2. #### -2", "How? 5"]
+    assert calculator.asked([], texts, []) == [2.0, 0.0, 1.0]
+    assert calculator.own_right([], texts, []) == [1.0, 0.5, None]
+    assert calculator.asked_right([], texts, []) == [0.5, None, None]
+
+
+def test_a_share_of_the_results_of_right_solutions_is_asked_for():
     rng = random.Random(1)
-    number = right = 0
-    for _ in range(200):
-        problem = mini_gsm8k.sample_problem(rng, 3)
-        text = calculator.with_questions(mini_gsm8k.solve(problem, rng), rng)
-        for part in text.split(". "):
-            if "?" in part:
-                asked, result = part.split("?")
-                number += 1
-                right += calculator.calculate(asked + "?") == result.rstrip(".")
-    assert number == right and 180 < number < 320  # of about 490 steps
-    assert calculator.asked([], ["3 + 4? 7. 7 - 2? 5.", "5"], []) == [2.0, 0.0]
+    solutions = [mini_gsm8k.solve(mini_gsm8k.sample_problem(rng, 3, calculator.LARGEST)) for _ in range(200)]
+    texts = [calculator.with_questions(solution, rng) for solution in solutions]
+    assert [text.replace("?", " =") for text in texts] == solutions
+    assert calculator.ASK - 0.05 < sum(calculator.asked([], texts, [])) / 600 < calculator.ASK + 0.05
+    for grade in (calculator.own_right, calculator.asked_right):
+        assert {x for x in grade([], texts, []) if x is not None} == {1.0}
 
 
-def test_no_lesson_is_a_held_out_problem():
-    keys = calculator.held_out()
-    assert len(keys) == 1_400  # 400 and 1,000, one of each key
-    rng = random.Random(1)
-    problems = [mini_gsm8k.sample_problem(rng, count) for count in (1, 2, 3) for _ in range(20)]
-    assert all(calculator.key_of(mini_gsm8k.solve(problem)) == mini_gsm8k.key(problem) for problem in problems)
+def test_no_computation_is_in_two_splits_or_twice_in_one_and_numbers_are_large():
+    splits, keys = calculator.make_splits(random.Random(1))
+    rows = [row for split in splits.values() for row in split]
+    assert len(keys) == len(rows) == sum(calculator.SIZES.values())
+    assert {mini_gsm8k.key(row["problem"]) for row in rows} == keys
+    firsts = [row["problem"]["first"] for row in rows]
+    assert max(firsts) == calculator.LARGEST and sum(firsts) / len(firsts) > calculator.LARGEST / 4
 
 
-def test_flags_are_known_and_the_policy_that_asks_is_written(tmp_path):
+def test_numbers_up_to_20_are_still_drawn_as_the_shipped_problems_were():
+    """The builder's first draws, which larger numbers must not move."""
+    rng, keys = random.Random(1), set()
+    for split in ("test", "validation"):
+        for shipped in rloo.load_rows(str(HERE), split):
+            row = mini_gsm8k.sample_row(rng, keys, mini_gsm8k.STEPS)
+            keys.add(mini_gsm8k.key(row["problem"]))
+            assert {name: row[name] for name in shipped} == shipped
+
+
+def test_flags_are_known_and_the_policy_that_asks_is_written_with_its_problems(tmp_path):
     args = tyro.cli(rloo.Args, args=calculator.FLAGS, use_underscores=True)
-    assert args.total_episodes > 0 and args.temperature == 1.0
-    calculator.teach(tmp_path / "taught", total=32)
-    assert rloo.load_tokenizer(args, tmp_path / "taught").eos_token_id == 2
-    assert (tmp_path / "taught" / "model.safetensors").read_bytes() != (HERE / "sft" / "model.safetensors").read_bytes()
+    assert args.total_episodes > 0 and args.temperature == 1.0 and len(args.eval_fns) == 3
+    calculator.teach(tmp_path, seed=1, total=32)
+    assert rloo.load_tokenizer(args, tmp_path).eos_token_id == 2
+    assert (tmp_path / "model.safetensors").read_bytes() != (HERE / "sft" / "model.safetensors").read_bytes()
+    for split, size in calculator.SIZES.items():
+        rows = rloo.load_rows(str(tmp_path), split)
+        assert len(rows) == size and {*rows[0]} == {"prompt", "answer", "steps"}

@@ -62,24 +62,25 @@ def apply(x: int, sign: str, y: int) -> int:
     return {"+": x + y, "-": x - y, "*": x * y}[sign]
 
 
-def sample_problem(rng: random.Random, count: int) -> dict:
-    """A problem of `count` steps: its text, first number, steps [(sign, number), ...] and a number that does not
-    matter, or None."""
+def sample_problem(rng: random.Random, count: int, largest: int = 20) -> dict:
+    """A problem of `count` steps: its text, first number, at most `largest`, steps [(sign, number), ...] and a number
+    that does not matter, or None."""
+    factor, change = largest * 9 // 20, largest * 12 // 20  # the largest number of boxes, and of what comes or goes
     steps, (n, m), idle = [], rng.sample(NAMES, 2), rng.randint(2, 20)
     words = {"n": n, "m": m, "i": rng.choice(ITEMS), "p": rng.choice(PLACES)}
     if rng.random() < 0.4:
-        first, b = rng.randint(2, 9), rng.randint(2, 9)
+        first, b = rng.randint(2, factor), rng.randint(2, 9)
         steps.append(("*", b))
         sentences = [rng.choice(BEGIN["*"]).format(a=first, b=b, **words)]
     else:
-        first = rng.randint(3, 20)
+        first = rng.randint(3, largest)
         sentences = [rng.choice(BEGIN["has"]).format(a=first, **words)]
     number = first * steps[0][1] if steps else first
     while len(steps) < count:
         last = len(steps) == count - 1  # the last step may ask what somebody else has
-        signs = ["+", "+"] + ["-", "-"] * (number > 3) + ["*"] * (last and number <= 12)
+        signs = ["+", "+"] + ["-", "-"] * (number > 3) + ["*"] * (last and number <= change)
         sign = rng.choice(signs)
-        b = rng.randint(2, 4) if sign == "*" else rng.randint(2, min(12, number - 1) if sign == "-" else 12)
+        b = rng.randint(2, 4) if sign == "*" else rng.randint(2, min(change, number - 1) if sign == "-" else change)
         steps.append((sign, b))
         number = apply(number, sign, b)
         asked = last and (sign == "*" or rng.random() < 0.5)
@@ -124,12 +125,12 @@ def solve(problem: dict, rng: random.Random | None = None) -> str:
     return " ".join(lines) + end.format(number)
 
 
-def sample_row(rng: random.Random, held_out: set, shares: tuple[float, ...]) -> dict:
+def sample_row(rng: random.Random, held_out: set, shares: tuple[float, ...], largest: int = 20) -> dict:
     """One row of the data, and its problem, whose key is not in `held_out`; `shares` of problems of 1, 2, ... steps."""
     (count,) = rng.choices(range(1, len(shares) + 1), shares)
-    problem = sample_problem(rng, count)
+    problem = sample_problem(rng, count, largest)
     while key(problem) in held_out:
-        problem = sample_problem(rng, count)
+        problem = sample_problem(rng, count, largest)
     return {"prompt": chat(problem["text"]), "answer": solve(problem), "steps": count, "problem": problem}
 
 
