@@ -139,12 +139,17 @@ def train(records: common.Records, runs: Path, row: str, seed: int):
     command += ["--dataset_test_split", "validation" if seed == CHOICE else "test"]
     if not (folder / "model.safetensors").is_file():
         common.run_logged([sys.executable, *command, "--resume", "--output_dir", folder], Path(f"{folder}.log"))
-    evaluations = common.read_lines(folder / "evaluations.jsonl")
-    found = {when: {name: x[name] for name in GRADES if name in x} for when, x in zip(("before", "after"), evaluations)}
+    records.add(folder.name, command=" ".join(map(str, command)), **found_in(folder))
+
+
+def found_in(folder: Path) -> dict:
+    """Grades before and after a run, without those that no completion has, and the rollouts' share of the time."""
+    before, after = (
+        {name: x[name] for name in GRADES if name in x} for x in common.read_lines(folder / "evaluations.jsonl")
+    )
     updates = common.read_lines(folder / "metrics.jsonl")
     seconds = sum(x[name] for x in updates for name in x if name.startswith("time/"))
-    found["rollouts"] = sum(x["time/rollout"] for x in updates) / seconds
-    records.add(folder.name, command=" ".join(map(str, command)), **found)
+    return {"before": before, "after": after, "rollouts": sum(x["time/rollout"] for x in updates) / seconds}
 
 
 def table(records: common.Records, seeds: tuple[int, ...]) -> str:
@@ -164,24 +169,18 @@ def table(records: common.Records, seeds: tuple[int, ...]) -> str:
 
 
 def compared(records: common.Records) -> str:
-    """With the calculator less without, in points, before and after RLOO; and what RLOO adds to questions."""
+    """What the calculator adds to right answers after RLOO, and what RLOO adds to questions."""
 
-    def of(row, when, name):
-        return [records.all[f"{row}__{seed}"][when][name] for seed in SEEDS]
-
-    def interval(ours, theirs, factor, decimals):
-        found = common.difference(*([factor * x for x in values] for values in (ours, theirs)))
-        return common.with_interval(found, decimals)
+    def of(row, when, name, factor=1):
+        return [factor * records.all[f"{row}__{seed}"][when][name] for seed in SEEDS]
 
     lines = []
-    for mode in ("greedy", "sampled"):
-        score, questions = f"{mode}/score", f"{mode}/asked"
-        for when in ("before", "after"):
-            points = interval(of("with", when, score), of("without", when, score), 100, 1)
-            lines.append(f"{mode}, {when} RLOO, right with less without: {points}")
-        for row in ROWS:
-            added = interval(of(row, "after", questions), of(row, "before", questions), 1, 2)
-            lines.append(f"{mode}, {row}, questions after less before: {added}")
+    for name in ("greedy/score", "sampled/score"):
+        points = common.difference(of("with", "after", name, 100), of("without", "after", name, 100))
+        lines.append(f"{name} after RLOO, with less without, in points: {common.with_interval(points)}")
+    for row in ROWS:
+        added = common.difference(of(row, "after", "sampled/asked"), of(row, "before", "sampled/asked"))
+        lines.append(f"sampled/asked {row}, after less before: {common.with_interval(added, 2)}")
     return "\n".join(lines)
 
 
@@ -192,10 +191,8 @@ def main(seeds: tuple[int, ...] = SEEDS, again: bool = False):
         seeds: of the runs and the table that is printed; README.md's table has all but the one of the choice
         again: trains what has a record too; it is compared with the record, and nothing is written
     """
-    records, runs = (
-        common.Records(HERE / "calculator.json", again),
-        common.folder_of_runs(f"calculator_{LARGEST}", again),
-    )
+    records = common.Records(HERE / "calculator.json", again)
+    runs = common.folder_of_runs(f"calculator_{LARGEST}", again)
     for seed in seeds:
         for row in ROWS:
             if records.needs(f"{row}__{seed}", "after"):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -77,3 +78,14 @@ def test_flags_are_known_and_the_policy_that_asks_is_written_with_its_problems(t
     for split, size in calculator.SIZES.items():
         rows = rloo.load_rows(str(tmp_path), split)
         assert len(rows) == size and {*rows[0]} == {"prompt", "answer", "steps"}
+
+
+def test_the_page_has_the_table_and_the_intervals_of_the_records():
+    records = calculator.common.Records(HERE / "calculator.json")
+    page = " ".join((HERE / "README.md").read_text().split())
+    assert " ".join(calculator.table(records, calculator.SEEDS).split()) in page
+    intervals = re.findall(r"(?m): (.*)$", calculator.compared(records))
+    assert len(intervals) == 4 and not [interval for interval in intervals if interval not in page]
+    assert {*records.all} == {f"{row}__{seed}" for row in calculator.ROWS for seed in (1, *calculator.SEEDS)}
+    choice = [" --dataset_test_split validation" in record["command"] for record in records.all.values()]
+    assert sum(choice) == 2 and " --dataset_test_split validation" in records.all["with__1"]["command"]
