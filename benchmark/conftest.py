@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 
-from rloo_test import forkserver, read_metrics, rloo, write_rows  # noqa: E402  (which keeps to one thread and off the network)
+# It keeps to one thread and off the network; `tiny` is a fixture.
+from rloo_test import forkserver, read_metrics, rloo, tiny, write_rows  # noqa: E402, F401
 
 STARTED = {}  # module -> folder, what its `begin` returned
 MINI = ROOT / "benchmark" / "mini_tldr"

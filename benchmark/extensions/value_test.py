@@ -3,10 +3,9 @@
 import pytest
 import torch
 from conftest import MINI, load
-from safetensors.torch import load_file
 
 import rloo
-from rloo_test import resumed_at, without_times
+from rloo_test import final_weights, resumed_at, without_times
 
 
 def test_gae_equals_a_loop_over_the_policys_tokens():
@@ -34,13 +33,8 @@ def test_with_a_value_of_0_an_update_is_that_of_reinforce_without_a_baseline(run
 
     monkeypatch.setattr(rloo, "advantage", no_baseline)
     _, plain = run(token_level_kl=True, **flags)
-    begin, ours, theirs = (weights_of(path) for path in (MINI / "sft", folder, plain))
+    begin, ours, theirs = (final_weights(path) for path in (MINI / "sft", folder, plain))
     assert (ours - theirs).norm() < 1e-3 * (theirs - begin).norm()
-
-
-def weights_of(folder) -> torch.Tensor:
-    weights = load_file(folder / "model.safetensors")
-    return torch.cat([weights[name].flatten().double() for name in sorted(weights)])
 
 
 @pytest.fixture

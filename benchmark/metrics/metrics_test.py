@@ -1,5 +1,5 @@
 """What a run leaves and what happens at its edges: the page names all that is written; runs that are ended, killed or
-logged; trackers that die; reward functions in odd places.
+logged; reward functions in odd places.
 
 python -m pytest -q benchmark/metrics
 """
@@ -18,37 +18,20 @@ import pytest
 from kill_runs import common
 
 import rloo
-from rloo_test import forkserver
+from rloo_test import command, forkserver, read_metrics
 
 PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    """A folder with a policy, data and reward functions."""
-    folder = tmp_path_factory.mktemp("files")
-    kill_runs.save_policy(folder / "policy")
-    rows = [json.dumps({"prompt": f"a post about {n}"}) for n in range(40)]  # the last four are held out
-    (folder / "data.jsonl").write_text("\n".join(rows))
-    functions = "def brief(completions, **columns):\n    return [-len(x) for x in completions]\n\n\nwords = brief\n"
-    (folder / "plain.py").write_text(functions)
-    return folder
-
-
 @pytest.fixture
-def train(files, monkeypatch):
-    """Runs `python rloo.py` in that folder: three updates, if not told otherwise."""
-    monkeypatch.chdir(files)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def train(tiny):
+    """Runs `python rloo.py`: three updates, if not told otherwise."""
 
     def run(output, *flags, **changed):
-        given = {"sft_model_path": "policy", "dataset_name": "data.jsonl", "output_dir": output, "device": "cpu"}
-        given |= {"rloo_k": 2, "per_device_train_batch_size": 4, "response_length": 4, "num_sample_generations": 0}
-        given |= {"total_episodes": 12, "reward_fns": "plain.py:brief"} | changed
-        rloo.command_line([*(word for name, value in given.items() for word in (f"--{name}", str(value))), *flags])
+        given = {"per_device_train_batch_size": 4, "total_episodes": 12, "num_eval_prompts": 4} | changed
+        rloo.command_line([*command(tiny, output, **given), *flags])
 
-    yield run
-    sys.modules.pop("plain", None)
+    return run
 
 
 def saved(output: Path) -> set[str]:
@@ -59,9 +42,9 @@ def saved(output: Path) -> set[str]:
 
 
 def test_the_page_has_the_files_metrics_and_grades_that_a_run_writes(train, tmp_path):
-    reward = {"reward_model_path": common.TASK / "reward", "eval_fns": "plain.py:words"}
-    train(tmp_path, "--log_completions", **reward, total_episodes=4, save_steps=1)
-    (metrics,) = common.read_lines(tmp_path / "metrics.jsonl")
+    functions = {"reward_fns": "rloo_test:constant_reward", "eval_fns": "rloo_test:count_tokens"}
+    train(tmp_path, "--log_completions", **functions, total_episodes=4, save_steps=1)
+    (metrics,) = read_metrics(tmp_path)
 
     def first_column(head):
         return re.findall(r"`(.*?)`", " ".join(re.findall(r"(?m)^\| ([^|]*) \|", PAGE.split(head)[1].split("\n\n")[0])))
@@ -71,10 +54,10 @@ def test_the_page_has_the_files_metrics_and_grades_that_a_run_writes(train, tmp_
     assert [name for name in names if not any(re.fullmatch(name, x) for x in metrics)] == []
     for file in first_column("| in `output_dir`"):
         assert file == "adapter/" or (tmp_path / file.replace("<update>", "1")).exists(), file
-    grades = ("length", "score", "words", "rewards/reward_model", "rewards/brief")
+    grades = ("length", "score", "count_tokens", "rewards/reward_model", "rewards/constant_reward")
     ends = [end for end in ("", "_stderr", "_count") if not end or f"*{end}`" in PAGE]
     expected = {f"{mode}/{x}{end}" for mode in ("sampled", "greedy") for x in grades for end in ends}
-    written = common.read_lines(tmp_path / "evaluations.jsonl")
+    written = read_metrics(tmp_path, "evaluations")
     assert [{*x} - {"update", "episode"} for x in written] == [expected] * 2
 
 
@@ -90,9 +73,9 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, mo
     train(output, "--track", wandb_project_name="project", wandb_entity="team")
     assert started[0].items() >= {"project": "project", "entity": "team", "name": "out"}.items()
     assert [step for step, _ in logged] == [0, 0, 1, 2, 3, 3, 3]
-    assert [x for _, x in logged[2:5]] == common.read_lines(output / "metrics.jsonl")
-    samples = [x for x in common.read_lines(output / "completions.jsonl") if x["mode"] == "sampled"]
-    for n, evaluation in enumerate(common.read_lines(output / "evaluations.jsonl")):
+    assert [x for _, x in logged[2:5]] == read_metrics(output)
+    samples = [x for x in read_metrics(output, "completions") if x["mode"] == "sampled"]
+    for n, evaluation in enumerate(read_metrics(output, "evaluations")):
         (_, table), (_, values) = logged[5 * n : 5 * n + 2]
         assert values == {f"eval/{name}": x for name, x in evaluation.items()}
         columns, rows = table["samples"]
