@@ -5,7 +5,6 @@ python -m pytest -q benchmark/metrics
 """
 
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -104,13 +103,6 @@ def begin(folder: Path):
 
 def end_some(folder: Path):
     """One run of each kind; the scripts end more."""
-
-    def start(function, *inputs):
-        process = multiprocessing.get_context("fork").Process(target=function, args=inputs)
-        process.start()
-        return process
-
-    kill_runs.start = start
     found = {"killed": kill_runs.run(folder / "kill", kills=1, seed=1)}
     found["ended"] = end_runs.run(folder / "ends", number=1, seed=1)
     (folder / "found.json").write_text(json.dumps(found))
