@@ -54,7 +54,7 @@ def begin(folder: Path):
 def test_some_bugs_others_each_day_are_caught_and_one_that_is_not_is_said(started):
     """One change becomes harmless. Only a call with all bugs writes the page."""
     folder, (process, names, page) = started
-    process.join()
+    process.join(200)
     said = (folder / "log").read_text()
     assert process.exitcode == 1 and said.endswith(f"not caught: {names[0]}\n"), said
     assert (HERE / "README.md").read_bytes() == page

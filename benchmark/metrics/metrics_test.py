@@ -111,7 +111,7 @@ def end_some(folder: Path):
 @pytest.fixture(scope="module")
 def ended(started) -> dict:
     folder, process = started
-    process.join()
+    process.join(200)
     return json.loads((folder / "found.json").read_text())
 
 
