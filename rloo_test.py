@@ -272,10 +272,16 @@ def on_two_processes(folder: Path, function, *inputs):
     logs = [folder / f"log{rank}" for rank in range(2)]
     both = [(rank, port, log, function, inputs) for rank, log in enumerate(logs)]
     processes = [forkserver().Process(target=one_of_two, args=x, daemon=False) for x in both]
-    for process in processes:
-        process.start()
+
+    def start():  # waits until the server has imported what it needs
+        for process in processes:
+            process.start()
+
+    starting = threading.Thread(target=start)
+    starting.start()
 
     def wait() -> list[Path]:
+        starting.join()
         for process in processes:
             process.join(100)
             process.kill()
