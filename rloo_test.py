@@ -20,6 +20,7 @@ import os
 import pickle
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -829,20 +830,37 @@ def test_a_gap_of_rounding_is_none_and_bfloat16_rounds_more():
             rloo.check_gap(Args(dtype=dtype), torch.tensor([0.0, 6 * rounding]))
 
 
-def test_group_rows_can_be_cut_out(tiny, tmp_path):
-    """Without the block, and with plain rows where it chose: two updates in plain rows end as with it."""
+def cut(*sections: tuple[str, str]) -> types.ModuleType:
+    """rloo.py without what is between these titles, and with plain rows."""
     source = Path(rloo.__file__).read_text()
-    begin, end = source.index("# ---- Group rows"), source.index("# ---- Command line")
-    without = types.ModuleType("without_group_rows")
-    without.__file__ = rloo.__file__
-    without.choose_layout = lambda args, model, longest: setattr(model, "layout", "plain")
-    exec(compile(source[:begin] + source[end:], rloo.__file__, "exec"), vars(without))
+    for begin, end in sections:
+        source = source[: source.index(f"# ---- {begin}")] + source[source.index(f"# ---- {end}") :]
+    module = types.ModuleType("rloo")
+    module.__file__ = rloo.__file__
+    module.choose_layout = lambda args, model, longest: setattr(model, "layout", "plain")
+    exec(compile(source, rloo.__file__, "exec"), vars(module))
+    return module
+
+
+def test_group_rows_can_be_cut_out(tiny, tmp_path):
+    """Two updates in plain rows end as with it."""
     ends = []
-    for module in (rloo, without):
+    for name, module in (("whole", rloo), ("without", cut(("Group rows", "Command line")))):
         flags = {"layout": "plain", "log_completions": True, "total_episodes": 32, "num_eval_prompts": 2}
-        module.main(Args(**run_flags(tiny, tmp_path / module.__name__, **flags)))
-        ends.append(end_of(tmp_path / module.__name__))
+        module.main(Args(**run_flags(tiny, tmp_path / name, **flags)))
+        ends.append(end_of(tmp_path / name))
     assert ends[0] == ends[1]
+
+
+def test_a_loop_of_ones_own_needs_neither_the_run_nor_evaluation_files_and_group_rows(monkeypatch):
+    """... and its first update draws the same completions as with them."""
+    scores = []
+    for module in (rloo, cut(("The run", "Data"), ("Files of a run", "Command line"))):
+        monkeypatch.setitem(sys.modules, "rloo", module)
+        torch.manual_seed(0)
+        loop = runpy.run_path(str(Path(rloo.__file__).parent / "benchmark" / "extensions" / "own_loop.py"))
+        scores.append(loop["main"]()[2])
+    assert scores[0][0] == scores[1][0] and len(scores[1]) == 3
 
 
 def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_again():
