@@ -90,11 +90,15 @@ def main():
     parser.add_argument("--output", type=Path, default=Path("plot.png"), help="the picture")
     args = parser.parse_args()
     common.require(matplotlib="matplotlib")
+    runs = []
     for run in args.runs:
-        for name in ("args.json", "metrics.jsonl"):
-            if not (run / name).is_file():
-                sys.exit(f"plot.py: {run} has no {name}; name output folders of rloo.py")
-    draw(args.runs, args.output)
+        if (run / "args.json").is_file() and (run / "metrics.jsonl").is_file():
+            runs.append(run)
+        else:
+            print(f"{run}: left out; it has no args.json or no metrics.jsonl")
+    if not runs:
+        sys.exit("plot.py: name output folders of rloo.py")
+    draw(runs, args.output)
 
 
 if __name__ == "__main__":
