@@ -46,7 +46,7 @@ def main():
     # 2. Log π of given completions, here one per prompt.
     given = [tokenizer(text)["input_ids"] + stop_ids for text in (" cat trouble", " keys gone")]
     ids, _ = rloo.pad(given)
-    batch = rloo.make_batch(examples, ids[None], stop_ids)  # (1, 2, T)
+    batch = rloo.make_batch(examples, ids[None].to(policy.device), stop_ids)  # (1, 2, T)
     with torch.no_grad():
         logprobs, _ = rloo.completion_logprobs(policy, batch, args.temperature)
     print("log π", logprobs[0].sum(-1).tolist())

@@ -183,6 +183,8 @@ def fault(model, layout: str, *expected) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}".partition("\n")[0][:90]
     limits = {name: CLOSE_GRADIENT if name == "gradient" else CLOSE for name in found}
+    if layout == "plain":  # a hybrid's own cache is less exact, by up to 0.002; what check_gap allows is no fault
+        limits["sampling"] = 0.01
     return ", ".join(f"{name} {x:.1g} off" for name, x in found.items() if not x < limits[name])
 
 
