@@ -811,6 +811,7 @@ def undefined_name(inputs, output):
         ("step_attention", lambda _, x: 0.5 * x, rloo.InputError, "what samples is not the policy"),
         ("group_attention", lambda _, x: x.flip(1), rloo.InputError, "what samples is not the policy"),
         ("sample", lambda _, x: (x[0], x[1] - 0.02), rloo.InputError, "log-probs differ by 0.02"),
+        ("advantage", lambda _, x: x[..., 0], AssertionError, r"not \(k, B, 1 or T\)"),
     ],
 )
 def test_a_mistake_in_an_edit_ends_the_run_before_a_step_and_nothing_falls_back(
@@ -2404,6 +2405,24 @@ def test_an_error_after_an_update_saves_it(whole, tiny, tmp_path, monkeypatch):
     run(tiny, output, resume=True)
     assert torch.equal(final_weights(output), final_weights(whole))
     assert [update["update"] for update in read_metrics(output)] == [1, 2, 3, 6]
+
+
+def test_a_sampler_that_differs_ends_the_run_and_the_updates_before_are_saved(tiny, tmp_path, monkeypatch):
+    rollouts, check_gap = spy(monkeypatch, "collect"), rloo.check_gap
+    monkeypatch.setattr(rloo, "check_gap", lambda args, gaps: check_gap(args, gaps + (len(rollouts) == 3)))
+    with pytest.raises(rloo.InputError, match="what samples is not the policy"):
+        run(tiny, tmp_path / "out", num_eval_prompts=0, save_steps=0)
+    assert saved_updates(tmp_path / "out") == [2]
+
+
+def test_a_process_that_is_killed_while_it_cuts_a_file_leaves_all_of_it(tmp_path, monkeypatch):
+    write_rows(tmp_path / "metrics.jsonl", [{"update": 1}, {"update": 2}])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Path, "replace", error)
+        rloo.cut_file(tmp_path / "metrics.jsonl", [1])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert rloo.cut_file(tmp_path / "metrics.jsonl", [1]) == [{"update": 1}] == read_metrics(tmp_path)
 
 
 def test_a_run_that_failed_before_it_had_a_result_begins_anew_by_the_same_command(tiny, tmp_path, monkeypatch):

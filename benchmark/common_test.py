@@ -137,7 +137,7 @@ def test_the_index_has_numbers_of_the_pages_that_it_links_to_and_commands_that_a
     assert [path for path in scripts if not (common.HERE / path).is_file()] == []
 
 
-def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_path, monkeypatch):
+def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     for name, training, grade in (("a", {"objective/kl": 1.0}, "sampled/win"), ("b", {}, "sampled/other")):
         (tmp_path / name).mkdir()
@@ -157,6 +157,9 @@ def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_p
     lines.clear()
     plot.draw([tmp_path / "a"], tmp_path / "plot.png")
     assert list(lines) == ["score", "KL from the reference"]
+    monkeypatch.setattr(sys, "argv", ["plot.py", *(str(tmp_path / name) for name in ("a", "b", "none"))])
+    plot.main()
+    assert lines["score"] == 2 and "none: left out" in capsys.readouterr().out
 
 
 # ---- Every page ------------------------------------------------------------------------------------------------------

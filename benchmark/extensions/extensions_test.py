@@ -52,6 +52,7 @@ def test_each_file_runs_with_its_commands(command, data, tmp_path, monkeypatch):
     assert metrics["grad_norm"] > 0 or "maxrl" in command  # which may find no right answer
     args = json.loads((tmp_path / "out/args.json").read_text())
     assert args["replaced"].keys() >= replaced_by(Path(words[1]).stem)
+    assert f"{Path(words[1]).stem}:" in str(args["replaced"]) and "__main__" not in str(args["replaced"])
     assert args.get("entropy_coef") == (0.02 if "entropy" in command else None)
 
 
@@ -236,8 +237,10 @@ def test_dapo_leaves_out_groups_of_equal_scores(run, monkeypatch):
     flags = {"reward_fns": f"{__file__}:length_of_some", "reward_model_path": None, "kl_coef": 0.0}
     flags |= {"max_grad_norm": 0.0, "loss_mean": "tokens", "seed": 3}
     (plain,), _ = run("grpo", **flags)
-    seen = spy(monkeypatch, "improve")
+    seen, collected = (spy(monkeypatch, name) for name in ("improve", "collect"))
     (changed,), _ = run("dapo", **flags)
+    untouched = collected[0][1].batch  # as other files find it
+    assert untouched.policy_mask.equal(untouched.response_mask)
     experience = seen[0][0][4]
     lengths = experience.batch.response_mask.sum(-1)
     unequal = experience.scores[0] != experience.scores[1]  # k = 2

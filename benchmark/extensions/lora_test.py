@@ -139,8 +139,9 @@ def test_rounding_of_a_policy_in_bfloat16_is_no_reason_to_refuse_it(lora, tmp_pa
 def test_what_cannot_be_adapted_is_refused_in_a_line(lora):
     with pytest.raises(rloo.InputError, match="^--lora_rank: GPT2LMHeadModel has no torch.nn.Linear in its layers$"):
         lora.add_adapters(trial_args(), small_model("gpt2"))
-    with pytest.raises(rloo.InputError, match="^--lora_rank 0: must be at least 1$"):
-        lora.add_adapters(trial_args(lora_rank=0), small_model("llama"))
+    for flags in ({"lora_rank": 0}, {"lora_rank": -1}, {"lora_alpha": 0}):
+        with pytest.raises(rloo.InputError, match="^--lora_rank, --lora_alpha: must be above 0$"):
+            lora.load_models(trial_args(**flags), 8, None)
 
 
 def test_the_learning_rate_of_adapters_is_ten_times_that_of_all_weights_unless_given(lora):
