@@ -1,0 +1,146 @@
+"""What every benchmark does: runs, their records, means and intervals over seeds, tables in Markdown.
+
+A record is a line of records/<study>.jsonl: a run's name, its command, what was measured, and `made`: the commit of
+rloo.py, versions, machine and date. Of two lines with one name the later one counts. This file needs numpy alone, so
+that environments with TRL can import it.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RUNS = ROOT / "runs"  # may be deleted
+sys.path.insert(0, str(ROOT))
+
+
+# ---- Runs and records ------------------------------------------------------------------------------------------------
+
+
+def run(command: Sequence, folder: Path, **environment: str) -> Path:
+    """Runs a command with --output_dir `folder` from the top folder, on one thread unless told otherwise. Its output
+    goes to <folder>.log. A complete run is not repeated; a stopped run continues if the command has --resume."""
+    if (folder / "done").is_file():
+        print(f"{folder} is complete", flush=True)
+        return folder
+    words = [*map(str, command), "--output_dir", str(folder)]
+    print(f"running {folder}", flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.log", "a", encoding="utf-8") as log:
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | environment
+        subprocess.run(words, check=True, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+    (folder / "done").touch()
+    return folder
+
+
+def lines(file: Path) -> list[dict]:
+    """Returns the objects of a file of JSON lines, [] if there is no such file."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def seconds(update: dict) -> float:
+    """Returns the seconds of an update, a line of metrics.jsonl, without loading, evaluating and saving."""
+    return sum(value for name, value in update.items() if name.startswith("time/"))
+
+
+def commit() -> str:
+    """Returns the last commit of rloo.py, with ", changed" if the file differs from it."""
+
+    def git(*words):
+        command = ["git", *words, "--", "rloo.py"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    found = git("log", "-1", "--format=%h") or "unknown"
+    return f"{found}, changed" if git("status", "--porcelain") else found
+
+
+def provenance() -> dict[str, str]:
+    """Returns what makes a record: commit of rloo.py, versions, machine and date."""
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers")}
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {"rloo.py": commit(), **versions, "machine": machine, "date": datetime.date.today().isoformat()}
+
+
+class Records(dict):
+    """Name -> record of records/<study>.jsonl. With `again`, `add` compares with the record and writes nothing."""
+
+    def __init__(self, study: str, again: bool = False):
+        self.file = HERE / "records" / f"{study}.jsonl"
+        self.again = again
+        super().__init__((record["name"], record) for record in lines(self.file))
+
+    def add(self, name: str, **found):
+        if self.again:
+            for key, now in found.items():
+                print(f"{name}, {key}: recorded {self.get(name, {}).get(key)}, now {now}", flush=True)
+            return
+        self[name] = {"name": name, **found, "made": provenance()}
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self[name], ensure_ascii=False) + "\n")
+
+
+def made_by(records: Sequence[dict]) -> str:
+    """Returns a sentence about the commits, dates and old gradings of records, most frequent first."""
+    kinds = []
+    for record in records:
+        made = record.get("made", {})
+        kind = f"rloo.py {made.get('rloo.py', 'unknown')}, {made.get('date', 'no date')}"
+        kinds.append(f"{kind}, {made['graded']}" if "graded" in made else kind)
+    counts = sorted({(-kinds.count(kind), kind) for kind in kinds})
+    return "Records: " + "; ".join(f"{-count} of {kind}" for count, kind in counts) + "."
+
+
+# ---- Means and intervals over seeds ----------------------------------------------------------------------------------
+
+
+def mean_and_error(values) -> tuple[float, float]:
+    """Returns the mean and its standard error, which is NaN for fewer than three values."""
+    values = np.asarray(values, float)
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 2 else math.nan
+
+
+def t_quantile(freedom: float, outside: float) -> float:
+    """Returns the t of Student's distribution beyond which a share `outside` lies, on both sides together.
+
+    With t = √freedom · tan(angle) the density is proportional to cos(angle)^(freedom - 1), here summed over midpoints.
+    """
+    angles = (np.arange(200_000) + 0.5) / 200_000 * math.pi / 2
+    beyond = np.cumsum((np.cos(angles) ** (freedom - 1))[::-1])[::-1]
+    return math.sqrt(freedom) * math.tan(angles[np.searchsorted(-beyond, -outside * beyond[0])])
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float], of: int = 1) -> tuple[float, float, float]:
+    """Returns the difference of two means over seeds and the ends of its 95% interval (Welch's t). With `of` intervals
+    in a table, all of them hold together with 95% (Bonferroni)."""
+    parts = [np.var(x, ddof=1) / len(x) for x in (ours, theirs)]
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs)))
+    mean = float(np.mean(ours) - np.mean(theirs))
+    half = t_quantile(freedom, 0.05 / of) * math.sqrt(sum(parts))
+    return mean, mean - half, mean + half
+
+
+# ---- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def plus_minus(values, decimals: int = 1) -> str:
+    """Returns "mean ± standard error" over seeds, without an error for fewer than three."""
+    mean, error = mean_and_error(values)
+    return f"{mean:.{decimals}f}" + ("" if math.isnan(error) else f" ± {error:.{decimals}f}")
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table whose head is the first row."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
