@@ -1,4 +1,4 @@
-"""Mini TL;DR: OpenAI's TL;DR summarisation benchmark in miniature, made from a seed.
+"""Mini TL;DR: OpenAI's TL;DR summarization benchmark in miniature, made from a seed.
 
     python benchmark/mini_tldr/mini_tldr.py                                   # about 40 minutes, on one core
     python benchmark/mini_tldr/mini_tldr.py --quick --output_dir /tmp/mini    # under a minute, smaller
@@ -221,6 +221,14 @@ def gold_win_rate(prompts, completions, completion_ids=None, *, facts, completio
     return [(x > y) + 0.5 * (x == y) for x, y in zip(ours, theirs)]
 
 
+FEELINGS = ("angry", "envious", "jealous", "sad", "guilty", "lonely", "anxious", "happy", "ashamed", "hurt", "scared")
+
+
+def short_and_feeling(completions, **columns):
+    """A reward that can be fooled: 1 for at most twelve words of which one is a feeling, else 0."""
+    return [float(len(text.split()) <= 12 and any(word in text for word in FEELINGS)) for text in completions]
+
+
 # ---- Sizes and tokenizer ---------------------------------------------------------------------------------------------
 
 SIZES = {
@@ -335,7 +343,6 @@ def generate(model, tokenizer, prompts, temperature, length=48):
     import rloo
 
     args = rloo.Args(response_length=length, local_rollout_forward_batch_size=256)
-    model.layout = "plain"
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of like length need little padding
     examples = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in order]
     batch, _ = rloo.rollout(args, model, examples, 1, temperature, [tokenizer.eos_token_id])
@@ -535,7 +542,6 @@ def scores_of(model, tokenizer, rows, texts):
 
     ids, _ = rloo.pad(tokenizer([text + tokenizer.eos_token for text in texts]).input_ids)
     examples = [{"prompt_ids": tokenizer(row["prompt"]).input_ids} for row in rows]
-    model.layout = "plain"
     return rloo.reward_of_model(model, 128, rloo.make_batch(examples, ids[None], [tokenizer.eos_token_id]))[0].tolist()
 
 

@@ -1,11 +1,10 @@
 """The TL;DR win rate: a language model says whether a completion or the reference is better. A function for --eval_fns:
 
-    pip install -r benchmark/tldr/requirements.txt
     OPENAI_API_KEY=... python rloo.py --total_episodes 0 --eval_fns benchmark/tldr/judge.py:win_rate ...
 
-The protocol is that of TRL's published win rates, see README.md: one question per completion, with the two summaries in
-an order that a coin decides for each post; the answer is one token; a completion wins if the judge names it, and loses
-if the judge names the reference or neither. There are no ties, and equal texts are asked about as well.
+The protocol is that of TRL's published win rates: one question for each completion, with the two summaries in an order
+that a coin decides for each post; the answer is one token. A completion wins if the judge names it, and loses if the
+judge names the reference or neither. There are no ties, and equal texts are asked about as well.
 
 Sources in huggingface/trl, each with its commit:
     docs/source/rloo_trainer.md, 1894146fb                  command; 33.0%, 51.2%
@@ -15,28 +14,24 @@ Sources in huggingface/trl, each with its commit:
     examples/scripts/evals/judge_tldr.py, 203b1ae97         greedy, 200 tokens
     trl/trainer/judges.py, 51c69f5bf                        question, coin, one token
 
-Environment variables: JUDGE_MODEL (default gpt-4o-mini), JUDGE_CACHE (default runs/judge.jsonl), and those of the
-client: OPENAI_API_KEY, which is in no output, and OPENAI_BASE_URL for another server than OpenAI's. An answer is
-written to the cache as it comes, so a repeated command asks only what has no answer yet.
+Environment variables: OPENAI_API_KEY, which is in no output; OPENAI_BASE_URL for another server that speaks OpenAI's
+protocol; JUDGE_MODEL (default gpt-4o-mini); JUDGE_CACHE (default runs/judge.jsonl). An answer is written to the cache
+as it comes, so a repeated command asks only what has no answer yet.
 """
 
 import ast
-import hashlib
 import importlib.util
 import json
 import os
 import random
 import threading
+import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 from tqdm import tqdm
-
-try:
-    import openai
-except ModuleNotFoundError:
-    raise SystemExit("judge.py needs more packages: pip install -r benchmark/tldr/requirements.txt") from None
 
 QUESTION = """\
 I am making a leaderboard of language models. Two of them were given the instruction below; compare what they wrote, as
@@ -54,70 +49,77 @@ Output of model "1":
 Which model's output is better, more relevant and of higher quality? The order of the two means nothing. Answer with
 the model's identifier alone, 0 or 1: only the first character of your answer is read.
 """
-REQUESTS = 8  # at once
-CLIENT = {"max_retries": 8, "timeout": 60.0}  # of each request; the client waits longer before each retry, up to 8 s
+AT_ONCE = 8  # questions
+WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each repetition of a question
 
 
 def win_rate(prompts, completions, completion_ids=None, *, completion=None, messages=None, **columns) -> list[float]:
-    """1 where the judge prefers a completion to the row's reference, else 0. The reference is the column `completion`,
-    or the last of `messages`."""
-    references = completion or messages
-    if references is None:
-        raise ValueError("judge.py: the data has no reference: it needs a column `completion` or `messages`")
-    model = os.environ.get("JUDGE_MODEL", "gpt-4o-mini")
-    questions, names = [], []
-    for prompt, ours, theirs in zip(map(text_of, prompts), completions, map(text_of, references), strict=True):
+    """Returns 1 where the judge prefers a completion to the row's reference, else 0. The reference is the column
+    `completion`, or the last of `messages`."""
+    template, questions, names = question_of_trl() or QUESTION, [], []
+    for prompt, ours, reference in zip(map(text_of, prompts), completions, completion or messages, strict=True):
         ours_first = random.Random(prompt).random() < 0.5  # the same order in each run, and for each model
-        first, second = (ours, theirs) if ours_first else (theirs, ours)
-        questions.append(template().format(prompt=prompt, response0=first.strip(), response1=second.strip()))
+        pair = [ours.strip(), text_of(reference).strip()]
+        first, second = pair if ours_first else reversed(pair)
+        questions.append(template.format(prompt=prompt, response0=first, response1=second))
         names.append("0" if ours_first else "1")
-    answers = ask_all(model, questions)
+    answers = ask_all(os.environ.get("JUDGE_MODEL", "gpt-4o-mini"), questions)
     unclear = sum(answer not in ("0", "1") for answer in answers)
-    tqdm.write(f"judge {model}: {unclear} of {len(answers)} answers are neither 0 nor 1 and count as losses")
+    tqdm.write(f"judge: {unclear} of {len(answers)} answers are neither 0 nor 1 and count as losses")
     return [float(answer == name) for answer, name in zip(answers, names, strict=True)]
 
 
 def text_of(text: str | list[dict]) -> str:
-    """A text, or that of a chat's last message."""
+    """Returns a text, or the text of a chat's last message."""
     return text if isinstance(text, str) else text[-1]["content"]
 
 
-@cache
-def template() -> str:
-    """TRL's question, read from its source without importing it, if trl 0.19.1 is installed; else QUESTION."""
+def question_of_trl() -> str | None:
+    """Returns TRL's question, read from its source without importing it, if trl 0.19.1 is installed."""
     spec = importlib.util.find_spec("trl")
     source = Path(spec.origin).parent / "trainer/judges.py" if spec and spec.origin else Path()
     for node in ast.parse(source.read_text("utf-8")).body if source.is_file() else ():
         if isinstance(node, ast.Assign) and node.targets[0].id == "DEFAULT_PAIRWISE_SYSTEM_PROMPT":
             tqdm.write(f"judge: TRL's question, from {source}")
             return ast.literal_eval(node.value)
-    tqdm.write("judge: this file's own question; with `pip install trl==0.19.1` it is TRL's")
-    return QUESTION
+    tqdm.write("judge: this file's own question; after `pip install --no-deps trl==0.19.1` it is TRL's")
+    return None
 
 
 def ask_all(model: str, questions: list[str]) -> list[str]:
-    """The answers. The cache has a line [key, answer] for each model and question that was answered."""
-    file = Path(os.environ.get("JUDGE_CACHE", "runs/judge.jsonl"))
+    """Returns the answers. The cache has a line [model, question, answer] for each question that was answered."""
+    file, lock = Path(os.environ.get("JUDGE_CACHE", "runs/judge.jsonl")), threading.Lock()
     file.parent.mkdir(parents=True, exist_ok=True)
-    answers = {}
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        if line.endswith('"]'):  # else it is empty, or was cut when a run was killed
-            key, answer = json.loads(line)
-            answers[key] = answer
-    keys = [hashlib.sha256(json.dumps([model, question]).encode()).hexdigest() for question in questions]
-    todo = {key: question for key, question in zip(keys, questions, strict=True) if key not in answers}
-    client, lock = openai.OpenAI(**CLIENT), threading.Lock()
+    lines = file.read_text().splitlines() if file.is_file() else []
+    known = [json.loads(line) for line in lines if line.endswith('"]')]  # a killed run may leave half a line
+    answers = {asked: answer for of, asked, answer in known if of == model}
 
-    def ask(key: str):
-        messages = [{"role": "user", "content": todo[key]}]
+    def answer_to(question: str):
+        answer = ask(model, question)
+        with lock, file.open("a") as cache:
+            answers[question] = answer
+            cache.write("\n" + json.dumps([model, question, answer]))  # the newline comes first, after half a line
+
+    missing = [question for question in dict.fromkeys(questions) if question not in answers]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(tqdm(pool.map(answer_to, missing), total=len(missing), desc=f"judge {model}", unit="answer"))
+    return [answers[question] for question in questions]
+
+
+def ask(model: str, question: str) -> str:
+    """Returns the server's answer of one token. A busy or failing server is asked again."""
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    url = os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1") + "/chat/completions"
+    for wait in (*WAITS, None):
         try:
-            reply = client.chat.completions.create(model=model, messages=messages, max_tokens=1)
-        except openai.OpenAIError as error:  # servers may repeat the key
-            raise RuntimeError(f"judge {model}: {error}".replace(client.api_key, "***")) from None
-        with lock, file.open("a") as lines:
-            answers[key] = (reply.choices[0].message.content or "")[:8]
-            lines.write("\n" + json.dumps([key, answers[key]]))  # the newline first, after a line that was cut
-
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        list(tqdm(pool.map(ask, todo), total=len(todo), desc=f"judge {model}", unit="answer"))
-    return [answers[key] for key in keys]
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return (json.load(reply)["choices"][0]["message"]["content"] or "")[:8]
+        except urllib.error.HTTPError as error:
+            if wait is None or (error.code != 429 and error.code < 500):
+                raise RuntimeError(f"judge {model}: {url} answers {error.code}") from None
+        except OSError as error:  # no connection, or no answer in time
+            if wait is None:
+                raise RuntimeError(f"judge {model}: {url}: {error}") from None
+        time.sleep(wait)
