@@ -4,76 +4,78 @@
     python benchmark/plot.py runs/* --output mine.png
 
 It reads metrics.jsonl and evaluations.jsonl, also of runs that have not ended. The legend has the names of the folders,
-and the flags in args.json by which the runs differ.
+and the flags in args.json by which the runs differ. study.py draws its pictures with `courses`.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import common  # noqa: E402
+import runs
+import tyro
 
 TRAINING = {"objective/scores": "score, training prompts", "objective/kl": "KL from the reference, nats"}
-SMOOTHED = 20  # a point is the mean of so large a part of the updates: 1 / SMOOTHED
+COURSE = {"sampled/score": "score: what is trained on", "sampled/gold_win_rate": "wins by the judge, %"}
+SMOOTHED = 20  # a point is the mean of a 20th of the updates
 
 
-def course(axis, x: Sequence[float], lines, **options):
-    """The mean of lines (seeds, points) over x, and their range where there are several."""
-    lines = np.asarray(lines, float)
-    (drawn,) = axis.plot(x, lines.mean(0), **options)
-    if len(lines) > 1:
-        axis.fill_between(x, lines.min(0), lines.max(0), color=drawn.get_color(), alpha=0.18, lw=0)
+def canvas(rows: int, columns: int, height: float = 3.2, **options):
+    """Returns a figure and its axes (rows, columns)."""
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        sys.exit("plot.py needs one more package: pip install matplotlib")
+    plt.switch_backend("Agg")
+    style = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 10, "legend.frameon": False}
+    plt.rcParams.update(style)
+    size = (4 * columns, height * rows)
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
 
 
-def smoothed(values: Sequence[float], window: int) -> np.ndarray:
-    """The mean of each value and the window - 1 before it; as many points as there are whole windows."""
-    return np.convolve(values, np.ones(window) / window, "valid")
+def save(figure, file: Path):
+    figure.savefig(file, dpi=110)
+    print(f"picture: {file}")
 
 
-def held_out_grades(evaluations: list[dict]) -> list[str]:
-    """Names of the grades of sampled completions, without their length."""
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """Returns the name of each run, with its values of up to three flags that are not equal in all runs."""
+    flags = [json.loads((folder / "args.json").read_text()) for folder in folders]
+    differ = [name for name in flags[0] if any(other.get(name) != flags[0][name] for other in flags)]
+    shown = [name for name in differ if name not in ("output_dir", "exp_name", "resume", "command")][:3]
+    values = [[f"{name} {str(own.get(name))[-30:]}" for name in shown] for own in flags]  # the end of a long path
+    return [",\n".join([folder.resolve().name, *own]) for folder, own in zip(folders, values)]
+
+
+def grades_of(evaluations: Sequence[dict]) -> list[str]:
+    """Returns the names of the grades of sampled completions, without their length."""
     names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("sampled/"))
     return [name for name in names if f"{name}_stderr" in names and name != "sampled/length"]
 
 
-def labels(runs: Sequence[Path]) -> list[str]:
-    """The name of each run, with its values of up to three flags that are not equal in all runs."""
-    flags = [json.loads((run / "args.json").read_text()) for run in runs]
-    differ = [name for name in flags[0] if any(other.get(name) != flags[0][name] for other in flags)]
-    others = ("output_dir", "exp_name", "resume", "replaced", "model_name_or_path")
-    shown = [name for name in differ if name not in others][:3]
-    values = [[f"{name} {str(own.get(name))[-30:]}" for name in shown] for own in flags]  # the end of a long path
-    return [",\n".join([run.resolve().name, *own]) for run, own in zip(runs, values)]
-
-
-def draw(runs: Sequence[Path], output: Path):
-    """A panel for each metric of training and each grade; a colour for each run."""
-    metrics = [common.read_lines(run / "metrics.jsonl") for run in runs]
-    files = [run / "evaluations.jsonl" for run in runs]
-    evaluations = [common.read_lines(file) if file.is_file() else [] for file in files]  # some runs have none
-    grades = held_out_grades([line for lines in evaluations for line in lines])
-    columns = len(TRAINING) + len(grades)
-    figure, (axes,) = common.canvas(columns, 4 * columns, 4)
-    for number, label in enumerate(labels(runs)):
+def side_by_side(folders: Sequence[Path], output: Path):
+    """Draws a panel for each metric of training and for each grade, with a color for each run."""
+    evaluations = [runs.lines(folder / "evaluations.jsonl") for folder in folders]
+    grades = grades_of([line for lines in evaluations for line in lines])
+    figure, (axes,) = canvas(1, len(TRAINING) + len(grades), height=4)
+    for number, (folder, label) in enumerate(zip(folders, labels(folders))):
         style = {"color": f"C{number}", "label": label}
         for axis, name in zip(axes, TRAINING):
-            lines = [line for line in metrics[number] if name in line]  # no KL without a reference
-            window = max(1, len(lines) // SMOOTHED)
-            episodes = [line["episode"] for line in lines[window - 1 :]]
+            lines = [line for line in runs.lines(folder / "metrics.jsonl") if name in line]  # no KL without a reference
+            width = max(1, len(lines) // SMOOTHED)
             if lines:
-                course(axis, episodes, [smoothed([line[name] for line in lines], window)], **style)
+                means = np.convolve([line[name] for line in lines], np.ones(width) / width, "valid")
+                axis.plot([line["episode"] for line in lines[width - 1 :]], means, **style)
         for axis, name in zip(axes[len(TRAINING) :], grades):
             found = [
-                (line["episode"], line[name], line[f"{name}_stderr"]) for line in evaluations[number] if name in line
+                [line[x] for x in ("episode", name, f"{name}_stderr")] for line in evaluations[number] if name in line
             ]
             if found:
-                episodes, means, errors = zip(*found)
-                axis.errorbar(episodes, means, errors, marker="o", ms=4, capsize=2, **style)
+                axis.errorbar(*np.transpose(found), marker="o", ms=4, capsize=2, **style)
     titles = [*TRAINING.values(), *(f"{name.removeprefix('sampled/')}, held-out prompts" for name in grades)]
     for axis, title in zip(axes, titles):
         axis.set(title=title, xlabel="episodes (completions)")
@@ -81,25 +83,73 @@ def draw(runs: Sequence[Path], output: Path):
     figure.suptitle(
         f"Training: mean over 1/{SMOOTHED} of the updates. Held out: sampled, ± standard error over prompts"
     )
-    common.save(figure, output)
+    save(figure, output)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    parser.add_argument("--output", type=Path, default=Path("plot.png"), help="the picture")
-    args = parser.parse_args()
-    common.require(matplotlib="matplotlib")
-    runs = []
-    for run in args.runs:
-        if (run / "args.json").is_file() and (run / "metrics.jsonl").is_file():
-            runs.append(run)
-        else:
-            print(f"{run}: left out; it has no args.json or no metrics.jsonl")
-    if not runs:
+# ---- Studies ---------------------------------------------------------------------------------------------------------
+
+
+def courses(panels: dict[str, dict[str, list[dict]]], over: str, output: Path):
+    """Draws how runs went, seeds thin and their mean thick. panels: title -> label -> course of each seed, see
+    study.course. Over episodes a panel is a row of score, wins and KL; over √KL it is a column of score and wins."""
+    shown = COURSE if over == "kl" else COURSE | {"kl": "KL from the policy before training, nats"}
+    shape = (len(shown), len(panels)) if over == "kl" else (len(panels), len(shown))
+    figure, axes = canvas(*shape, **({"sharex": "col"} if over == "kl" else {}))
+    for title, column in zip(panels, axes.T if over == "kl" else axes):
+        for (measure, name), axis in zip(shown.items(), column):
+            for number, (label, found) in enumerate(panels[title].items()):
+                x, y = (np.array([course[key] for course in found]) for key in (over, measure))
+                x = np.sqrt(x) if over == "kl" else x
+                y = 100 * y if "%" in name else y
+                axis.plot(x.T, y.T, lw=0.6, alpha=0.5, color=f"C{number}")
+                axis.plot(x.mean(0), y.mean(0), lw=2, color=f"C{number}", label=label)
+            if over == "episode" or "%" in name:  # else each label begins somewhere else
+                axis.axhline(y[:, 0].mean(), ls="--", lw=1.2, color="black")
+            axis.set(title=name if over == "episode" else title, ylim=(0, None) if "%" in name else None)
+            if over == "kl":
+                axis.set(ylabel=name, title=title if axis is column[0] else "")
+        column[-1].set_xlabel("√KL from the policy before training, KL in nats" if over == "kl" else "")
+        column[0].legend(fontsize=8)
+    for axis in axes.flat if over == "episode" else ():
+        axis.set(xlabel="episodes (completions)")
+    figure.suptitle("Sampled summaries of held-out posts. Thin: seeds, thick: their mean, dashed: before training")
+    save(figure, output)
+
+
+def scatter(points: dict[str, list[tuple[float, float, float]]], names: Sequence[str], output: Path):
+    """Draws a point for each label, [x, y], each a mean and the ends of its interval. Labels stand on the right, in the
+    order of the points and so far apart that none covers another."""
+    figure, ((axis,),) = canvas(1, 1, height=5)
+    figure.set_size_inches(8, 5)
+    order = sorted(points, key=lambda label: points[label][1][0])
+    for number, label in enumerate(order):
+        (x, *x_ends), (y, *y_ends) = points[label]
+        color = f"C{number % 10}"
+        axis.plot(x_ends, [y, y], [x, x], y_ends, color=color, lw=1.2)
+        axis.plot(x, y, "o", ms=5, color=color)
+        height = (number + 0.5) / len(order)
+        axis.annotate(
+            label, (x, y), (1.04, height), textcoords="axes fraction", va="center", color=color,
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": color},
+        )  # fmt: skip
+    axis.set(xlabel=names[0], ylabel=names[1], title="means and 95% intervals")
+    save(figure, output)
+
+
+def main(folders: tyro.conf.Positional[tuple[Path, ...]], output: Path = Path("plot.png")):
+    """Draws runs of rloo.py side by side.
+
+    Args:
+        folders: output folders of runs
+        output: the picture
+    """
+    complete = [x for x in folders if (x / "args.json").is_file() and (x / "metrics.jsonl").is_file()]
+    for folder in set(folders) - set(complete):
+        print(f"{folder}: left out; it has no args.json or no metrics.jsonl")
+    if not complete:
         sys.exit("plot.py: name output folders of rloo.py")
-    draw(runs, args.output)
+    side_by_side(complete, output)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -31,7 +31,7 @@ def run(command: Sequence, folder: Path, **environment: str) -> Path:
     """Runs a command with --output_dir `folder` from the top folder, on one thread unless told otherwise. Its output
     goes to <folder>.log. A complete run is not repeated; a stopped run continues if the command has --resume."""
     if (folder / "done").is_file():
-        print(f"{folder} is complete", flush=True)
+        print(f"{folder} is complete, by rloo.py {made(folder)['rloo.py']}; delete it to repeat the run", flush=True)
         return folder
     words = [*map(str, command), "--output_dir", str(folder)]
     print(f"running {folder}", flush=True)
@@ -39,8 +39,13 @@ def run(command: Sequence, folder: Path, **environment: str) -> Path:
     with open(f"{folder}.log", "a", encoding="utf-8") as log:
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | environment
         subprocess.run(words, check=True, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
-    (folder / "done").touch()
+    (folder / "done").write_text(json.dumps(provenance()))
     return folder
+
+
+def made(folder: Path) -> dict[str, str]:
+    """Returns the provenance of a complete run."""
+    return json.loads((folder / "done").read_text())
 
 
 def lines(file: Path) -> list[dict]:
@@ -55,26 +60,24 @@ def seconds(update: dict) -> float:
     return sum(value for name, value in update.items() if name.startswith("time/"))
 
 
-def commit() -> str:
-    """Returns the last commit of rloo.py, with ", changed" if the file differs from it."""
+def provenance() -> dict[str, str]:
+    """Returns what makes a record: commit of rloo.py, versions, machine and date."""
 
     def git(*words):
         command = ["git", *words, "--", "rloo.py"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    found = git("log", "-1", "--format=%h") or "unknown"
-    return f"{found}, changed" if git("status", "--porcelain") else found
-
-
-def provenance() -> dict[str, str]:
-    """Returns what makes a record: commit of rloo.py, versions, machine and date."""
+    commit = git("log", "-1", "--format=%h") or "unknown"
+    if git("status", "--porcelain"):
+        commit += ", changed"
     versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers")}
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    return {"rloo.py": commit(), **versions, "machine": machine, "date": datetime.date.today().isoformat()}
+    return {"rloo.py": commit, **versions, "machine": machine, "date": datetime.date.today().isoformat()}
 
 
 class Records(dict):
-    """Name -> record of records/<study>.jsonl. With `again`, `add` compares with the record and writes nothing."""
+    """Name -> record of records/<study>.jsonl. With `again`, `add` compares with the record and writes nothing. `made`
+    may be given, for a run that was made before."""
 
     def __init__(self, study: str, again: bool = False):
         self.file = HERE / "records" / f"{study}.jsonl"
@@ -84,9 +87,12 @@ class Records(dict):
     def add(self, name: str, **found):
         if self.again:
             for key, now in found.items():
+                if key == "made":
+                    continue
                 print(f"{name}, {key}: recorded {self.get(name, {}).get(key)}, now {now}", flush=True)
             return
-        self[name] = {"name": name, **found, "made": provenance()}
+        self[name] = {"name": name, **found}
+        self[name].setdefault("made", provenance())
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self[name], ensure_ascii=False) + "\n")
 
@@ -121,9 +127,16 @@ def t_quantile(freedom: float, outside: float) -> float:
     return math.sqrt(freedom) * math.tan(angles[np.searchsorted(-beyond, -outside * beyond[0])])
 
 
+def interval(values: Sequence[float], of: int = 1) -> tuple[float, float, float]:
+    """Returns the mean of two or more values and the ends of its 95% interval (Student's t). With `of` intervals in a
+    table, all of them hold together with 95% (Bonferroni)."""
+    mean = float(np.mean(values))
+    half = t_quantile(len(values) - 1, 0.05 / of) * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return mean, mean - half, mean + half
+
+
 def difference(ours: Sequence[float], theirs: Sequence[float], of: int = 1) -> tuple[float, float, float]:
-    """Returns the difference of two means over seeds and the ends of its 95% interval (Welch's t). With `of` intervals
-    in a table, all of them hold together with 95% (Bonferroni)."""
+    """Returns the difference of two means over seeds and the ends of its 95% interval (Welch's t), as `interval`."""
     parts = [np.var(x, ddof=1) / len(x) for x in (ours, theirs)]
     freedom = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs)))
     mean = float(np.mean(ours) - np.mean(theirs))
