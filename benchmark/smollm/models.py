@@ -1,56 +1,67 @@
-"""What the chain needs besides RLOO: SFT, samples, a reward model that learns from pairs of them. All by functions of
-rloo.py, so that a prompt is read once for its completions."""
+"""What the study of synopses trains and grades besides RLOO, by functions of rloo.py: SFT, a reward model, baselines.
 
+    python benchmark/smollm/models.py sft --output_dir runs/sft
+    python benchmark/smollm/models.py sft --splits sft train --output_dir runs/sft_all
+    python benchmark/smollm/models.py sft --source runs/sft --as_rloo 100 --all_layers --output_dir runs/continued
+    python benchmark/smollm/models.py reward --source runs/sft --output_dir runs/reward
+    python benchmark/smollm/models.py best_of --source runs/sft --reward runs/reward --output_dir runs/best_of
+    python benchmark/smollm/models.py cut --output_dir runs/cut
+
+sft       on prompts and the maintainers' synopses; --as_rloo N: N steps on the packages of a run of N updates
+reward    a reward model: the lower 20 of the SFT model's 30 layers and a head, for the closeness of four of its samples
+best_of   the SFT model's sample with the highest score by the reward model among 16, of each test package
+cut       the words of the description, from one number to another, that have the highest ROUGE-L in validation
+"""
+
+import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import synopses
 import torch
 import transformers
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1]))
-import judges  # noqa: E402
-
+sys.path.insert(0, str(HERE.parents[1]))
 import rloo  # noqa: E402
 
-T, TEMPERATURE = 16, 1.0  # tokens of a completion at most
+LONGEST = 128  # tokens of a prompt; SFT leaves out the few that are longer
 LONGEST_SYNOPSIS = 20  # tokens that SFT reads of one
-LONGEST = 128  # tokens of a prompt; the few longer ones are left out here
 STOP = 2  # <|im_end|>
-REWARD_LAYERS = 20  # of 30, of which the upper half is trained
+SHORT = 64  # --max_prompt_length of the study's RLOO
+B = 8  # prompts of its updates
+REWARD_LAYERS = 20  # of 30, of which the upper part is trained
+SAMPLES = 4  # of each package that the reward model learns from
+GRADES = (synopses.closeness, synopses.rouge_l, synopses.keeps_all, synopses.plain_words)
 
 
-def flags(layout: str = "group", k: int = 4) -> rloo.Args:
-    lengths = {"response_length": T, "max_prompt_length": LONGEST, "local_rollout_forward_batch_size": 64}
-    return rloo.Args(layout=layout, rloo_k=k, dtype="bfloat16", device="cpu", **lengths)
+def flags(layout: str = "group", k: int = SAMPLES) -> rloo.Args:
+    return rloo.Args(layout=layout, rloo_k=k, response_length=16, temperature=1.0, dtype="bfloat16", device="cpu")
 
 
-def load(path: Path, dtype=torch.bfloat16, kind=transformers.AutoModelForCausalLM, layout="group", **options):
-    """A model as rloo.py loads it, and its tokenizer."""
-    model = rloo.read_model(flags(), path, dtype, kind, **options)
-    if hasattr(model, "score"):
-        model.score.float()
-    rloo.choose_layout(flags(layout), model, LONGEST)
-    return model, transformers.AutoTokenizer.from_pretrained(path)
+def examples_of(splits: list[str], tokenizer, limit: int | None = None) -> list[dict]:
+    """The examples of the first packages of splits."""
+    rows = []
+    for split in splits:
+        rows += rloo.load_rows(str(synopses.PREPARED), split)
+    return [rloo.prepare_example(row, tokenizer) for row in rows[:limit]]
 
 
-def read_examples(rows: list[dict], tokenizer) -> list[dict]:
-    """The examples of rows whose prompts are short enough."""
-    examples = [rloo.prepare_example(row, tokenizer) for row in rows]
-    return [example for example in examples if len(example["prompt_ids"]) <= LONGEST]
-
-
-def batch_of(examples: Sequence[dict], completions: Sequence[list[list[int]]]) -> rloo.Batch:
-    """Prompts with k completions each, as token ids up to the first stop."""
+def batch_of(items: list[tuple[dict, list[list[int]]]]) -> rloo.Batch:
+    """Examples with k completions each, as token ids up to the first stop."""
+    examples, completions = zip(*items, strict=True)
     k = len(completions[0])
-    longest = max(len(ids) for own in completions for ids in own)
-    rows = [own[j] + [STOP] * (longest - len(own[j])) for j in range(k) for own in completions]  # in the order (k, B)
+    longest = max(len(ids) for lanes in completions for ids in lanes)
+    rows = [lanes[j] + [STOP] * (longest - len(lanes[j])) for j in range(k) for lanes in completions]  # (k, B)
     return rloo.make_batch(list(examples), torch.tensor(rows).view(k, -1, longest), [STOP])
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def of_like_length(items: list, size: int, seed: int) -> list[list]:
@@ -63,123 +74,170 @@ def of_like_length(items: list, size: int, seed: int) -> list[list]:
     return [batches[i] for i in random.permutation(len(batches))]
 
 
-def fit(source: Path, items: list, loss_of: Callable, out: Path, size: int, learning_rate: float, **options):
-    """One epoch of AdamW on the upper half of the layers and a reward model's head, and saves. As in rloo.py a bfloat16
-    model is trained, with float32 weights and gradients. `loss_of` (model, items) is a sum over items: (example,
-    completions, ...)."""
-    out.mkdir(parents=True, exist_ok=True)
-    (master, tokenizer), (model, _) = (load(source, dtype, **options) for dtype in (torch.float32, torch.bfloat16))
+def fit(load: Callable, batches: list[list], loss_of: Callable, args):
+    """A step of AdamW on each batch, on the upper half of the layers and a head or on all weights. As in rloo.py a
+    bfloat16 model is trained, with float32 weights and gradients. `load(dtype)` reads the model; `loss_of(model,
+    items)` is a sum over items."""
+    master, model = load(torch.float32), load(torch.bfloat16)
     if hasattr(master, "score"):
+        model.score.float()
         torch.nn.init.normal_(master.score.weight, std=0.01)
-    rloo.copy_weights(model, master)
+        rloo.copy_weights(model, master)
     layers = master.config.num_hidden_layers
     upper = tuple(f"layers.{number}." for number in range(layers // 2, layers))
+    trained = []
     for name, weight in model.named_parameters():
-        if name == "score.weight" or any(layer in name for layer in upper):
-            own = master.get_parameter(name).requires_grad_(True)
-            weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(rloo.add_gradient, own))
-    trained = list(rloo.trained_weights(master).values())
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, fused=True)
-    batches = of_like_length(items, size, seed=1)
-    with (out / "log.jsonl").open("w", buffering=1) as log:
-        for step, chosen in enumerate(batches):
+        if args.all_layers or name == "score.weight" or any(layer in name for layer in upper):
+            trained.append(master.get_parameter(name).requires_grad_(True))
+            weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(rloo.add_gradient, trained[-1]))
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0, fused=True)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    with (args.output_dir / "metrics.jsonl").open("w", buffering=1) as log:
+        for step, items in enumerate(batches):
             begin = time.perf_counter()
-            loss = loss_of(model, chosen) / len(chosen)
+            loss = loss_of(model, items) / len(items)
             loss.backward()
             rise, fall = (step + 1) / max(1, len(batches) // 20), 1 - step / len(batches)
-            optimizer.param_groups[0]["lr"] = learning_rate * min(rise, fall)
+            optimizer.param_groups[0]["lr"] = args.learning_rate * min(rise, fall)
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             rloo.copy_weights(model, master)
-            line = {"step": step + 1, "items": len(chosen), "loss": loss.item(), "seconds": time.perf_counter() - begin}
+            line = {"update": step + 1, "loss": loss.item(), "time/train": time.perf_counter() - begin}
             log.write(json.dumps(line) + "\n")
     master.set_attn_implementation("sdpa")
-    for part in (master, tokenizer):
-        part.save_pretrained(out)
+    master.save_pretrained(args.output_dir)
 
 
-# ---- SFT -------------------------------------------------------------------------------------------------------------
-
-
-def sft(source: Path, rows: list[dict], out: Path, learning_rate: float = 2e-4, size: int = 32):
-    """Trains on prompts and synopses: the mean over pairs of the mean over tokens of -log π."""
+def sft(args, tokenizer):
+    """The loss is the mean over pairs of the mean over tokens of -log π."""
 
     def loss_of(model, items):
-        batch = batch_of(*zip(*items, strict=True))
+        batch = batch_of(items)
         logprobs, _ = rloo.completion_logprobs(model, batch, 1.0)
         return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    examples = read_examples(rows, tokenizer)
+    examples = examples_of(args.splits, tokenizer, args.limit)
+    if args.as_rloo:
+        examples = [example for example in examples if len(example["prompt_ids"]) <= SHORT]
+        examples = rloo.examples_of_update(examples, args.seed, 0, args.as_rloo * B)
+    examples = [example for example in examples if len(example["prompt_ids"]) <= LONGEST]
     texts = tokenizer([" " + example["columns"]["synopsis"] for example in examples])["input_ids"]
-    items = [(example, [ids[: LONGEST_SYNOPSIS - 1] + [STOP]]) for example, ids in zip(examples, texts, strict=True)]
-    fit(source, items, loss_of, out, size, learning_rate, layout="plain")  # a prompt has one completion
-
-
-# ---- Samples ---------------------------------------------------------------------------------------------------------
-
-
-def sample(policy: Path, rows: list[dict], k: int, out: Path):
-    """k completions of each prompt, with the judges' grades, into a file."""
-    model, tokenizer = load(policy)
-    lines = []
-    for begin in range(0, len(rows), 100):
-        rloo.set_seed(1)
-        examples = read_examples(rows[begin : begin + 100], tokenizer)
-        examples = sorted(examples, key=lambda example: len(example["prompt_ids"]))
-        batch, _ = rloo.rollout(flags(k=k), model, examples, k, TEMPERATURE, [STOP])
-        texts = rloo.completion_texts(batch, tokenizer)
-        synopses = [example["columns"]["synopsis"] for example in examples]
-        found = {"ids": batch.completion_ids(), "text": texts}
-        found |= {"closeness": judges.closeness(texts, synopses * k), "rouge_l": judges.rouge_l(texts, synopses * k)}
-        for b, example in enumerate(examples):
-            row = {"package": example["columns"]["package"], "prompt": example["prompt"], "synopsis": synopses[b]}
-            row |= {name: values[b :: len(examples)] for name, values in found.items()}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    out.write_text("".join(lines), encoding="utf-8")
+    items = [(example, [[*ids[: LONGEST_SYNOPSIS - 1], STOP]]) for example, ids in zip(examples, texts, strict=True)]
+    batches = of_like_length(items, args.size, args.seed)
+    while len(batches) < args.as_rloo:  # another pass
+        batches += of_like_length(items, args.size, args.seed + len(batches))
+    batches = batches[: args.as_rloo or None]
+    fit(partial(rloo.read_model, flags("plain"), args.source), batches, loss_of, args)  # a prompt has one completion
+    tokenizer.save_pretrained(args.output_dir)
 
 
 # ---- The reward model ------------------------------------------------------------------------------------------------
 
 
-def centred_error(scores: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
-    """Squared error in tenths, (B,), of scores (k, B), of each prompt less their mean: only differences are learned."""
-    return (10 * (scores - scores.mean(0) - gold + gold.mean(0))).square().mean(0)
+def sample(model, examples: list[dict], tokenizer, k: int) -> list[tuple[dict, list[list[int]], list[str]]]:
+    """Each example with the token ids and texts of k completions."""
+    found = []
+    for begin in range(0, len(examples), 100):
+        rloo.set_seed(1, begin)
+        some = sorted(examples[begin : begin + 100], key=lambda example: len(example["prompt_ids"]))
+        batch, _ = rloo.rollout(flags(k=k), model, some, k, 1.0, [STOP])
+        ids, texts = batch.completion_ids(), rloo.completion_texts(batch, tokenizer)
+        found += [(example, ids[b :: len(some)], texts[b :: len(some)]) for b, example in enumerate(some)]
+    return found
 
 
-def agreement(scores: torch.Tensor, gold: torch.Tensor, undecided: float = 0.0) -> float:
-    """Share of the pairs of (k, B), `undecided` ones aside, that both order alike; equal scores count half."""
-    better = gold[:, None] > gold[None] + undecided
-    margin = scores[:, None] - scores[None]
-    return (((margin > 0) + 0.5 * (margin == 0)) * better).sum().item() / better.sum().item()
-
-
-def scores_of(model, batch: rloo.Batch) -> torch.Tensor:
-    """Scores (k, B) of completions: the head, in float32, at their last tokens."""
+def scores_of(model, items: list[tuple]) -> torch.Tensor:
+    """Scores (k, B): the head, in float32, at the last tokens."""
+    batch = batch_of(items)
     hidden = rloo.completion_hidden(model, batch)
     last = batch.response_mask.sum(-1)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
     return model.score(hidden.gather(2, last).squeeze(2).float()).squeeze(-1)
 
 
-@torch.no_grad()
-def score_samples(model, rows: list[dict], tokenizer) -> torch.Tensor:
-    """Scores (k, B) of the completions of rows as `sample` writes them."""
-    examples = [{"prompt_ids": ids} for ids in tokenizer([row["prompt"] for row in rows])["input_ids"]]
-    ids = [row["ids"] for row in rows]
-    batches = [batch_of(examples[i : i + 8], ids[i : i + 8]) for i in range(0, len(rows), 8)]
-    return torch.cat([scores_of(model, batch) for batch in batches], dim=1)
-
-
-def reward_model(source: Path, samples: list[dict], out: Path, learning_rate: float = 1e-4, size: int = 16):
-    """The lower REWARD_LAYERS layers of the SFT model with a head for closeness, up to a constant of each prompt."""
-    rloo.set_seed(1)
+def reward(args, tokenizer):
+    """The loss is the squared error, in tenths, of scores (k, B) less the mean of their prompt: only differences
+    between the completions of a prompt are learned."""
 
     def loss_of(model, items):
-        examples, completions, gold = zip(*items, strict=True)
-        return centred_error(scores_of(model, batch_of(examples, completions)), torch.tensor(gold).T).sum()
+        scores = scores_of(model, [item[:2] for item in items])
+        gold = torch.tensor([item[2] for item in items]).T
+        return (10 * (scores - scores.mean(0) - gold + gold.mean(0))).square().mean(0).sum()
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    items = [({"prompt_ids": tokenizer(x["prompt"])["input_ids"]}, x["ids"], x["closeness"]) for x in samples]
+    model = rloo.read_model(flags(), args.source, torch.bfloat16)
+    items = []
+    for example, ids, texts in sample(model, examples_of(["reward"], tokenizer, args.limit), tokenizer, SAMPLES):
+        items.append((example, ids, synopses.closeness(texts, [example["columns"]["synopsis"]] * len(texts))))
     kind = transformers.AutoModelForSequenceClassification
-    fit(source, items, loss_of, out, size, learning_rate, kind=kind, num_labels=1, num_hidden_layers=REWARD_LAYERS)
+    options = {"auto_class": kind, "num_labels": 1, "num_hidden_layers": REWARD_LAYERS}
+    fit(partial(rloo.read_model, flags(), args.source, **options), of_like_length(items, args.size, 1), loss_of, args)
+    tokenizer.save_pretrained(args.output_dir)
+
+
+# ---- Baselines that are texts ----------------------------------------------------------------------------------------
+
+
+def write_grades(folder: Path, examples: list[dict], texts: list[str]):
+    """Writes the mean grades of a text of each example, as an evaluation of rloo.py does."""
+    columns = {name: [example["columns"][name] for example in examples] for name in ("synopsis", "package")}
+    prompts = [example["prompt"] for example in examples]
+    evaluation = {"update": 0}
+    for grade in GRADES:
+        values = np.array(grade(completions=texts, prompts=prompts, **columns))
+        evaluation[f"greedy/{grade.__name__}"] = values.mean()
+        evaluation[f"greedy/{grade.__name__}_stderr"] = values.std(ddof=1) / len(values) ** 0.5
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    lines = [{"package": package, "completion": text} for package, text in zip(columns["package"], texts, strict=True)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@torch.no_grad()
+def best_of(args, tokenizer, n: int = 16):
+    kind = transformers.AutoModelForSequenceClassification
+    judge = rloo.read_model(flags(), args.reward, torch.bfloat16, kind, num_labels=1)
+    judge.score.float()
+    policy = rloo.read_model(flags(), args.source, torch.bfloat16)
+    items = sample(policy, examples_of(["test"], tokenizer, args.limit), tokenizer, n)
+    texts = []
+    for begin in range(0, len(items), 8):
+        some = items[begin : begin + 8]
+        best = scores_of(judge, [item[:2] for item in some]).argmax(0).tolist()
+        texts += [item[2][j].strip() for item, j in zip(some, best, strict=True)]
+    write_grades(args.output_dir, [item[0] for item in items], texts)
+
+
+def cut(args, tokenizer):
+    def cuts(examples, begin, end):
+        return [" ".join(synopses.description(x["prompt"]).split()[begin:end]) for x in examples]
+
+    validation, test = (examples_of([split], tokenizer) for split in ("validation", "test"))
+    theirs = [example["columns"]["synopsis"] for example in validation]
+    ends = [(begin, begin + length) for begin in range(8) for length in range(2, 16)]
+    begin, end = max(ends, key=lambda x: np.mean(synopses.rouge_l(cuts(validation, *x), theirs)))
+    print(f"words {begin + 1} to {end}")
+    write_grades(args.output_dir, test, cuts(test, begin, end))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {function.__name__: function for function in (sft, reward, best_of, cut)}
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("--source", type=Path, default=synopses.PREPARED / "base", help="model that is read")
+    parser.add_argument("--reward", type=Path, help="reward model that chooses the best")
+    parser.add_argument("--splits", nargs="+", default=["sft"], help="that SFT trains on")
+    parser.add_argument("--as_rloo", type=int, default=0, help="steps of SFT, on the packages of as many updates")
+    parser.add_argument("--all_layers", action="store_true", help="train all weights, not the upper half of the layers")
+    parser.add_argument("--limit", type=int, help="packages")
+    parser.add_argument("--size", type=int, default=32, help="packages of a step")
+    parser.add_argument("--learning_rate", type=float, default=2e-4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rloo.set_seed(args.seed)
+    kinds[args.kind](args, transformers.AutoTokenizer.from_pretrained(args.source))
+
+
+if __name__ == "__main__":
+    main()

