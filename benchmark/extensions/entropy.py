@@ -1,10 +1,12 @@
-"""An entropy bonus for rloo.py, as in PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 9): the loss of a completion
-minus --entropy_coef times the entropy of its tokens' distributions, summed over the tokens that are learned from.
+"""An entropy bonus for rloo.py, as in PPO (Schulman et al. 2017, arXiv:1707.06347, equation 9).
 
     python benchmark/extensions/entropy.py --entropy_coef 0.02
 
-Replaces `block_logprobs`, whose entropies are only logged otherwise and have no gradient, wraps `Args` and
-`completion_loss`: import grpo.py before it.
+The loss of a completion is reduced by --entropy_coef times the entropy of its tokens' distributions, summed over the
+tokens that are learned from.
+
+Replaces `block_logprobs`, whose entropies are only logged otherwise and have no gradient; wraps `Args` and
+`completion_loss`. Import grpo.py before this file. Use this file or truncate.py, not both.
 """
 
 import sys
@@ -21,24 +23,23 @@ loss_without_bonus = rloo.completion_loss
 
 @dataclass
 class Args(rloo.Args):
-    entropy_coef: float = 0.01  # weight of the entropy, summed over a completion's tokens, in nats
+    entropy_coef: float = 0.01  # weight of the entropy in nats, summed over the tokens of a completion
 
 
 def completion_loss(args, experience, index, logprobs, old_logprobs, entropies):
     losses, *others = loss_without_bonus(args, experience, index, logprobs, old_logprobs, entropies)
     if args.mask_truncated_completions:
-        entropies = entropies * experience.batch.ended[:, index, None]
-    return losses - args.entropy_coef * entropies.sum(-1), *others  # (k, b)
+        entropies = entropies * experience.batch.ended[index][..., None]
+    return losses - args.entropy_coef * entropies.sum(-1), *others  # (m, b)
 
 
 def block_logprobs(model, hidden, tokens, temperature):
-    """As rloo.block_logprobs: log-probs (n,) of tokens, and entropies (n,) in nats, here with a gradient."""
+    """As rloo.block_logprobs: log-probs (n,) of tokens and entropies (n,) in nats. Here both have a gradient."""
     logprobs = F.log_softmax(rloo.final_logits(model, hidden) / temperature, dim=-1)  # (n, vocabulary)
     entropies = -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # a token of probability 0 adds 0
     return logprobs.gather(1, tokens[:, None]).squeeze(1), entropies
 
 
-rloo.require_original("block_logprobs")
 rloo.Args, rloo.completion_loss, rloo.block_logprobs = Args, completion_loss, block_logprobs
 
 if __name__ == "__main__":

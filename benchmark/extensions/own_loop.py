@@ -2,9 +2,8 @@
 
     python benchmark/extensions/own_loop.py
 
-Then log π of completions that you have. `class Batch` and `prepare_example` say what a batch and examples hold. On
-CUDA, call rloo.start_processes(torch.device("cuda:0")) first: it switches off cuDNN's attention, whose gradients can
-be NaN.
+Then it prints log π of given completions. `class Batch` and `prepare_example` describe batches and examples. On CUDA,
+call rloo.start_processes(torch.device("cuda:0")) first. It switches off cuDNN's attention, whose gradients can be NaN.
 """
 
 import sys
@@ -20,19 +19,18 @@ TEXTS = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
 
 
 def brevity(batch):
-    """Scores (k, B)."""
+    """Returns scores (k, B)."""
     return -batch.response_mask.sum(-1).float()
 
 
 def main():
     path = str(rloo.MINI_TLDR / "sft")
-    flags = {"response_length": 32, "per_device_train_batch_size": 8, "device": "cpu"}
+    flags = {"response_length": 32, "per_device_train_batch_size": 8, "learning_rate": 1e-4, "device": "cpu"}
     args = rloo.resolve_args(rloo.Args(sft_model_path=path, **flags))
     tokenizer = AutoTokenizer.from_pretrained(path)
     examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in TEXTS]
-    longest = max(len(example["prompt_ids"]) for example in examples)
-    master, policy, reference = rloo.load_models(args, longest, resumed=None)
-    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-4)
+    master, policy, reference = rloo.load_models(args, resumed=None)
+    optimizer = rloo.make_optimizer(args, master)
     stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
 
     # 1. Updates, as `main` makes them.

@@ -1,10 +1,13 @@
-"""Top-p and top-k for rloo.py: completions are drawn from the most likely tokens; log-probs are those of this policy.
+"""Top-p and top-k for rloo.py: completions are drawn from the most likely tokens, and log-probs are of that policy.
 
     python benchmark/extensions/truncate.py --top_p 0.9 FLAGS OF rloo.py
 
-Of the --top_k most likely tokens the fewest with a probability of at least --top_p are kept, and scaled up to 1; by the
-reference all, or the KL could be infinite. In training the policy's newest ones and sampled tokens are: exact in an
-update's first step. Replaces `block_logprobs` (as entropy.py does), wraps `Args`, `load_models`, `sample`.
+Of the --top_k most likely tokens, the fewest with a total probability of at least --top_p are kept, and scaled up to 1.
+The reference keeps all tokens, or the KL could be infinite. In training, the policy keeps those that are the most likely
+by its newest weights, and the sampled token. In the first step of an update this is exactly the sampler's distribution.
+
+Replaces `block_logprobs`; wraps `Args`, `resolve_args`, `check_args`, `check_model` and `sample`. Use this file or
+entropy.py, not both.
 """
 
 import sys
@@ -17,26 +20,38 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-load_all, sample = rloo.load_models, rloo.sample
-limits = {}  # top_k and top_p, by load_models
+resolve_flags, check_flags, check_model = rloo.resolve_args, rloo.check_args, rloo.check_model
+sample = rloo.sample
+ALL = {"top_p": 1.0, "top_k": 0}
+limits = dict(ALL)  # those of the flags, from resolve_args
 
 
 @dataclass
 class Args(rloo.Args):
-    top_p: float = 1.0  # at most 1: keeps all tokens
-    top_k: int = 0  # 0: keeps all tokens
+    top_p: float = 1.0  # at most 1, which keeps all tokens
+    top_k: int = 0  # 0: keep all tokens
 
 
-def load_models(args, longest, resumed):
+def resolve_args(args):
+    limits.update(top_p=args.top_p, top_k=args.top_k)
+    return resolve_flags(args)
+
+
+def check_args(args):
+    check_flags(args)
     rloo.require(0 < args.top_p <= 1 and args.top_k >= 0, "--top_p: above 0, at most 1; --top_k: 0 or more")
-    limits.update(top_k=args.top_k, top_p=args.top_p)
-    models = load_all(args, longest, resumed)
-    if args.kl_coef:
-        models[2].keeps_all = True
-    return models
 
 
-def left_out(logits):  # (n, vocabulary), divided by the temperature -> which tokens are left out, bool (n, vocabulary)
+def check_whole_model(args, *inputs):
+    """`check_model`, which compares the log-probs of the whole distribution."""
+    limits.update(ALL)
+    check_model(args, *inputs)
+    limits.update(top_p=args.top_p, top_k=args.top_k)
+
+
+def left_out(logits):
+    """Returns which tokens are left out, bool (n, vocabulary), for logits (n, vocabulary) divided by the
+    temperature."""
     kept = TopKLogitsWarper(limits["top_k"] or logits.shape[-1])(None, logits)
     return TopPLogitsWarper(limits["top_p"])(None, kept).isneginf()
 
@@ -46,15 +61,16 @@ def sample_kept(logits, temperature, uniform):
 
 
 def block_logprobs(model, hidden, tokens, temperature):
+    """As rloo.block_logprobs, of the tokens that are kept; the reference, which is not trained, keeps all."""
     logits = rloo.final_logits(model, hidden) / temperature
-    if not hasattr(model, "keeps_all"):
+    if any(weight.requires_grad for weight in model.parameters()):
         logits = logits.masked_fill(left_out(logits).scatter(1, tokens[:, None], False), -torch.inf)
     entropies = torch.distributions.Categorical(logits=logits.detach()).entropy()
     return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none"), entropies
 
 
-rloo.require_original("block_logprobs")
-rloo.Args, rloo.load_models, rloo.block_logprobs, rloo.sample = Args, load_models, block_logprobs, sample_kept
+rloo.Args, rloo.resolve_args, rloo.check_args, rloo.check_model = Args, resolve_args, check_args, check_whole_model
+rloo.block_logprobs, rloo.sample = block_logprobs, sample_kept
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -1,12 +1,12 @@
-"""Rollouts by vLLM for rloo.py.
+"""Completions by vLLM for rloo.py. This file has never run on a GPU.
 
     python benchmark/extensions/vllm_rollout.py FLAGS OF rloo.py
 
-How to install it: README.md beside this file. vLLM changes torch and transformers in the process that imports it, so it
-has a process of its own, which runs vllm_server.py. Each call of `rollout` writes the model's weights to a folder in
-memory, from which vLLM reads them. (This file is not called vllm.py, which `import vllm` would find.)
+README.md in this folder says how to install vLLM. vLLM changes torch and transformers in the process that imports it,
+so it has a process of its own, `serve`. Under torchrun each process of rloo.py starts one, on its own GPU. Each call of
+`rollout` writes the model's weights to a folder in memory, from which vLLM reads them.
 
-Replaces `rollout`: import it before lora.py and fsdp.py, which then hand it whole models.
+Replaces `rollout`. Import this file before lora.py, fsdp.py and turns.py, which call the `rollout` that they find.
 """
 
 import importlib.util
@@ -26,36 +26,41 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-SETTINGS = {  # further arguments of vllm.LLM, by the model's device; for more cache edit a copy
-    "cpu": {"kv_cache_memory_bytes": 2**30, "enable_chunked_prefill": False},  # with it, seeds end vLLM
+SETTINGS = {  # further arguments of vllm.LLM for the model's device; for a larger cache, edit them
+    "cpu": {"kv_cache_memory_bytes": 2**30, "enable_chunked_prefill": False},  # with it, seeds make vLLM fail
     "cuda": {"gpu_memory_utilization": 0.3},
 }
+FIXED = {"skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
+FIXED |= {"hf_overrides": {"tie_word_embeddings": False}, "use_tqdm_on_load": False}
 # Where weights are written; None: the temporary folder. /dev/shm is small in many containers (docker: --shm-size).
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 pipe = None  # to vLLM's process
 
 
 def rollout(args, model, examples, k, temperature, stop_ids):
-    """As rloo.rollout: k completions of each prompt as a Batch, and their log-probs (k, B, T)."""
+    """As rloo.rollout: returns k completions of each prompt as a Batch, and their log-probs (k, B, T)."""
     global pipe
-    pipe = pipe or start()
+    pipe = pipe or start(model.device)
     T = args.response_length
-    dtype = str(model.dtype).removeprefix("torch.")
-    settings = SETTINGS[model.device.type] | {"dtype": dtype, "max_model_len": args.max_prompt_length + T}
+    # Twice T: the prompts of later turns, see turns.py, have up to T tokens more.
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
+    longest = min(positions, args.max_prompt_length + 2 * T)
+    settings = SETTINGS[model.device.type] | {"dtype": str(model.dtype).removeprefix("torch.")}
+    settings |= {"max_model_len": longest}
     options = {"temperature": temperature, "max_tokens": T, "stop_token_ids": stop_ids}
     prompts = [example["prompt_ids"] for example in examples for _ in range(k)]
-    seeds = torch.randint(2**48, (len(prompts),)).tolist()  # from the seed of rloo.py, and others in each call
+    seeds = torch.randint(2**48, (len(prompts),)).tolist()  # they follow from --seed and the update
     with tempfile.TemporaryDirectory(prefix="rloo-vllm-", dir=MEMORY) as folder:
         write_weights(model, folder)
         try:
             pipe.send((folder, settings, [*zip(prompts, seeds, strict=True)], options))
             tokens, logprobs = pipe.recv()  # lists of B·k lists
         except (EOFError, OSError) as error:
-            raise RuntimeError("vLLM's process has ended; what it said is above") from error
+            raise RuntimeError("vLLM's process has ended; its own message is above") from error
 
     def padded(lists):
-        filled = [numbers + [0] * (T - len(numbers)) for numbers in lists]
-        return torch.tensor(filled, device=model.device).view(-1, k, T).transpose(0, 1)  # (k, B, T)
+        rows = [numbers + [0] * (T - len(numbers)) for numbers in lists]
+        return torch.tensor(rows, device=model.device).view(-1, k, T).transpose(0, 1)  # (k, B, T)
 
     batch = rloo.make_batch(examples, padded(tokens), stop_ids)
     lengths = batch.response_mask.sum(-1).T.flatten().tolist()
@@ -65,10 +70,10 @@ def rollout(args, model, examples, k, temperature, stop_ids):
 
 
 def write_weights(model, folder):
-    """Config and weights, which is all that vLLM reads, by the names of the model's own files. A tied head is written
-    too: left out, it would keep its first weights in vLLM."""
+    """Writes config and weights, under the names in the model's own files. A tied head is written too: without it, vLLM
+    would keep the first one."""
     weights = model.state_dict()
-    with suppress(ImportError):  # transformers 5 renames and stacks some weights as it loads them, such as experts
+    with suppress(ImportError):  # transformers 5 renames and stacks some weights when it loads them, such as experts
         from transformers.core_model_loading import revert_weight_conversion
 
         weights = revert_weight_conversion(model, weights)
@@ -81,23 +86,52 @@ def write_weights(model, folder):
     Path(folder, "config.json").write_text(json.dumps(config))
 
 
-def start() -> Connection:
-    """The pipe to a new process that runs vllm_server.py."""
-    here = Path(__file__).resolve().parent
+def start(device) -> Connection:
+    """Starts a process that runs `serve`; returns the pipe to it."""
     missing = importlib.util.find_spec("vllm") is None
     rloo.require(not missing, "vllm_rollout.py: vLLM is not installed; benchmark/extensions/README.md says how")
     ours, theirs = Pipe()
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
+    of_torchrun = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(of_torchrun)}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as many as the trainer
-    command = [sys.executable, "-W", "ignore", here / "vllm_server.py", str(theirs.fileno()), str(os.getpid())]
-    subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+    environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as many as rloo.py has
+    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if device.type == "cuda":  # the same GPU as rloo.py's
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        number = device.index or 0
+        environment["CUDA_VISIBLE_DEVICES"] = visible[number] if visible != [""] else str(number)
+    command = [sys.executable, "-W", "ignore", __file__, "serve", str(theirs.fileno())]
+    # A session of its own: Ctrl-C does not reach it, since rloo.py may want to finish its update.
+    subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
     return ours
 
 
-rloo.require_original("rollout")
+def serve(pipe: Connection):
+    """vLLM's process: reads weights, samples and answers until rloo.py has ended."""
+    from vllm import LLM, SamplingParams
+
+    llm = None
+    while True:
+        folder, settings, requests, options = pipe.recv()
+        if llm is None:
+            llm = LLM(folder, **FIXED, **settings)
+        else:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            llm.reset_prefix_cache()  # it was computed by the old weights
+        options |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+        prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
+        params = [SamplingParams(seed=seed, **options) for _, seed in requests]
+        completions = [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=False)]
+        tokens = [list(completion.token_ids) for completion in completions]
+        steps = [zip(completion.token_ids, completion.logprobs, strict=True) for completion in completions]
+        pipe.send((tokens, [[of_step[token].logprob for token, of_step in step] for step in steps]))
+
+
 rloo.rollout = rollout
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+    with suppress(EOFError, BrokenPipeError):  # rloo.py has ended
+        serve(Connection(int(sys.argv[2])))
+elif __name__ == "__main__":
     rloo.command_line()

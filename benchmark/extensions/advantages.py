@@ -1,0 +1,62 @@
+"""Other advantages for rloo.py, each of a line: REINFORCE without a baseline, RAFT, MaxRL.
+
+    python benchmark/extensions/advantages.py --advantages none
+    python benchmark/extensions/advantages.py --advantages raft --kl_coef 0
+    python benchmark/extensions/advantages.py --advantages maxrl --kl_coef 0 --temperature 1.0 --learning_rate 3e-4 \
+        --dataset_name benchmark/mini_gsm8k --sft_model_path benchmark/mini_gsm8k/sft \
+        --reward_fns benchmark/mini_gsm8k/gsm8k_reward.py:correctness
+
+raft   1 for the completion of a prompt with the highest reward, 0 for the rest (Dong et al. 2023, arXiv:2304.06767)
+maxrl  (r - mean) / mean over the prompt's completions, for rewards of 0 and 1 (Tajwar et al. 2026, arXiv:2602.02710)
+
+Replaces `advantage`; wraps `Args` and `resolve_args`. Use this file or grpo.py, not both.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import rloo  # noqa: E402
+
+resolve_flags = rloo.resolve_args
+
+
+@dataclass
+class Args(rloo.Args):
+    # none: A = R; raft: 1 for the best completion of a prompt, else 0; maxrl: for rewards of 0 and 1, (r - mean) / mean
+    advantages: Literal["none", "raft", "maxrl"] = "none"
+
+
+# Functions of rewards (k, B, 1 or T) that return the same shape. A reward that is NaN, for a completion without a
+# score, has the advantage NaN and no effect on the others.
+
+
+def none(rewards):
+    return rewards
+
+
+def raft(rewards):
+    best = rewards.nan_to_num(-torch.inf).argmax(0, keepdim=True)
+    return torch.zeros_like(rewards).scatter(0, best, 1.0).where(~rewards.isnan(), rewards)
+
+
+def maxrl(rewards):
+    binary = (rewards == 0) | (rewards == 1) | rewards.isnan()
+    rloo.require(binary.all(), "--advantages maxrl: rewards must be 0 or 1, and --kl_coef 0")
+    mean = rewards.nanmean(0)  # the share of right answers, (B, 1)
+    return (rewards - mean) / mean.where(mean > 0, 1.0)
+
+
+def resolve_args(args):
+    rloo.advantage = {"none": none, "raft": raft, "maxrl": maxrl}[args.advantages]
+    return resolve_flags(args)
+
+
+rloo.Args, rloo.resolve_args = Args, resolve_args
+
+if __name__ == "__main__":
+    rloo.command_line()
