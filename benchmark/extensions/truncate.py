@@ -6,7 +6,7 @@ Of the --top_k most likely tokens, the fewest with a total probability of at lea
 The reference keeps all tokens, or the KL could be infinite. In training, the policy keeps those that are the most likely
 by its newest weights, and the sampled token. In the first step of an update this is exactly the sampler's distribution.
 
-Replaces `block_logprobs`; wraps `Args`, `resolve_args`, `check_args`, `check_model` and `sample`. Use this file or
+Replaces `block_logprobs`; wraps `Args`, `resolve_args`, `check_args`, `check_model` and `draw_tokens`. Use this file or
 entropy.py, not both.
 """
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
 resolve_flags, check_flags, check_model = rloo.resolve_args, rloo.check_args, rloo.check_model
-sample = rloo.sample
+draw_tokens = rloo.draw_tokens
 ALL = {"top_p": 1.0, "top_k": 0}
 limits = dict(ALL)  # those of the flags, from resolve_args
 
@@ -56,8 +56,8 @@ def left_out(logits):
     return TopPLogitsWarper(limits["top_p"])(None, kept).isneginf()
 
 
-def sample_kept(logits, temperature, uniform):
-    return sample(logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform)
+def draw_kept(logits, temperature, uniform):
+    return draw_tokens(logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform)
 
 
 def block_logprobs(model, hidden, tokens, temperature):
@@ -70,7 +70,7 @@ def block_logprobs(model, hidden, tokens, temperature):
 
 
 rloo.Args, rloo.resolve_args, rloo.check_args, rloo.check_model = Args, resolve_args, check_args, check_whole_model
-rloo.block_logprobs, rloo.sample = block_logprobs, sample_kept
+rloo.block_logprobs, rloo.draw_tokens = block_logprobs, draw_kept
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -20,7 +20,6 @@ completion per exchange, whose prompt is the exchange so far: it is read again, 
 Wraps `Args`, `check_args`, `load_models`, `check_model`, `rollout` and `metrics_of`. Import vllm_rollout.py before it.
 """
 
-import importlib
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,13 +50,10 @@ def check_args(args):
 def load_models(args, resumed):
     """Also loads the tool."""
     global tool
-    source, _, name = args.tool.rpartition(":")
-    sys.path.insert(0, str(Path(source).resolve().parent))
-    function = getattr(importlib.import_module(Path(source).name.removesuffix(".py")), name)
     tokenizer = rloo.load_tokenizer(args, args.model_name_or_path)
     mark = tokenizer(args.tool_mark, add_special_tokens=False)["input_ids"]
     rloo.require(len(mark) == 1, f"--tool_mark {args.tool_mark!r}: must be one token, is {len(mark)}")
-    tool = function, mark[0], tokenizer
+    tool = rloo.load_function(args.tool), mark[0], tokenizer
     return found.load_models(args, resumed)
 
 

@@ -97,12 +97,14 @@ def collect(args, *inputs):
     experience = found.collect(args, *inputs)
     batch, kl = experience.batch, experience.kl
     rloo.require(not experience.scores.isnan().any(), "value.py: a reward must not be None")
-    scores, _ = rloo.rewards_of(replace(args, kl_coef=0.0), experience.scores, batch.ended, kl)
+    scores = rloo.rewards_of(replace(args, kl_coef=0.0), experience.scores, batch.ended, kl)  # (k, B, T), equal over T
     mask = batch.policy_mask
     last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
-    rewards = last * scores[..., None] - args.kl_coef * kl  # (k, B, T)
-    parts = batch.chunks(args.local_rollout_forward_batch_size)
-    experience.values = torch.cat([values_of(part) for part in parts], dim=1)
+    rewards = last * scores - args.kl_coef * kl  # (k, B, T)
+    experience.values = torch.zeros_like(kl)
+    k, B, _ = kl.shape
+    for index in rloo.micro_batches(k, torch.arange(B), args.local_rollout_forward_batch_size):
+        experience.values[index] = values_of(batch.select(*index))
     advantages = gae(rewards, experience.values, mask, args.gamma, args.lam)
     experience.returns = advantages + experience.values
     experience.advantages = rloo.advantages_for_loss(args, advantages, batch.ended, mask)
