@@ -4,12 +4,12 @@
     python benchmark/smollm/models.py sft --splits sft train --output_dir runs/sft_all
     python benchmark/smollm/models.py sft --source runs/sft --as_rloo 100 --all_layers --output_dir runs/continued
     python benchmark/smollm/models.py reward --source runs/sft --output_dir runs/reward
-    python benchmark/smollm/models.py best_of --source runs/sft --reward runs/reward --output_dir runs/best_of
+    python benchmark/smollm/models.py best_of --source runs/sft --output_dir runs/best_of
     python benchmark/smollm/models.py cut --output_dir runs/cut
 
 sft       on prompts and the maintainers' synopses; --as_rloo N: N steps on the packages of a run of N updates
 reward    a reward model: the lower 20 of the SFT model's 30 layers and a head, for the closeness of four of its samples
-best_of   the SFT model's sample with the highest score by the reward model among 16, of each test package
+best_of   trains that reward model, and takes its favorite among 16 of the SFT model's samples of each test package
 cut       the words of the description, from one number to another, that have the highest ROUGE-L in validation
 """
 
@@ -85,11 +85,11 @@ def fit(load: Callable, batches: list[list], loss_of: Callable, args):
         rloo.copy_weights(model, master)
     layers = master.config.num_hidden_layers
     upper = tuple(f"layers.{number}." for number in range(layers // 2, layers))
-    trained = []
-    for name, weight in model.named_parameters():
-        if args.all_layers or name == "score.weight" or any(layer in name for layer in upper):
-            trained.append(master.get_parameter(name).requires_grad_(True))
-            weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(rloo.add_gradient, trained[-1]))
+    for part in (master, model):
+        for name, weight in part.named_parameters():
+            weight.requires_grad_(args.all_layers or name == "score.weight" or any(layer in name for layer in upper))
+    rloo.send_gradients(model, master)
+    trained = [weight for weight in master.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0, fused=True)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with (args.output_dir / "metrics.jsonl").open("w", buffering=1) as log:
@@ -135,7 +135,7 @@ def sft(args, tokenizer):
 # ---- The reward model ------------------------------------------------------------------------------------------------
 
 
-def sample(model, examples: list[dict], tokenizer, k: int) -> list[tuple[dict, list[list[int]], list[str]]]:
+def samples_of(model, examples: list[dict], tokenizer, k: int) -> list[tuple[dict, list[list[int]], list[str]]]:
     """Each example with the token ids and texts of k completions."""
     found = []
     for begin in range(0, len(examples), 100):
@@ -166,7 +166,7 @@ def reward(args, tokenizer):
 
     model = rloo.read_model(flags(), args.source, torch.bfloat16)
     items = []
-    for example, ids, texts in sample(model, examples_of(["reward"], tokenizer, args.limit), tokenizer, SAMPLES):
+    for example, ids, texts in samples_of(model, examples_of(["reward"], tokenizer, args.limit), tokenizer, SAMPLES):
         items.append((example, ids, synopses.closeness(texts, [example["columns"]["synopsis"]] * len(texts))))
     kind = transformers.AutoModelForSequenceClassification
     options = {"auto_class": kind, "num_labels": 1, "num_hidden_layers": REWARD_LAYERS}
@@ -179,30 +179,36 @@ def reward(args, tokenizer):
 
 def write_grades(folder: Path, examples: list[dict], texts: list[str]):
     """Writes the mean grades of a text of each example, as an evaluation of rloo.py does."""
-    columns = {name: [example["columns"][name] for example in examples] for name in ("synopsis", "package")}
-    prompts = [example["prompt"] for example in examples]
+    rows = {name: [example["columns"][name] for example in examples] for name in ("synopsis", "package")}
+    rows["prompts"] = [example["prompt"] for example in examples]
+    samples = [{"update": 0, "mode": "greedy", "completion": text, "grades": {}} for text in texts]
     evaluation = {"update": 0}
     for grade in GRADES:
-        values = np.array(grade(completions=texts, prompts=prompts, **columns))
-        evaluation[f"greedy/{grade.__name__}"] = values.mean()
-        evaluation[f"greedy/{grade.__name__}_stderr"] = values.std(ddof=1) / len(values) ** 0.5
+        values = grade(completions=texts, **rows)
+        for sample, value in zip(samples, values, strict=True):
+            sample["grades"][grade.__name__] = value
+        evaluation[f"greedy/{grade.__name__}"] = np.mean(values)
+        evaluation[f"greedy/{grade.__name__}_stderr"] = np.std(values, ddof=1) / len(values) ** 0.5
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
-    lines = [{"package": package, "completion": text} for package, text in zip(columns["package"], texts, strict=True)]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for file, lines in (("evaluations", [evaluation]), ("completions", samples)):
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@torch.no_grad()
 def best_of(args, tokenizer, n: int = 16):
+    folder = args.output_dir / "reward"
+    if not (folder / "model.safetensors").is_file():
+        options = {"output_dir": folder, "limit": args.limit or 1_500, "learning_rate": 1e-4, "size": 16}
+        reward(argparse.Namespace(**vars(args) | options), tokenizer)
     kind = transformers.AutoModelForSequenceClassification
-    judge = rloo.read_model(flags(), args.reward, torch.bfloat16, kind, num_labels=1)
+    judge = rloo.read_model(flags(), folder, torch.bfloat16, kind, num_labels=1)
     judge.score.float()
     policy = rloo.read_model(flags(), args.source, torch.bfloat16)
-    items = sample(policy, examples_of(["test"], tokenizer, args.limit), tokenizer, n)
+    items = samples_of(policy, examples_of(["test"], tokenizer, args.limit), tokenizer, n)
     texts = []
     for begin in range(0, len(items), 8):
         some = items[begin : begin + 8]
-        best = scores_of(judge, [item[:2] for item in some]).argmax(0).tolist()
+        with torch.no_grad():
+            best = scores_of(judge, [item[:2] for item in some]).argmax(0).tolist()
         texts += [item[2][j].strip() for item, j in zip(some, best, strict=True)]
     write_grades(args.output_dir, [item[0] for item in items], texts)
 
@@ -224,7 +230,6 @@ def main():
     kinds = {function.__name__: function for function in (sft, reward, best_of, cut)}
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--source", type=Path, default=synopses.PREPARED / "base", help="model that is read")
-    parser.add_argument("--reward", type=Path, help="reward model that chooses the best")
     parser.add_argument("--splits", nargs="+", default=["sft"], help="that SFT trains on")
     parser.add_argument("--as_rloo", type=int, default=0, help="steps of SFT, on the packages of as many updates")
     parser.add_argument("--all_layers", action="store_true", help="train all weights, not the upper half of the layers")
