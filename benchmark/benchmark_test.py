@@ -1,0 +1,517 @@
+"""Tests of the scripts in this folder and of the judge of TL;DR: `python -m pytest -q benchmark/benchmark_test.py`.
+
+Each script has a section. Where a script takes hours, the test walks its whole way in miniature.
+"""
+
+import importlib
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "mini_tldr"), str(Path(__file__).parents[1])]
+import mini_tldr  # noqa: E402
+import numpy as np  # noqa: E402
+import plot  # noqa: E402
+import pytest  # noqa: E402
+import runs  # noqa: E402
+import study  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from conftest import MINI, start_script, write_rows  # noqa: E402
+
+import rloo  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Runs and records are in a temporary folder."""
+    (tmp_path / "records").mkdir()
+    monkeypatch.setattr(runs, "HERE", tmp_path)
+    monkeypatch.setattr(study, "RUNS", tmp_path / "runs")
+    return tmp_path
+
+
+# ---- runs.py ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_of_two_lines_counts_and_again_writes_nothing(elsewhere, capsys):
+    records = runs.Records("x")
+    records.add("a", win=1)
+    records.add("a", win=2)
+    assert runs.Records("x")["a"]["win"] == 2 and len(records.file.read_text().splitlines()) == 2
+    assert {"rloo.py", "torch", "transformers", "machine", "date"} == runs.Records("x")["a"]["made"].keys()
+    runs.Records("x", again=True).add("a", win=3, made={})
+    assert capsys.readouterr().out == "a, win: recorded 2, now 3\n" and runs.Records("x")["a"]["win"] == 2
+
+
+def test_a_command_runs_once_on_one_thread_and_its_log_grows(tmp_path, capsys):
+    script = "import os, sys; print(os.environ['OMP_NUM_THREADS'], os.getcwd()); sys.exit(os.environ.get('END'))"
+    for end in ({"END": "some error"}, {"END": "some error"}, {}, {"END": "not run"}):
+        try:
+            runs.run([sys.executable, "-c", script], tmp_path / "run", **end)
+        except subprocess.CalledProcessError:
+            (tmp_path / "run").mkdir(exist_ok=True)  # as a run that began does
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("some error") == 2 and log.count(f"1 {runs.ROOT}") == 3 and "not run" not in log
+    assert "is complete" in capsys.readouterr().out and runs.made(tmp_path / "run").keys() >= {"rloo.py", "date"}
+
+
+def test_intervals_are_welchs_and_students():
+    for freedom, expected in ((1, 12.706), (4, 2.776), (24, 2.064)):
+        assert runs.t_quantile(freedom, 0.05) == pytest.approx(expected, abs=2e-3)
+    found = runs.difference([3.0, 4.0, 5.0, 6.0, 7.0], [1.0, 1.1, 0.9, 1.2, 0.8])
+    assert found == pytest.approx((4.0, 4 - 2.753 * 0.7106, 4 + 2.753 * 0.7106), abs=5e-3)  # by hand
+    assert runs.interval([1.0, 2.0, 6.0]) == pytest.approx((3, 3 - 4.303 * 1.5275, 3 + 4.303 * 1.5275), abs=5e-3)
+    assert runs.mean_and_error([1.0, 2.0, 6.0]) == pytest.approx((3, 1.5275), abs=1e-4)
+    assert [runs.plus_minus(x) for x in ([1.0, 2.0], [1.0, 2.0, 6.0])] == ["1.5", "3.0 ± 1.5"]
+
+
+def test_the_intervals_of_a_table_hold_together_in_19_of_20_tables():
+    rng, hold = np.random.default_rng(1), 0
+    for _ in range(50):
+        base, rows = rng.normal(0, 1, 5), {i: rng.normal(i, 1, 5) for i in (1, 2, 3)}
+        hold += all(low < i < high for i, x in rows.items() for _, low, high in [runs.difference(x, base, of=3)])
+    assert hold >= 45
+
+
+# ---- study.py --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, row", [(name, row) for name, found in study.STUDIES.items() for row in found.rows])
+def test_commands_of_studies_are_scripts_and_flags_that_exist(name, row):
+    pythons = {"": sys.executable, "trl0": "trl0", "trl1": "trl1"}
+    for words in study.commands(name, row, 3, Path("runs") / name, pythons).values():
+        assert (runs.ROOT / words[1]).is_file() and words[words.index("--seed") + 1] == "3"
+        if words[1] in ("rloo.py", "benchmark/tldr/train.py"):
+            tyro.cli(rloo.Args, args=words[2:], use_underscores=True)
+
+
+def test_records_belong_to_rows_and_say_how_they_were_made():
+    for name in ("mini", "peers", "fooled"):
+        runs_of = {f"{row}__{seed}" for row, x in study.STUDIES[name].rows.items() for seed in x.seeds}
+        records = runs.Records(name)
+        assert records.keys() == runs_of  # so that the command prints its table at once
+        for record in records.values():
+            assert record["made"].keys() >= {"rloo.py", "date"} and next(iter(study.STUDIES[name].grades)) in record
+
+
+def test_the_page_has_the_tables_that_the_commands_print():
+    page = (HERE / "study.md").read_text(encoding="utf-8")
+    for name in ("mini", "peers", "fooled"):
+        assert study.table(study.STUDIES[name], runs.Records(name)).split("\n\n")[0] in page, name
+
+
+def test_fresh_posts_share_no_facts_and_are_always_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "POSTS", {"validation": 50, "test": 50})
+    found = []
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        monkeypatch.setattr(study, "RUNS", folder)
+        study.fresh_posts()
+        found.append([runs.lines(folder / "posts" / f"{split}.jsonl") for split in ("validation", "test")])
+    assert found[0] == found[1]
+    bundled = [runs.lines(MINI / f"{split}.jsonl") for split in ("train", "validation", "test")]
+    facts = [{tuple(row["facts"].values()) for row in rows} for rows in found[0] + bundled]
+    assert not any(one & other for one, other in itertools.combinations(facts, 2)) and len(facts[0]) == 50
+    (tmp_path / "other" / "posts" / "test.jsonl").unlink()
+    study.fresh_posts()  # one that is missing is the same as before
+    assert runs.lines(tmp_path / "other" / "posts" / "test.jsonl") == found[0][1]
+
+
+@pytest.fixture
+def written_down(elsewhere, monkeypatch):
+    """A study whose runs are written down in place of being run."""
+    commands = []
+
+    def run(words, folder, **_):
+        commands.append([str(word) for word in words])
+        folder.mkdir(parents=True, exist_ok=True)
+        updates = [{"update": n + 1, "time/train": 2.0, "objective/kl": n} for n in range(20)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in updates))
+        evaluation = {"update": 20, "greedy/win": 0.5 + 0.01 * len(commands), "greedy/win_stderr": 0.1}
+        (folder / "evaluations.jsonl").write_text(json.dumps(evaluation))
+        samples = [{"update": 20, "mode": "greedy", "grades": {"win": x}} for x in (0.25, 0.75)]
+        (folder / "completions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in samples))
+        (folder / "done").write_text(json.dumps({"rloo.py": "abc", "date": "today"}))
+
+    monkeypatch.setattr(runs, "run", run)
+    rows = {
+        "sft": study.Row("SFT", "rloo.py", (1, 2)),
+        "ours": study.Row("RLOO", "rloo.py --sft_model_path {sft}", (1, 2), grade="--stop_token x"),
+        "own": study.Row("own grades", "benchmark/plot.py", (1,), grade=None),
+        "trl": study.Row("PPO", "run.py", python="trl0"),
+    }
+    monkeypatch.setitem(study.STUDIES, "mini", study.Study(rows, "--eval_fns a:win", {"greedy/win": "wins, %"}))
+    return commands
+
+
+def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(written_down, elsewhere, capsys):
+    for _ in range(2):
+        study.main("mini", rows=("ours", "trl"), seeds=1)
+    assert "trl: skipped, since --trl0 is not given" in capsys.readouterr().out
+    sft, graded_sft, ours, graded = written_down
+    folder = str(elsewhere / "runs" / "mini" / "ours__1")
+    assert sft[1:] == ["rloo.py", "--resume", "--save_total_limit", "1", "--seed", "1"]
+    assert ours[2:4] == ["--sft_model_path", str(elsewhere / "runs" / "mini" / "sft__1")]
+    assert graded[graded.index("--stop_token") + 1] == "x" and graded[graded.index("--sft_model_path") + 1] == folder
+    assert "--stop_token" not in graded_sft
+    assert runs.Records("mini") == {
+        "ours__1": {
+            "name": "ours__1",
+            "command": "rloo.py --sft_model_path {sft} --seed 1",
+            "seconds": 40.0,
+            "kl": 18.5,
+            "greedy/win": [0.54, 0.1],
+            "made": {"rloo.py": "abc", "date": "today"},
+        }
+    }
+    written_down.clear()
+    study.main("mini", rows=("ours",), seeds=1, again=True)  # the SFT model is there already
+    assert [words[words.index("--sft_model_path") + 1] for words in written_down] == [
+        str(elsewhere / "runs" / "mini" / "sft__1"),
+        str(elsewhere / "runs" / "again" / "mini" / "ours__1"),
+    ]
+    assert "ours__1, greedy/win: recorded [0.54, 0.1], now [0.52, 0.1]" in capsys.readouterr().out
+
+
+def test_a_command_may_grade_itself_and_takes_only_its_own_flags(written_down):
+    study.main("mini", rows=("own",))
+    (words,) = written_down
+    assert words[1:] == ["benchmark/plot.py", "--seed", "1"] and "own__1" in runs.Records("mini")
+
+
+def test_dry_prints_the_commands_and_runs_nothing(written_down, capsys):
+    study.main("mini", rows=("ours", "trl"), seeds=1, dry=True)
+    printed = [shlex.split(line)[:-2] for line in capsys.readouterr().out.splitlines()]
+    assert written_down == [] and printed[-2][:2] == ["trl0", "run.py"]
+    study.main("mini", rows=("ours",), seeds=1)
+    assert printed[:4] == written_down
+
+
+def test_the_course_of_a_run_has_the_kl_around_each_evaluation():
+    evaluations = [
+        {"update": update, "episode": 4 * update, "sampled/a": grade, "sampled/a_stderr": 0.1, "sampled/a_count": 9}
+        for update, grade in ((0, 0.1), (10, 0.2), (20, 0.3))
+    ]
+    updates = [{"update": n + 1, "objective/kl": float(n)} for n in range(20)]
+    expected = {"episode": [0, 40, 80], "sampled/a": [0.1, 0.2, 0.3], "kl": [0.0, 9.5, 17.0]}
+    assert study.course(evaluations, updates) == expected
+
+
+def test_gaps_are_by_seed_by_prompt_or_welchs():
+    grades = {"greedy/win": "wins, %"}
+    paired, welch = study.Study({}, "", grades, paired=True), study.Study({}, "", grades)
+    three, other = ([{"greedy/win": [x, 0]} for x in values] for values in ((0.1, 0.2, 0.6), (0.0, 0.1, 0.2)))
+    one = [{"greedy/win": [0.1, 0], "by_prompt": [0.0, 0.2]}]
+    another = [{"greedy/win": [0.5, 0], "by_prompt": [0.5, 0.5]}]
+    assert study.gap_between(paired, three, other, 1) == pytest.approx(runs.interval([10.0, 10.0, 40.0]))
+    assert study.gap_between(paired, three, one, 1) == pytest.approx(runs.interval([0.0, 10.0, 50.0]))
+    assert study.gap_between(paired, one, another, 2) == pytest.approx(runs.interval([-50.0, -30.0], 2))
+    assert study.gap_between(welch, three, other, 1) == pytest.approx(runs.difference([10, 20, 60], [0, 10, 20]))
+    assert [study.comparable(welch, *x) for x in ((three, other), (three, one), (three, three))] == [True, False, False]
+    assert [study.comparable(paired, *x) for x in ((three, one), (one, another), (one, one))] == [True, True, False]
+
+
+def test_a_table_has_means_over_seeds_gaps_and_what_made_it(elsewhere):
+    rows = {
+        "base": study.Row("Base", "x", (1, 2, 3)),
+        "one": study.Row("One", "x"),
+        "up": study.Row("Up", "x", (1, 2, 3)),
+    }
+    tried = study.Study(rows, "", {"a": "wins, %", "b": "score"}, base="base", highest=True)
+    records = runs.Records("x")
+    made = {"rloo.py": "abc", "date": "today", "graded": "by two"}
+    for name, values in {"base": (0.1, 0.2, 0.3), "one": (0.9,), "up": (0.5, 0.6, 0.7)}.items():
+        for seed, x in enumerate(values, 1):
+            records.add(f"{name}__{seed}", a=[x, 0.05], b=[x, 0.05], made=made)
+    records["up__1"]["course"] = {"episode": [0, 8], "a": [0.8, 0.4]}
+    assert study.table(tried, records) == (
+        "| policy (seeds) | wins, % | score | minus base, points | highest on the way, % |\n|---|---|---|---|---|\n"
+        "| One (1) | 90.0 ± 5.0 | 0.90 ± 0.05 |  |  |\n"
+        "| Up (3) | 60.0 ± 5.8 | 0.60 ± 0.06 | +40.0 [+17.3, +62.7] | 80.0 at 0 episodes |\n"
+        "| Base (3) | 20.0 ± 5.8 | 0.20 ± 0.06 |  |  |\n\n"
+        "Records: 7 of rloo.py abc, today, by two."
+    )
+
+
+def test_the_best_of_n_is_that_with_the_highest_score(monkeypatch, tmp_path):
+    (tmp_path / "posts").mkdir()
+    write_rows(tmp_path / "posts" / "test.jsonl", [{"prompt": "a"}] * 3)
+    monkeypatch.setattr(study, "RUNS", tmp_path)
+    scores = [torch.tensor([[1.0, 8], [2, 7], [4, 5], [3, 6]]), torch.tensor([[0.0], [1], [0], [1]])]  # (k, posts)
+    samples = [(None, {"reward_model": x, "gold_win_rate": x * 10}) for x in scores]
+    monkeypatch.setattr(study, "samples_of_sft", lambda posts, *rest: samples[: len(posts)])
+    found = study.best_of_n(2, most=4, number=3)
+    by_post = [(2 + 4) / 2, (8 + 6) / 2, 1.0]
+    error = np.std(by_post, ddof=1) / 3**0.5
+    assert found["sampled/score"] == pytest.approx([np.mean(by_post), error])
+    assert found["sampled/gold_win_rate"] == pytest.approx([10 * np.mean(by_post), 10 * error])
+    assert found["kl"] == pytest.approx(np.log(2) - 0.5)
+
+
+def test_proxies_are_trained_once_on_labels_of_the_judge(tmp_path, monkeypatch):
+    """With few posts, and without wrong labels."""
+    monkeypatch.setattr(study, "RUNS", tmp_path)
+    monkeypatch.setattr(study, "POSTS", {"validation": 1})
+    monkeypatch.setattr(mini_tldr, "LABEL_NOISE", 0.0)
+    trained, train = [], mini_tldr.train_on_comparisons
+
+    def train_on(name, model, pairs, *rest):
+        trained.append((name, pairs))
+        return train(name, model, pairs, *rest)
+
+    monkeypatch.setattr(mini_tldr, "train_on_comparisons", train_on)
+    study.proxies(study.mini.rows["sft"])
+    assert not trained and not (tmp_path / "proxies").exists()  # its rows need none
+    for _ in range(2):
+        study.proxies(study.fooled.rows["500"], sizes=(4, 12), start_posts=8, seen=16)
+    assert [(name, len(pairs)) for name, pairs in trained] == [("4", 4), ("12", 12)]
+    args = rloo.resolve_args(rloo.Args(device="cpu", reward_model_path=str(tmp_path / "proxies" / "12")))
+    tokenizer = rloo.load_tokenizer(args, args.sft_model_path)
+    posts = runs.lines(MINI / "test.jsonl")[:2]
+    assert rloo.load_reward_model(args, tokenizer, [rloo.prepare_example(post, tokenizer) for post in posts])
+    for pair in trained[1][1]:
+        prompt, *texts = tokenizer.batch_decode(
+            [pair["prompt_ids"], pair["better"], pair["worse"]], skip_special_tokens=True
+        )
+        facts = {slot: mini_tldr.stated(prompt)[slot] for slot in mini_tldr.SLOTS}  # the author's and others'
+        counts = [sum(bool(mini_tldr.stated(text)[slot] & facts[slot]) for slot in facts) for text in texts]
+        assert counts[0] + 3 > counts[1]
+
+
+def test_a_reward_that_can_be_fooled():
+    texts = ["so sad", " ".join(["sad"] * 13), "my boss", "a happy boss of " + "x " * 8]
+    assert mini_tldr.short_and_feeling(texts, facts=None) == [1.0, 0.0, 0.0, 1.0]
+
+
+# ---- TL;DR: its whole way in miniature, with a judge on this machine that speaks OpenAI's protocol -------------------
+
+KEY = "sk-this-must-not-be-seen-0123456789"
+ROWS = runs.lines(MINI / "validation.jsonl")[:24]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers by the gold judge, with "=" for a tie; the first question gets status 429, an unknown post 401."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = body["messages"][0]["content"]
+        expected = {"model": "gold", "max_tokens": 1, "messages": [{"role": "user", "content": question}]}
+        assert self.path == "/v1/chat/completions" and body == expected  # so no temperature
+        assert self.headers["Authorization"] == f"Bearer {KEY}"
+        self.server.asked.append(question)
+        prompt, *texts = re.findall(r'"""(.*?)"""', question, re.DOTALL)
+        facts = [row["facts"] for row in ROWS if row["prompt"] == prompt]
+        if len(self.server.asked) == 1 or not facts:
+            return self.reply(401 if not facts else 429, {"error": self.headers["Authorization"]})
+        a, b = mini_tldr.gold_judge(None, texts, facts=facts * 2)
+        answer = "0" if a > b else "1" if b > a else "="
+        self.reply(200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
+
+    def reply(self, status, content):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A judge; its address, the key and a cache are in the environment."""
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    running.asked = []
+    Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    settings = {"OPENAI_BASE_URL": f"http://127.0.0.1:{running.server_port}/v1", "OPENAI_API_KEY": KEY, "no_proxy": "*"}
+    for name, value in (settings | {"JUDGE_MODEL": "gold", "JUDGE_CACHE": str(tmp_path / "cache.jsonl")}).items():
+        monkeypatch.setenv(name, value)
+    yield running
+    running.shutdown()
+    running.server_close()
+
+
+def small_tldr(data: Path) -> study.Study:
+    """The study of TL;DR with the bundled models, few posts and small batches: nothing else of its commands differs."""
+    smaller = {
+        "trl-internal-testing/tldr-preference-sft-trl-style": data,
+        "EleutherAI/pythia-1b-deduped": MINI / "sft",
+        "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": MINI / "sft",
+        "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": MINI / "reward",
+        "vwxyzjn/rloo_tldr": MINI / "sft",
+        "--total_episodes 999424": "--total_episodes 24",
+        "--per_device_train_batch_size 64": "--per_device_train_batch_size 4",
+        "--gradient_accumulation_steps 32": "--gradient_accumulation_steps 1",
+        "--learning_rate 3e-6": "--learning_rate 1e-3 --device cpu",
+        "--save_steps 20": "--save_steps 1",
+        "--num_eval_prompts 1000": "--num_eval_prompts 1000 --device cpu",
+        "--response_length 200": "--response_length 20",
+    }
+    used = set()
+
+    def small(text: str) -> str:
+        for name, own in smaller.items():
+            used.update([name] if name in text else [])
+            text = text.replace(name, str(own))
+        return text
+
+    rows = {
+        name: study.replace(row, train=small(row.train), model=small(row.model))
+        for name, row in study.tldr.rows.items()
+    }
+    found = study.replace(study.tldr, rows=rows, measure=small(study.tldr.measure))
+    assert used == smaller.keys()
+    return found
+
+
+def test_tldr_is_trained_stopped_resumed_graded_and_recorded(server, elsewhere, monkeypatch, capsys):
+    data = elsewhere / "data"
+    data.mkdir()
+    for split, rows in {"train": ROWS[:12], "validation": ROWS[12:14], "test": ROWS[14:]}.items():
+        write_rows(data / f"{split}.jsonl", rows)
+    monkeypatch.setitem(study.STUDIES, "tldr", small_tldr(data))
+    run, commands, stopped = subprocess.run, [], []
+
+    def run_here(words, **options):
+        """In a process that has imported rloo.py; the first training is killed after its first checkpoint."""
+        if words[0] != sys.executable:
+            return run(words, **options)
+        commands.append(words)
+        process = start_script(words[1:], Path(options["stdout"].name))
+        output = Path(words[words.index("--output_dir") + 1])
+        while process.is_alive():
+            if not stopped and (output / "checkpoint-1").exists():
+                process.kill()
+                stopped.append(output)
+            process.join(0.01)
+        if process.exitcode:
+            raise subprocess.CalledProcessError(process.exitcode, words)
+
+    study.main("tldr", seeds=1, dry=True)
+    dry = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[:4]]
+    monkeypatch.setattr(subprocess, "run", run_here)
+    with pytest.raises(subprocess.CalledProcessError):
+        study.main("tldr", seeds=1)
+    assert list(runs.Records("tldr")) == ["sft__1", "published__1"]
+    study.main("tldr", seeds=1)
+    assert commands == [*dry[:3], *dry[2:]]  # only training is repeated
+
+    records = runs.Records("tldr")
+    assert [update["update"] for update in runs.lines(stopped[0] / "metrics.jsonl")] == [1, 2, 3]
+    assert "resumed from checkpoint-" in Path(f"{stopped[0]}.log").read_text()
+    for name in ("sft__1", "own__1"):
+        samples = runs.lines(elsewhere / "runs" / "tldr" / f"{name}.graded" / "completions.jsonl")
+        for mode in ("greedy", "sampled"):
+            wins = []
+            for sample in (sample for sample in samples if sample["mode"] == mode):
+                texts = [sample["completion"].strip(), sample["columns"]["completion"].strip()]
+                ours, theirs = mini_tldr.gold_judge(None, texts, facts=[sample["columns"]["facts"]] * 2)
+                wins.append(ours > theirs)
+                assert sample["grades"]["win_rate"] == (ours > theirs)
+            assert records[name][f"{mode}/win_rate"][0] == pytest.approx(np.mean(wins)) and len(wins) == 10
+    assert records["published__1"]["greedy/win_rate"] == records["sft__1"]["greedy/win_rate"]  # the same model here
+    assert records["own__1"]["kl"] and "course" in records["own__1"]
+    assert len(server.asked) == len({*server.asked}) + 1  # the one that got status 429
+    printed = capsys.readouterr().out
+    assert "| rloo.py (1) |" in printed.splitlines()[-3]
+    written = "".join(file.read_text() for file in elsewhere.rglob("*") if file.suffix in (".json", ".jsonl", ".log"))
+    assert KEY not in printed + written and "answers are neither 0 nor 1" in written
+
+
+def test_scores_of_tldr_are_minus_1_without_a_stop_token():
+    import tldr.train
+
+    args, scores, ended = rloo.Args(), torch.tensor([[2.0, 3.0]]), torch.tensor([[True, False]])
+    rewards = tldr.train.rewards_of_ended(args, scores, ended, torch.zeros(1, 2, 1))
+    assert rewards[..., 0].tolist() == [[2.0, -1.0]]
+    assert rloo.rewards_of is tldr.train.rewards_of_ended
+
+
+def test_what_tldr_takes_is_computed_from_what_was_measured():
+    said = study.tldr_on_an_h100()
+    updates, episodes = 244, int(re.search(r"--total_episodes (\d+)", study.TLDR_TRAIN).group(1))
+    assert episodes == updates * 64 * 32 * 2
+    seconds = 16 * (249 / 151) * (0.64 + 0.22 * 3 + 0.82 * 2)
+    assert f"{seconds:.0f} s each, {updates * seconds / 3600:.1f} hours" in said and "at most 59 GiB" in said
+
+
+def test_the_judge_reads_chats_asks_again_and_never_shows_the_key(server, tmp_path, monkeypatch, capsys):
+    import tldr.judge as judge
+
+    monkeypatch.setattr(judge, "WAITS", (0.01,))
+    rows = [row for row in ROWS if mini_tldr.gold_judge(None, [row["completion"]], facts=[row["facts"]])[0] > 0]
+    prompts, good, none = [row["prompt"] for row in rows], [row["completion"] for row in rows], [""] * len(rows)
+    for ours, theirs, wins in ((good, none, 1), (none, good, 0), (good, good, 0)):
+        chats = [[{"content": prompt}, {"content": text}] for prompt, text in zip(prompts, theirs)]
+        assert judge.win_rate(prompts, ours, messages=chats) == [wins] * len(rows)
+    firsts = [
+        question.index(good[0].strip()) < question.index('""""""') for question in server.asked if '""""""' in question
+    ]
+    assert firsts  # of both orders some
+    asked = len(server.asked)
+    with (tmp_path / "cache.jsonl").open("a") as cache:
+        cache.write('\n["gold", "half a li')
+    assert judge.win_rate(prompts, good, completion=none) == [1] * len(rows) and len(server.asked) == asked
+    with pytest.raises(RuntimeError, match="answers 401") as error:
+        judge.win_rate(["unknown"], ["a"], completion=["b"])
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    with pytest.raises(RuntimeError, match="127.0.0.1:9"):
+        judge.win_rate(["another"], ["a"], completion=["b"])
+    assert KEY not in str(error.value) and error.value.__suppress_context__
+    (tmp_path / "trl/trainer").mkdir(parents=True)
+    (tmp_path / "trl/__init__.py").write_text("raise ImportError")
+    (tmp_path / "trl/trainer/judges.py").write_text("import no\nDEFAULT_PAIRWISE_SYSTEM_PROMPT = '{prompt}?'")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    assert judge.question_of_trl() == "{prompt}?" and "TRL's question, from" in capsys.readouterr().out
+
+
+# ---- plot.py ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Pictures, in place of being written."""
+    pytest.importorskip("matplotlib")
+    found = []
+    monkeypatch.setattr(plot, "save", lambda figure, file: found.append(figure))
+    return found
+
+
+def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_path, figures, capsys):
+    for name, training, grade in (("a", {"objective/kl": 1.0}, "sampled/win"), ("b", {}, "sampled/other")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text(json.dumps({"kl_coef": name, "seed": 1, "output_dir": name}))
+        for file, found in (("metrics", {"objective/scores": 0.5} | training), ("evaluations", {grade: 1.0})):
+            write_rows(tmp_path / name / f"{file}.jsonl", [{"episode": 32, **found, f"{grade}_stderr": 0.1}])
+    plot.main(tuple(tmp_path / name for name in ("a", "b", "none")))
+    lines = {axis.get_title().split(",")[0]: len(axis.lines) for axis in figures[0].axes}
+    assert {x: n for x, n in lines.items() if x in ("score", "KL from the reference")} == {
+        "score": 2,
+        "KL from the reference": 1,
+    }
+    assert list(lines)[2:] == ["win", "other"] and "none: left out" in capsys.readouterr().out
+    assert plot.labels([tmp_path / "a", tmp_path / "b"]) == ["a,\nkl_coef a", "b,\nkl_coef b"]
+
+
+def test_studies_are_drawn_over_episodes_over_kl_and_as_points(figures, tmp_path):
+    for name in ("mini", "fooled"):
+        study.main(name, picture=tmp_path / "a.png")
+    over_episodes, over_kl = ([axis.lines for axis in figure.axes] for figure in figures)
+    assert [len(lines) for lines in over_episodes] == [10 + 1 + 1] * 3  # seeds, mean, before
+    courses = [record["course"] for name, record in runs.Records("fooled").items() if name.startswith("100__")]
+    expected = np.sqrt([course["kl"] for course in courses]).mean(0)
+    assert over_kl[0][3].get_xdata() == pytest.approx(expected)
+    points = {"first": [(1, 0, 2), (5, 4, 6)], "second": [(1, 0, 2), (5, 4, 6)]}
+    plot.scatter(points, ["x", "y"], tmp_path / "a.png")
+    labels = [text.get_position() for text in figures[2].axes[0].texts]
+    assert len(labels) == 2 and abs(labels[0][1] - labels[1][1]) > 0.1  # though the points are one
