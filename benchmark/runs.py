@@ -122,9 +122,10 @@ def t_quantile(freedom: float, outside: float) -> float:
 
     With t = √freedom · tan(angle) the density is proportional to cos(angle)^(freedom - 1), here summed over midpoints.
     """
-    angles = (np.arange(200_000) + 0.5) / 200_000 * math.pi / 2
-    beyond = np.cumsum((np.cos(angles) ** (freedom - 1))[::-1])[::-1]
-    return math.sqrt(freedom) * math.tan(angles[np.searchsorted(-beyond, -outside * beyond[0])])
+    edges = np.linspace(0, math.pi / 2, 5_001)
+    density = np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1)
+    within = np.append(0, density.cumsum()) / density.sum()  # the share up to each edge
+    return math.sqrt(freedom) * math.tan(np.interp(1 - outside, within, edges))
 
 
 def interval(values: Sequence[float], of: int = 1) -> tuple[float, float, float]:
