@@ -1,0 +1,356 @@
+"""How long does an update take: rloo.py in group rows and in plain rows, and TRL's RLOO trainers?
+
+    python benchmark/speed.py --trl trl0/bin/python trl1/bin/python                        # on a CPU: ten minutes
+    python benchmark/speed.py --shape pythia-1b --device cuda --trl trl1/bin/python        # on a GPU: five minutes
+    python benchmark/speed.py --shape qwen2.5-1.5b --device cuda --profile                 # where the time goes
+
+Every trainer takes the micro-batches of MICRO_BATCHES that the shape lists; the table has a line for each, and the last
+column compares the best of each trainer with the best of rloo.py in group rows. Trainers take turns, A B C A B C, and
+ratios are of times within a round, so that a slow minute slows all. Each run is a process of its own. The first updates
+do not count. Models have random weights. Completions have full length, or end with a probability of 2% at each token.
+TRL has the same models, prompts, k, T, temperature, β and threads; sdpa, fused AdamW, no gradient checkpointing, no
+vLLM; 1.x its dynamic cache. Both read the same reward model's score from texts.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import runs
+import torch
+import transformers
+import tyro
+from runs import Records
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
+
+import rloo
+
+TEMPERATURE = 0.7
+ENDS = 0.02  # probability of the stop token at each step where completions end
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the sizes of a run."""
+
+    config: type
+    sizes: dict
+    vocabulary: int
+    prompts: tuple[int, int]  # the range of their lengths in tokens
+    T: int
+    k: int
+    completions: int  # per update
+    ours: tuple[int, ...]  # micro-batches of rloo.py
+    theirs: tuple[int, ...]  # micro-batches of TRL
+    dtype: str = "bfloat16"
+    rounds: int = 1
+    warm_up: int = 1  # updates that do not count
+    timed: int = 1
+    reward_model: bool = False  # a reward model of the policy's shape; else a function
+    ends: tuple[bool, ...] = (False,)  # do completions end?
+
+
+NEOX, LLAMA = transformers.GPTNeoXConfig, transformers.LlamaConfig
+PYTHIA_70M = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 2048}
+PYTHIA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 8192}
+QWEN = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 4}
+QWEN |= {"intermediate_size": 8960, "tie_word_embeddings": True}
+SMOLLM = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM |= {"intermediate_size": 1536, "tie_word_embeddings": True}
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPES = {
+    "pythia-70m": Shape(
+        NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 16, (16,), (16,), "float32", rounds=2, reward_model=True
+    ),
+    "pythia-1b": Shape(
+        NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 256, (64, 32), (32, 16), warm_up=2, timed=3, ends=(False, True)
+    ),
+    "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 256, (16,), (), warm_up=2, timed=3),
+    "smollm2-135m": Shape(LLAMA, SMOLLM, 49_152, (32, 64), 16, 8, 64, (64,), ()),
+    "tiny": Shape(LLAMA, TINY, 512, (4, 8), 6, 2, 8, (8, 4), (8,), warm_up=2, ends=(False, True)),
+}
+
+
+REWARD = """def sevens(completions, **columns):
+    return [text.count("7") / (1 + len(text)) for text in completions]
+"""
+
+
+# ---- Inputs ----------------------------------------------------------------------------------------------------------
+
+
+def write_inputs(folder: Path, shape: Shape, device: str):
+    """Writes policy/, ends/ (a policy whose completions end), reward/ and data/. Word w<i> is token i, so that decoded
+    text becomes the same tokens again."""
+    eos, pad = shape.vocabulary - 2, shape.vocabulary - 1
+    words = {f"w{i}": i for i in range(eos)} | {"<eos>": eos, "[PAD]": pad}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "<eos>", "pad_token": "[PAD]", "clean_up_tokenization_spaces": False}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    tokens = {"vocab_size": shape.vocabulary, "bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
+    config = shape.config(**shape.sizes, **tokens, num_labels=1)
+    torch.manual_seed(1)
+    with torch.device(device):
+        dtype = getattr(torch, shape.dtype)
+        policy = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        policy.save_pretrained(folder / "policy")
+        if shape.reward_model:
+            reward = transformers.AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+            reward.save_pretrained(folder / "reward")
+        if True in shape.ends:
+            let_it_end(policy, eos)
+            policy.save_pretrained(folder / "ends")
+    for name in ("policy", "reward", "ends"):
+        tokenizer.save_pretrained(folder / name)
+    low, high = shape.prompts
+    counts = torch.randint(low, high + 1, ((shape.warm_up + shape.timed) * shape.completions // shape.k,)).tolist()
+    rows = [{"prompt": " ".join(f"w{i}" for i in torch.randint(eos, (count,)).tolist())} for count in counts]
+    (folder / "sevens.py").write_text(REWARD)
+    (folder / "data").mkdir()
+    for split in ("train", "test"):
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@torch.no_grad()
+def let_it_end(model, stop: int):
+    """Gives the stop token a probability of about ENDS at each step. Component 0 of the residual stream becomes large
+    and the same everywhere. After the last norm it is about 0.01, and the head's row of the stop token reads nothing
+    else."""
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "attention.dense.weight", "dense_4h_to_h.weight")):
+            weight[0] = 0.0  # the rows that add to it
+    if model.get_input_embeddings().weight is model.get_output_embeddings().weight:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.get_input_embeddings().weight[:, 0] = 100.0
+    ids = torch.arange(1, 65, device=model.device)[None]
+    norm = [weight for name, weight in weights.items() if "norm" in name and name.endswith("weight")][-1]
+    norm[0] *= 0.01 / rloo.body_of(model)(ids)[0][0, :, 0].float().mean()
+    others = model(ids).logits[0].float().div(TEMPERATURE).logsumexp(-1).mean()
+    row = torch.zeros_like(norm)
+    row[0] = TEMPERATURE * (others + torch.tensor(ENDS / (1 - ENDS)).log()) / 0.01
+    model.get_output_embeddings().weight[stop] = row
+
+
+# ---- Measuring -------------------------------------------------------------------------------------------------------
+
+
+def flags(shape: Shape, folder: Path, device: str, size: int, ends: bool) -> list[str]:
+    """Returns flags that rloo.py and trl_run.py share; `size`: completions of a micro-batch."""
+    given = {"sft_model_path": folder / ("ends" if ends else "policy"), "dataset_name": folder / "data"}
+    given |= {"rloo_k": shape.k, "response_length": shape.T, "temperature": TEMPERATURE, "kl_coef": 0.05}
+    given |= {"learning_rate": 1e-6, "dtype": shape.dtype, "device": device, "per_device_train_batch_size": size}
+    given |= {"gradient_accumulation_steps": shape.completions // size}
+    given |= {"total_episodes": (shape.warm_up + shape.timed) * shape.completions}
+    given |= {"local_rollout_forward_batch_size": shape.completions}
+    if shape.reward_model:
+        given |= {"reward_model_path": folder / "reward"}
+    else:
+        given |= {"reward_fns": f"{folder}/sevens.py:sevens"}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def trainers(shape: Shape, folder: Path, device: str, trl: list[str]) -> dict[tuple, list]:
+    """Returns (trainer, micro-batch, "full" or "ended") -> command."""
+    found = {}
+    for ends in shape.ends:
+        kind = "ended" if ends else "full"
+        for size in shape.ours:
+            words = flags(shape, folder, device, size, ends)
+            ours = [sys.executable, "rloo.py", *words, "--num_eval_prompts", "0", "--save_steps", "0"]
+            found["rloo.py, group rows", size, kind] = ours
+            if not ends and size == shape.ours[0]:
+                found["rloo.py, plain rows", size, kind] = [*ours, "--layout", "plain"]
+        for python in trl:
+            code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
+            said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+            for size in shape.theirs:
+                words = ["rloo", *flags(shape, folder, device, size, ends)]
+                if shape.reward_model:
+                    words += ["--reward_by", "text"]
+                found[said.splitlines()[-1], size, kind] = [Path(python).absolute(), "benchmark/trl_run.py", *words]
+    return found
+
+
+def measure(shape: Shape, device: str, trl: list[str]) -> list[dict]:
+    """Returns for each trainer, micro-batch and kind of completions the seconds of each counted update, those of its
+    parts and, on a GPU, the peak memory in GiB; nothing is measured of what ran out of memory."""
+    runs.RUNS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=runs.RUNS) as temporary:
+        folder = Path(temporary)
+        write_inputs(folder, shape, device)
+        commands = trainers(shape, folder, device, trl)
+        found = {key: dict(zip(("trainer", "size", "completions"), key), updates=[]) for key in commands}
+        for turn in range(shape.rounds):
+            for key, command in commands.items():
+                threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+                if key[0].startswith("TRL"):
+                    threads["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # without it TRL runs out of memory
+                out = folder / f"{len(found)}-{list(found).index(key)}-{turn}"
+                try:
+                    runs.run(command, out, **threads)
+                except subprocess.CalledProcessError:
+                    said = Path(f"{out}.log").read_text()
+                    found[key]["failed"] = "out of memory" if "out of memory" in said else said[-1500:]
+                    print(f"{key}: {found[key]['failed']}", flush=True)
+                    continue
+                updates = runs.lines(out / "metrics.jsonl")[shape.warm_up :]
+                found[key]["updates"].append([round(runs.seconds(update), 3) for update in updates])
+                for name in ("time/rollout", "time/reference", "time/reward", "time/train", "memory/peak_gb"):
+                    if name in updates[0]:
+                        found[key].setdefault(name, []).extend(round(update[name], 3) for update in updates)
+    return list(found.values())
+
+
+def table(found: list[dict]) -> str:
+    """Returns the table; the last column compares the fastest size of each trainer with rloo.py's in group rows."""
+
+    def typical(row):
+        return median([x for turn in row["updates"] for x in turn])
+
+    rows = [["completions", "trainer", "micro-batch", "s (range)", "rollout, reference, training: s", "peak, GiB", "×"]]
+    measured = [row for row in found if row["updates"]]
+    best = {}  # (trainer, completions) -> its fastest line
+    for row in sorted(measured, key=typical, reverse=True):
+        best[row["trainer"], row["completions"]] = row
+    for row in found:
+        head = [row["completions"], row["trainer"], str(row["size"])]
+        if not row["updates"]:
+            rows.append([*head, row["failed"][:40].strip(), "", "", ""])
+            continue
+        all_seconds = [x for turn in row["updates"] for x in turn]
+        parts = [row.get(f"time/{part}") for part in ("rollout", "reference", "train")]
+        cells = [f"{median(all_seconds):.2f} ({min(all_seconds):.2f} to {max(all_seconds):.2f})"]
+        cells += [", ".join(f"{median(part):.2f}" for part in parts if part)]
+        cells += [f"{max(row['memory/peak_gb']):.1f}" if "memory/peak_gb" in row else ""]
+        base = best.get(("rloo.py, group rows", row["completions"]))
+        ratio = ""
+        if base and row is best[row["trainer"], row["completions"]]:
+            pairs = zip(row["updates"], base["updates"])
+            ratios = [one / other for turns in pairs for one, other in zip(*turns)]
+            ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        rows.append([*head, *cells, ratio])
+    return runs.markdown(rows)
+
+
+# ---- Where the time of an update goes --------------------------------------------------------------------------------
+
+ELEMENTWISE = "elementwise, sums"
+KINDS = {  # of kernels and operations: the first pattern that is in the name, else ELEMENTWISE
+    "optimizer": r"adam|l2norm|foreach_norm|lpnorm",
+    ELEMENTWISE: r"log_?softmax",
+    "attention": r"flash|fmha|attention|attn|softmax",
+    "matrix products": r"gemm|gemv|cutlass|cublas|xmma|nvjet|wgmma|splitk|::(mm|addmm|bmm|baddbmm|linear)$",
+    "copies": r"copy|memcpy|memset|catarray|::(cat|clone|contiguous|_to_copy|repeat)$|index|gather|scatter",
+}
+
+
+def own_seconds(profiled, on_gpu: bool) -> Counter:
+    """Returns name -> seconds of kernels or, on a CPU, of operations without those that they call."""
+    seconds = Counter()
+    for row in profiled.key_averages():
+        if not on_gpu:
+            seconds[row.key] += row.self_cpu_time_total / 1e6
+        elif row.device_type == torch.autograd.DeviceType.CUDA and not row.key.startswith(("Optimizer.", "ProfilerS")):
+            seconds[row.key] += row.self_device_time_total / 1e6
+    return seconds
+
+
+def profiled_run(words: list[str], update: int):
+    """Runs rloo.py with torch.profiler around each part of an update; prints the seconds by kind of work, and what took
+    longest. A gap is time without a kernel or, on a CPU, Python. `capture` is the recording of CUDA graphs. Attention
+    in a step of the decoder is matrix products and a softmax, of which only the latter counts as attention."""
+    timed, cuda_graph = rloo.timed, rloo.cuda_graph
+    count, captures, longest = Counter(), Counter(), Counter()
+    parts = {}
+
+    @contextmanager
+    def profiled_part(times, name, device):
+        count[name] += 1
+        if count[name] != update:
+            with timed(times, name, device):
+                yield
+            return
+        captures.clear()
+        on_gpu = device.type == "cuda"
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiled, timed(times, name, device):
+            yield
+        kinds = Counter(captures)
+        for kernel, seconds in own_seconds(profiled, on_gpu).items():
+            matches = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))
+            kinds[next(matches, ELEMENTWISE)] += seconds
+            longest[f"{name}: {kernel[:90]}"] += seconds
+        wall = times[f"time/{name}"]
+        parts[name] = kinds | Counter({"together": wall})
+        parts[name]["gaps"] = wall - sum(kinds.values())
+
+    def timed_graph(step):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        replay = cuda_graph(step)
+        captures["capture"] += time.perf_counter() - start
+        return replay
+
+    rloo.timed, rloo.cuda_graph = profiled_part, timed_graph
+    rloo.command_line(words)
+    rows = [["seconds", *parts]]
+    for kind in [*KINDS, "capture", "gaps", "together"]:
+        rows.append([kind, *(f"{seconds.get(kind, 0.0):.3f}" for seconds in parts.values())])
+    print(runs.markdown(rows))
+    for name, seconds in longest.most_common(25):
+        print(f"{seconds:8.3f}  {name}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def main(
+    shape: Literal["pythia-70m", "pythia-1b", "qwen2.5-1.5b", "smollm2-135m", "tiny"] = "pythia-70m",
+    device: str = "cpu",
+    trl: tuple[str, ...] = (),
+    profile: bool = False,
+    again: bool = False,
+):
+    """Measures and records a shape, and prints its table.
+
+    Args:
+        shape: model and sizes
+        device: cpu or cuda
+        trl: pythons of environments with TRL
+        profile: print where the time of an update by rloo.py goes instead
+        again: compare with the record and write nothing
+    """
+    sizes = SHAPES[shape]
+    name = f"{shape}, {device}"
+    records = Records("speed", again)
+    if profile:
+        with tempfile.TemporaryDirectory() as temporary:
+            write_inputs(Path(temporary), sizes, device)
+            words = flags(sizes, Path(temporary), device, sizes.ours[0], ends=False)
+            words += ["--num_eval_prompts", "0", "--save_steps", "0", "--output_dir", f"{temporary}/out"]
+            profiled_run(words, update=sizes.warm_up + 1)
+        return
+    if again or name not in records:
+        found = measure(sizes, device, list(trl))
+        card = torch.cuda.get_device_name() if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
+        records.add(name, card=card, rows=found)
+        print(f"{table(found)}\n")
+    else:
+        print(f"{table(records[name]['rows'])}\n\n{records[name]['card']}, {records[name]['made']}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
