@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -73,7 +73,7 @@ SHAPES = {
         NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 16, (16,), (16,), "float32", rounds=2, reward_model=True
     ),
     "pythia-1b": Shape(
-        NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 256, (64, 32), (32, 16), warm_up=2, timed=3, ends=(False, True)
+        NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 256, (64, 32), (32, 16), warm_up=2, timed=2, ends=(False, True)
     ),
     "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 256, (16,), (), warm_up=2, timed=3),
     "smollm2-135m": Shape(LLAMA, SMOLLM, 49_152, (32, 64), 16, 8, 64, (64,), ()),
@@ -171,8 +171,6 @@ def trainers(shape: Shape, folder: Path, device: str, trl: list[str]) -> dict[tu
             words = flags(shape, folder, device, size, ends)
             ours = [sys.executable, "rloo.py", *words, "--num_eval_prompts", "0", "--save_steps", "0"]
             found["rloo.py, group rows", size, kind] = ours
-            if not ends and size == shape.ours[0]:
-                found["rloo.py, plain rows", size, kind] = [*ours, "--layout", "plain"]
         for python in trl:
             code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
             said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -181,6 +179,9 @@ def trainers(shape: Shape, folder: Path, device: str, trl: list[str]) -> dict[tu
                 if shape.reward_model:
                     words += ["--reward_by", "text"]
                 found[said.splitlines()[-1], size, kind] = [Path(python).absolute(), "benchmark/trl_run.py", *words]
+    size = shape.ours[0]
+    words = [*flags(shape, folder, device, size, ends=False), "--num_eval_prompts", "0", "--save_steps", "0"]
+    found["rloo.py, plain rows", size, "full"] = [sys.executable, "rloo.py", *words, "--layout", "plain"]
     return found
 
 
@@ -208,6 +209,7 @@ def measure(shape: Shape, device: str, trl: list[str]) -> list[dict]:
                     continue
                 updates = runs.lines(out / "metrics.jsonl")[shape.warm_up :]
                 found[key]["updates"].append([round(runs.seconds(update), 3) for update in updates])
+                print(f"{key}: {found[key]['updates'][-1]} s", flush=True)
                 for name in ("time/rollout", "time/reference", "time/reward", "time/train", "memory/peak_gb"):
                     if name in updates[0]:
                         found[key].setdefault(name, []).extend(round(update[name], 3) for update in updates)
@@ -333,7 +335,7 @@ def main(
         profile: print where the time of an update by rloo.py goes instead
         again: compare with the record and write nothing
     """
-    sizes = SHAPES[shape]
+    sizes = replace(SHAPES[shape], warm_up=1, timed=1) if profile else SHAPES[shape]
     name = f"{shape}, {device}"
     records = Records("speed", again)
     if profile:
