@@ -192,6 +192,7 @@ def measure(shape: Shape, device: str, trl: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory(dir=runs.RUNS) as temporary:
         folder = Path(temporary)
         write_inputs(folder, shape, device)
+        torch.cuda.empty_cache()  # the trainers run in other processes
         commands = trainers(shape, folder, device, trl)
         found = {key: dict(zip(("trainer", "size", "completions"), key), updates=[]) for key in commands}
         for turn in range(shape.rounds):
