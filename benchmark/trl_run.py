@@ -75,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     numbers = {"seed": 1, "rloo_k": 4, "response_length": 53, "total_episodes": 6_400, "num_ppo_epochs": 1}
     numbers |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
     numbers |= {"local_rollout_forward_batch_size": 64, "temperature": 0.7, "kl_coef": 0.02, "learning_rate": 2.5e-4}
-    numbers |= {"adam_eps": 1e-8, "max_grad_norm": 1.0}
+    numbers |= {"adam_eps": 1e-8, "max_grad_norm": 1.0, "warmup_ratio": 0.0, "max_prompt_length": 512}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     for name, default in OFF.items():
@@ -90,8 +90,8 @@ def config_of(args, version: int) -> dict:
     if settings is None:
         raise SystemExit(f"trl_run.py: {args.trainer} is not a trainer of TRL {'0.19' if version == 0 else '1.x'}")
     known = {*settings}
-    if version == 1 and args.reward_by == "ids" and not args.reward_fns:
-        known.add("missing_eos_penalty")  # see score_by_ids
+    if version == 1 and (args.reward_by == "ids" or args.reward_fns):
+        known.add("missing_eos_penalty")  # see with_penalty
     unknown = [name for name, off in OFF.items() if getattr(args, name) != off and name not in known]
     if unknown:
         raise SystemExit(f"trl_run.py: {args.trainer} of this TRL has no setting for --{', --'.join(unknown)}")
@@ -113,6 +113,7 @@ def config_of(args, version: int) -> dict:
     }
     clip = args.reward_clip_range
     if version == 0:
+        config["warmup_ratio"] = args.warmup_ratio
         config |= {"stop_token": "eos", "num_sample_generations": 0}
         if args.trainer == "rloo":
             config["reward_clip_range"] = clip or 10.0  # it cannot be switched off
@@ -123,6 +124,7 @@ def config_of(args, version: int) -> dict:
     updates = math.ceil(args.total_episodes / (args.per_device_train_batch_size * micro_batches))
     return config | {
         "steps_per_generation": micro_batches,
+        "warmup_steps": args.warmup_ratio,  # below 1 it is a share
         "max_steps": updates * args.num_ppo_epochs * args.num_mini_batches,
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
     }
@@ -144,8 +146,8 @@ def write_for_transformers_4(source: Path, target: Path):
 
 
 def score_by_ids(args) -> Callable:
-    """Returns the reward model as a function of token ids; a completion without a stop token loses the penalty. Given
-    the model's folder, TRL 1.x would score the text, tokenized again and without the stop token."""
+    """Returns the reward model as a function of token ids. Given the model's folder, TRL 1.x would score the text,
+    tokenized again and without the stop token."""
     tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path)
     model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path).to(args.device).eval()
 
@@ -158,10 +160,7 @@ def score_by_ids(args) -> Callable:
         mask = torch.arange(ids.shape[1], device=args.device) < lengths[:, None]
         hidden = model.base_model(ids, attention_mask=mask.long())[0]
         last = hidden[torch.arange(len(rows), device=args.device), lengths - 1]
-        scores = model.score(last).squeeze(-1).tolist()
-        penalty = args.missing_eos_penalty or 0.0
-        ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
-        return [score - penalty * (not end) for score, end in zip(scores, ended, strict=True)]
+        return model.score(last).squeeze(-1).tolist()
 
     return reward_model
 
@@ -177,6 +176,25 @@ def score_by_function(spec: str) -> Callable:
 
     reward.__name__ = name
     return reward
+
+
+def with_penalty(reward: Callable, penalty: float, eos: int) -> Callable:
+    """Returns the reward minus the penalty for completions that do not end with the stop token."""
+
+    def penalized(prompts, completions, completion_ids, **columns):
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        scores = reward(**given, **columns)
+        return [score - penalty * (ids[-1] != eos) for score, ids in zip(scores, completion_ids, strict=True)]
+
+    penalized.__name__ = reward.__name__
+    return penalized
+
+
+def prompt_length(tokenizer, prompt: str | list[dict]) -> int:
+    """Returns the number of tokens of a prompt, text or chat messages."""
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
@@ -226,6 +244,8 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, **theirs):
             reward = score_by_function(args.reward_fns)
         else:
             reward = score_by_ids(args) if args.reward_by == "ids" else str(args.reward_model_path)
+        if args.missing_eos_penalty:
+            reward = with_penalty(reward, args.missing_eos_penalty, tokenizer.eos_token_id)
         given = {"args": config, "train_dataset": data, "processing_class": tokenizer, "callbacks": [callback]}
         return trainer(str(args.sft_model_path), reward, **given)
 
@@ -256,7 +276,9 @@ def main(args: argparse.Namespace):
     out = args.output_dir.with_name(args.output_dir.name + ".unfinished")
     shutil.rmtree(out, ignore_errors=True)  # left by a run that was stopped
     out.mkdir(parents=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path)
     rows = lines(args.dataset_name / "train.jsonl")
+    rows = [row for row in rows if prompt_length(tokenizer, row["prompt"]) <= args.max_prompt_length]
     trainer = trainer_of(args, out, rows, Marks(out, args.device))
     trainer.train()
     policy = trainer.accelerator.unwrap_model(trainer.model)
