@@ -265,7 +265,7 @@ def main(types: tuple[str, ...] = (), model: str = "", dtype: str = "", device: 
     """
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = rloo.resolve_args(rloo.Args(device=device)).device
     rloo.start_processes(torch.device(device))
     dtypes = [dtype] if dtype else ["float32"] if types else ["float32", "bfloat16"]
     failed, verdicts = [], {"group": Counter(), "plain": Counter()}
