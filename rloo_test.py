@@ -54,7 +54,6 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 import rloo
 from rloo import Args, Batch, InputError
@@ -66,7 +65,6 @@ CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the models are tiny
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Tiny models, data and runs
 
 
@@ -318,7 +316,6 @@ def count_tokens(prompts, completions, completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The formulas
 
 
@@ -896,14 +893,14 @@ def test_group_rows_can_be_cut_out(tiny, tmp_path):
 
 
 def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_again():
-    """... as importlib.reload or the autoreload of a notebook do it: other models keep their attention, and the
-    process its signals, random numbers, paths and settings of PyTorch."""
-    kernels, masks = (x._global_mapping for x in (transformers.AttentionInterface, transformers.AttentionMaskInterface))
+    """... as the autoreload of a notebook does it: other models keep their attention, and the process its signals,
+    random numbers, paths and settings of PyTorch."""
+    kernels = transformers.AttentionInterface._global_mapping
     ours = kernels[rloo.GROUP_KERNEL]
 
     def state():
-        others = [{name: f for name, f in table.items() if name != rloo.GROUP_KERNEL} for table in (kernels, masks)]
-        settings = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+        others = {name: function for name, function in kernels.items() if name != rloo.GROUP_KERNEL}
+        settings = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()
         numbers = random.getstate(), torch.get_rng_state().tolist()
         return others, signal.getsignal(signal.SIGINT), settings, numbers, [*sys.path]
 
@@ -914,9 +911,7 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
     try:
         for _ in range(2):
             importlib.util.spec_from_file_location("again", rloo.__file__).loader.exec_module(again)
-        assert state() == before
-        assert kernels["sdpa"] is sdpa_attention_forward and masks["sdpa"] is sdpa_mask
-        assert torch.backends.cuda.cudnn_sdp_enabled()  # as PyTorch has it: nor has the first import changed it
+        assert state() == before and kernels["sdpa"] is sdpa_attention_forward
         logprobs, expected = (x.completion_logprobs(tiny_model(), random_batch(), 1.0)[0] for x in (again, rloo))
         assert torch.equal(logprobs, expected)
     finally:
@@ -926,18 +921,17 @@ def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_agai
 # The decoder
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name, layout", LAYOUTS)
 def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, layout):
     """By the decoder and by `generate`."""
-    model, rows = tiny_model(name, layout=layout), random_batch().examples
-    batch, _ = sample_batch(model, rows, 2, 0.0, 8, [0], local_rollout_forward_batch_size=6)
-    model = tiny_model(name, layout="plain")
+    model, alone, rows = tiny_model(name, layout=layout), tiny_model(name, layout="plain"), random_batch(B=3).examples
+    batch, _ = sample_batch(model, rows, 2, 0.0, 8, [0], local_rollout_forward_batch_size=4)
     for b, row in enumerate(rows):
-        ids = row["prompt_ids"]
-        while len(ids) < len(row["prompt_ids"]) + 8 and ids[len(row["prompt_ids"]) :][-1:] != [0]:
-            ids = ids + [model(torch.tensor([ids])).logits[0, -1].argmax().item()]
-        for j in range(2):
-            assert batch.completion_ids()[j * 4 + b] == ids[len(row["prompt_ids"]) :]
+        ids, n = row["prompt_ids"], len(row["prompt_ids"])
+        while len(ids) < n + 8 and ids[n:][-1:] != [0]:
+            ids = ids + [alone(torch.tensor([ids])).logits[0, -1].argmax().item()]
+        assert batch.completion_ids()[b] == batch.completion_ids()[3 + b] == ids[n:]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -1063,7 +1057,6 @@ def test_a_rollout_waits_for_nothing_on_the_device(family):
     assert all(x.is_meta for x in found)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What others got wrong, where neither the formulas nor the random updates above show it
 
 
@@ -1320,18 +1313,6 @@ def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_
     assert by_name == {"a": a, "b": b}
 
 
-@pytest.mark.parametrize("token_level", [False, True])
-def test_masked_truncated_completions_keep_kl_and_baseline_and_have_weight_0(monkeypatch, token_level):
-    kl = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0))
-    scores = [[1.0, 2.0, 0.5, 0.5], [0.0, 3.0, 1.0, 3.0], [2.0, 1.0, 2.0, 0.0]]
-    flags = {"kl_coef": 1.0, "token_level_kl": token_level}
-    free = collected(scores, monkeypatch, kl, **flags)
-    masked = collected(scores, monkeypatch, kl, mask_truncated_completions=True, **flags)
-    ended = free.batch.ended
-    assert torch.equal(masked.kl, free.kl) and (free.advantages != 0).any(-1).all() and ended.any() and not ended.all()
-    assert torch.equal(masked.advantages, free.advantages * ended[..., None])
-
-
 def test_scores_count_as_equal_up_to_rounding_and_where_they_are_raw(monkeypatch):
     """KL, normalization and penalty do not tell them apart, nor does a score that is missing."""
     nan, kl = math.nan, torch.rand(3, 5, 6)
@@ -1426,7 +1407,6 @@ def test_in_bfloat16_the_policy_is_what_transformers_would_load_of_the_master(tm
             assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Data and rewards
 
 USER = {"role": "user", "content": "b c"}
@@ -1483,7 +1463,6 @@ TEXTS = [  # tokenizer, row, the ids that are read
     (TOOLS, {"prompt": [USER], "tools": None}, [2, 4, 5, 3]),
     (NO_TOOLS, {"prompt": [USER], "tools": []}, [3]),  # read as none
     (KWARGS, {"prompt": [USER], "chat_template_kwargs": {"mood": "d"}}, [6, 3]),
-    (chat_tokenizer(), {"prompt": [{"role": "user", "content": [{"type": "text", "text": "b c"}]}]}, [2, 4, 5, 3]),
     (NULLS, {"prompt": [USER | {"x": None}]}, [2, 4, 5, 3]),  # a table gives each message the keys of all
     (llama_tokenizer(), {"prompt": "the cats"}, [1, 5, 6, 7]),
     (llama_tokenizer(), {"prompt": "<s> b"}, [1, 8]),
@@ -1502,18 +1481,15 @@ def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it()
 
 
 REFUSING = chat_tokenizer("{{ raise_exception('no system messages') }}")
-BAD_ROWS = {  # a row -> words of the line, and a tokenizer with another chat template than none
-    "{'text': 'b'}": ("text", None),
+BAD_ROWS = {  # a row -> words of the line, and a tokenizer
+    "{'text': 'b'}": ("prompt", tiny_tokenizer()),
     "{'messages': [ASSISTANT]}": ("user", chat_tokenizer()),
-    "{'prompt': 3}": ("", None),
-    "{'prompt': ''}": ("empty", None),
-    "{'prompt': None}": ("prompt", None),
-    "{'prompt': '\\ud800'}": ("", None),
+    "{'prompt': 3}": ("", tiny_tokenizer()),
+    "{'prompt': ''}": ("empty", tiny_tokenizer()),
     "{'prompt': []}": ("", chat_tokenizer()),
-    "{'prompt': [SYSTEM, USER]}": ("no chat template", None),
-    "{'prompt': [{'role': 'user'}]}": ("", chat_tokenizer(CHAT.replace("m['content']", "m['content'] + ''"))),
+    "{'prompt': [SYSTEM, USER]}": ("no chat template", tiny_tokenizer()),
     "{'prompt': [USER], 'a': 1}": ("no system messages", REFUSING),
-    "{'prompt': 'b', 'image': 'x.png'}": ("images", None),
+    "{'prompt': 'b', 'image': 'x.png'}": ("images", tiny_tokenizer()),
 }
 
 
@@ -1522,7 +1498,7 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, row):
     words, tokenizer = BAD_ROWS[row]
     data = write_rows(tmp_path / "x.jsonl", [{"prompt": "a"}, eval(row)])
     with pytest.raises(InputError, match=f"x.jsonl, row 2: .*{words}"):
-        rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), tokenizer or tiny_tokenizer())
+        rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), tokenizer)
 
 
 def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
@@ -1553,10 +1529,10 @@ def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
 
 
 def test_prompts_that_skip_the_chat_template_are_said(tmp_path, capsys):
-    for row, said in (({"prompt": "a"}, True), ({"prompt": [USER]}, False)):
+    for row in ({"prompt": "a"}, {"prompt": [USER]}):
         data = write_rows(tmp_path / "x.jsonl", [row] * 2)
         rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), chat_tokenizer())
-        assert ("prompts are plain text" in capsys.readouterr().out) == said
+        assert ("prompts are plain text" in capsys.readouterr().out) == (row["prompt"] == "a")
 
 
 def test_a_hub_name_goes_to_the_datasets_package(monkeypatch, tmp_path):
@@ -1564,7 +1540,6 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch, tmp_path):
     row = {"when": datetime.date(2024, 1, 2)}
     fake = types.SimpleNamespace(load_dataset=lambda name, config: {"train": [row | {"prompt": f"{name} {config}"}]})
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    assert rloo.load_rows("someone/something", "train") == [row | {"prompt": "someone/something None"}]
     assert rloo.load_rows("someone/something", "test") == []
     rows, _ = rloo.load_data(Args(dataset_name="someone/something", dataset_config="main"), tiny_tokenizer())
     assert rows[0]["prompt"] == "someone/something main"
@@ -1785,8 +1760,7 @@ def test_a_reward_model_without_a_score_head_gets_a_random_one_which_depends_on_
         torch.manual_seed(before)
         args = Args(reward_model_path=str(tiny / "sft"), device="cpu", dtype="float32", seed=seed)
         scores.append(rloo.load_reward_model(args, tiny_tokenizer(), prompts_of(9))["reward_model"](random_batch()))
-        said = f"{tiny / 'sft'}: has no `score` head and gets a random one, as a reward model good for a trial only\n"
-        assert said in capsys.readouterr().out
+    assert "has no `score` head and gets a random one" in capsys.readouterr().out
     assert torch.equal(*scores[:2]) and not torch.equal(*scores[1:])
 
 
@@ -1817,7 +1791,6 @@ def test_padding_repeats_a_token_of_its_row():
     assert not batch.response_mask.all() and batch.responses.all() and batch.prompt_ids.all()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -1874,21 +1847,17 @@ def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
 
 def test_devices_and_that_on_a_gpu_attention_is_never_cudnns(tiny, monkeypatch):
     """bfloat16 is the default of one's own task on a GPU that has it; a T4 or V100 emulates it, slowly. Each process of
-    torchrun has a GPU of its own, unless --device gives a number. Attention is never cuDNN's, whose backward pass gives
-    NaN with some masks."""
+    torchrun has a GPU of its own, unless --device gives a number. The backward pass of cuDNN's attention gives NaN with
+    some masks."""
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cuda"
-    for emulated, dtype in ((False, "bfloat16"), (True, "float32")):
-        monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True, x=emulated: including_emulation or not x
-        )
+    for native, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, x=native: x)
         assert resolved(own).dtype == dtype and resolved("--device cuda").dtype == "float32"
-    assert resolved(f"{own}:1").device == "cuda:1" and resolved(own).device == "cuda:0"
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert [resolved(x).device for x in (own, f"{own}:1", "--device cpu")] == ["cuda:2", "cuda:1", "cpu"]
 
     used, enabled, device = [], [], torch.device("cuda:1")
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
     assert rloo.start_processes(device) == (0, 1) and used == [device] and enabled == [False]
 
@@ -1980,17 +1949,16 @@ def test_a_flag_that_does_not_parse_is_named_by_the_first_process(monkeypatch, c
 @pytest.mark.parametrize("change", ["no tokenizer", "three labels", "more than a head", "adapters"])
 def test_a_model_that_cannot_be_used_is_refused(train, tiny, tmp_path, monkeypatch, change):
     flags = {f"{name}_model_path": str(shutil.copytree(tiny / name, tmp_path / name)) for name in ("sft", "reward")}
+    kind = type(tiny_model(classifier=True))
     if change == "no tokenizer":
         words = "prompt is empty|tokenizer cannot be loaded"
         for file in (tmp_path / "sft").glob("*token*"):
             file.unlink()
     elif change == "three labels":
         words = "cannot be loaded"
-        kind = AutoModelForSequenceClassification
         save(tmp_path / "reward", kind.from_pretrained(tiny / "reward", num_labels=3, ignore_mismatched_sizes=True))
     elif change == "more than a head":
         words = "results in group rows are off by"
-        kind = type(tiny_model(classifier=True))
 
         def scaled(self, *inputs, forward=kind.forward, **options):
             output = forward(self, *inputs, **options)
@@ -2003,7 +1971,6 @@ def test_a_model_that_cannot_be_used_is_refused(train, tiny, tmp_path, monkeypat
         monkeypatch.setattr(type(tiny_model()), "peft_config", {}, raising=False)
     with pytest.raises(InputError, match=words):
         train(**flags)
-    assert not (tmp_path / "run0").exists()
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
@@ -2034,34 +2001,26 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(schedule):
 
 
 def test_each_group_of_an_optimizer_of_ones_own_follows_the_schedule_from_its_own_rate(train, monkeypatch):
-    """... also after a resume."""
-    made = []
-
     def two_groups(args, master):
         first, *others = master.parameters()
-        made.append(torch.optim.AdamW([{"params": [first], "lr": 1e-3}, {"params": others}], args.learning_rate))
-        return made[-1]
+        return torch.optim.AdamW([{"params": [first], "lr": 1e-3}, {"params": others}], args.learning_rate)
 
     monkeypatch.setattr(rloo, "make_optimizer", two_groups)
-    metrics, output = train(total_episodes=64)
-    train(total_episodes=96, resume=True, output_dir=str(output))
-    rates = [x["lr"] for x in read_metrics(output)]
-    for optimizer, last in zip(made, (3, 5), strict=True):
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rates[last] / 10, rates[last]])
-    assert rates == pytest.approx([1e-2 * x for x in (1, 3 / 4, 2 / 4, 1 / 4, 2 / 6, 1 / 6)])
+    steps = spy(monkeypatch, "optimizer_step", lambda inputs, _: [group["lr"] for group in inputs[1].param_groups])
+    monkeypatch.setattr(
+        rloo, "optimizer_step", lambda *inputs, step=rloo.optimizer_step: torch.tensor(step(*inputs)[0])
+    )
+    train(total_episodes=64)
+    assert [rates for _, rates in steps] == [pytest.approx([1e-3 * x, 1e-2 * x]) for x in (1, 3 / 4, 2 / 4, 1 / 4)]
 
 
-def test_seed_kernel_and_whole_numbers_in_a_run(train, tmp_path, monkeypatch):
+def test_seed_and_kernel_in_a_run(train, tmp_path):
     """Other flags: the random updates above."""
     one_prompt = write_rows(tmp_path / "x.jsonl", [{"prompt": "a b"}] * 16)  # whatever their order, the seed is seen
-    drawn = spy(monkeypatch, "examples_of_update")
     assert not torch.equal(*(final_weights(train(dataset_name=one_prompt, seed=seed)[1]) for seed in (1, 2)))
-    assert [inputs[1] for inputs, _ in drawn] == [1, 2]
     base = {"adam_eps": 1e-3, "layout": "plain"}
     eager, sdpa = (final_weights(train(**base, attn_implementation=x)[1]) for x in ("eager", None))
     assert 0 < (eager - sdpa).abs().max() < 1e-3  # by rounding
-    whole_numbers = {"kl_coef": 0, "temperature": 1, "learning_rate": 1, "max_grad_norm": 0}  # from Python
-    assert torch.equal(*(final_weights(train(**{x: y(z) for x, z in whole_numbers.items()})[1]) for y in (int, float)))
 
 
 def of_reward_model(inputs, hidden):
@@ -2083,27 +2042,13 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, t
     name, spoil, called = SPOILED[kind]
     output = tmp_path / "out"
     metrics = output / "metrics.jsonl"
-
-    def in_second_update(inputs, found):
-        return spoil(inputs, found) if metrics.exists() and metrics.read_text() else found
-
-    spy(monkeypatch, name, in_second_update)
+    spy(monkeypatch, name, lambda inputs, found: spoil(inputs, found) if metrics.exists() else found)
     with pytest.raises(FloatingPointError, match=f"^{called}.* is not finite"):
         train(output_dir=str(output), total_episodes=48, save_steps=1)
     assert len(read_metrics(output)) == 1 and saved_updates(output) == [1]
     assert final_weights(output / "checkpoint-1").isfinite().all()
 
 
-def test_a_policy_that_has_diverged_takes_the_place_of_no_checkpoint(train, tmp_path, monkeypatch):
-    """The third of four steps is far too large, which shows when the next completions are sampled."""
-    output = tmp_path / "out"
-    spy(monkeypatch, "share_of_peak", lambda inputs, share: 1e30 if inputs[1] == 2 else share)
-    with pytest.raises(FloatingPointError, match="lower --learning_rate"):
-        train(output_dir=str(output), total_episodes=64, save_steps=2, save_total_limit=1)
-    assert len(read_metrics(output)) == 3 and saved_updates(output) == [2]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Evaluations
 
 
@@ -2195,7 +2140,6 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train):
     assert before["sampled/count_tokens"] == evaluated["sampled/count_tokens"] and after["update"] == 2
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Whole runs
 
 
@@ -2235,25 +2179,11 @@ def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd)
     splits = "--dataset_train_split validation --dataset_test_split test"
     rloo.command_line(f"--total_episodes 32 --num_eval_prompts 8 {splits}".split())
     screen = capfd.readouterr().out
-    assert "\nsampled/gold_win_rate " in screen and "\nquery  " in screen
+    assert "\nsampled/gold_win_rate " in screen
     (output,) = (tmp_path / "runs").iterdir()
     assert AutoModelForCausalLM.from_pretrained(output).config.model_type == "gpt_neox"
     (metrics,) = read_metrics(output)
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 2.5e-4
-
-
-def test_what_an_extension_replaces_is_used_and_args_json_has_its_flags(tiny, tmp_path, monkeypatch):
-    """That each function can be replaced: extensions_test.py."""
-
-    @dataclass
-    class OtherArgs(Args):
-        mine: int = 3
-
-    monkeypatch.setattr(rloo, "Args", OtherArgs)
-    calls = {name: spy(monkeypatch, name) for name in ("advantage", "attention")}
-    rloo.command_line(command(tiny, tmp_path / "out", mine=-5))
-    assert len(calls["advantage"]) == 1 and calls["attention"]
-    assert json.loads((tmp_path / "out" / "args.json").read_text())["mine"] == -5
 
 
 def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, monkeypatch):
@@ -2386,18 +2316,16 @@ def test_training_completions_have_the_numbers_that_training_learned_from(whole,
     for metrics in updates:
         own = [line for line in lines if line["update"] == metrics["update"]]
         assert len(own) == 16 and {line["mode"] for line in own} == {"training"}
-        for name, metric in (("score", "objective/scores"), ("kl", "objective/kl")):
+        for name, metric in (
+            ("score", "objective/scores"),
+            ("kl", "objective/kl"),
+            ("rewards/noise", "rewards/noise/mean"),
+        ):
             assert mean(line["grades"][name] for line in own) == pytest.approx(metrics[metric], abs=1e-5)
-        for i in range(0, len(own), 2):  # k = 2: siblings, one after the other, have opposite advantages
-            assert own[i]["prompt"] == own[i + 1]["prompt"]
-            advantages = [line["grades"]["advantage"] for line in own[i : i + 2]]
-            assert advantages[0] == pytest.approx(-advantages[1], abs=1e-6)
+        for one, other in zip(own[::2], own[1::2]):  # k = 2: siblings, one after the other, have opposite advantages
+            assert one["prompt"] == other["prompt"]
+            assert one["grades"]["advantage"] == pytest.approx(-other["grades"]["advantage"], abs=1e-6)
     assert len(lines) == 16 * len(updates) and any(line["grades"]["advantage"] > 0 for line in lines)
-
-    collected = spy(monkeypatch, "collect")  # advantages of tokens are added up
-    _, output = train(log_completions=True, token_level_kl=True, total_episodes=1)
-    sums = collected[0][1].advantages.sum(-1).T.flatten().tolist()
-    assert [x["grades"]["advantage"] for x in read_metrics(output, "training_completions")] == pytest.approx(sums)
 
 
 def error(*inputs, **options):
@@ -2639,15 +2567,14 @@ def test_a_damaged_checkpoint_is_not_loaded_and_the_one_before_goes_on(whole, ti
     assert end_of(run(tiny, output, resume=True)) == end_of(whole)
 
 
-def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, tiny, tmp_path, monkeypatch, capsys):
+def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, tiny, tmp_path, monkeypatch):
     output = shutil.copytree(whole, tmp_path / "out")
     collected = spy(monkeypatch, "collect")
     for episodes in (96, 16):
         run(tiny, output, resume=True, total_episodes=episodes)
         assert not collected and end_of(output) == end_of(whole)
-        assert re.search(r"standard error.* +update 0 +update 6 *\n", capsys.readouterr().out)
-        with pytest.raises(InputError, match="is not empty; choose another, or --resume the run in it"):
-            run(tiny, output)
+    with pytest.raises(InputError, match="is not empty; choose another, or --resume the run in it"):
+        run(tiny, output)
     for name in ("checkpoint-100", "checkpoint-10", "checkpoint-x", "unfinished-checkpoint"):
         (output / name).mkdir()
     assert saved_updates(output) == [100, 10, 6, 4, 2]
@@ -2671,7 +2598,6 @@ def test_seeds_are_told_apart_not_added_up_and_every_epoch_is_each_prompt_once()
     assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # More than one process
 
 
