@@ -18,6 +18,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -134,6 +135,11 @@ def cases(away: bool):
         yield Case(theta.detach(), ref, scores, seed)
 
 
+@cache
+def all_cases(away: bool) -> list[Case]:
+    return list(cases(away))
+
+
 def all_updates(k: int):
     """Returns the completions of each update, (k, U, B), and the number of orders in which they can be drawn, (U,)."""
     groups = list(itertools.combinations_with_replacement(range(len(TOKENS)), k))
@@ -146,7 +152,7 @@ UPDATES = {k: all_updates(k) for k in KS}
 
 
 AWAY_TITLE = f"{AWAY} nats away"
-POLICIES = {"at the reference": list(cases(away=False)), AWAY_TITLE: list(cases(away=True))}
+POSITIONS = {"at the reference": False, AWAY_TITLE: True}
 
 
 # ---- What the functions of rloo.py make of an update -----------------------------------------------------------------
@@ -209,19 +215,19 @@ def bias_and_noise(case: Case, k: int, option: Option) -> tuple[float, float]:
 def measure(option: Option) -> dict[str, list[float]]:
     """Returns bias and noise, at the reference and away from it: least, median and most over all cases."""
     found = {}
-    for away, cases_there in POLICIES.items():
-        bias, noise = zip(*(bias_and_noise(case, k, option) for case in cases_there for k in KS))
+    for title, away in POSITIONS.items():
+        bias, noise = zip(*(bias_and_noise(case, k, option) for case in all_cases(away) for k in KS))
         noise = [x for x in noise if not math.isnan(x)]
-        found[f"bias {away}"] = [min(bias), median(bias), max(bias)]
-        found[f"noise {away}"] = [min(noise), median(noise), max(noise)]
+        found[f"bias {title}"] = [min(bias), median(bias), max(bias)]
+        found[f"noise {title}"] = [min(noise), median(noise), max(noise)]
     return found
 
 
 def table(records: dict) -> str:
-    rows = [["", *(f"bias {away}" for away in POLICIES), f"noise {AWAY_TITLE}: least, median, most"]]
+    rows = [["", *(f"bias {away}" for away in POSITIONS), f"noise {AWAY_TITLE}: least, median, most"]]
     for name in OPTIONS:
         cells = [name]
-        for away in POLICIES:
+        for away in POSITIONS:
             _, middle, most = records[name][f"bias {away}"]
             cells.append("0" if most < 1e-10 else f"{middle:.2g} ({most:.2f})")
         rows.append([*cells, ", ".join(f"{x:.2f}" for x in records[name][f"noise {AWAY_TITLE}"])])
@@ -234,7 +240,7 @@ def draw(records: dict, file: Path):
 
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 6), sharey=True, layout="constrained")
     for panel, kind in zip(panels, ("bias", "noise")):
-        for offset, color, away in zip((-0.16, 0.16), ("tab:blue", "tab:orange"), POLICIES):
+        for offset, color, away in zip((-0.16, 0.16), ("tab:blue", "tab:orange"), POSITIONS):
             least, middle, most = zip(*(records[name][f"{kind} {away}"] for name in OPTIONS))
             places = [place + offset for place in range(len(OPTIONS))]
             panel.hlines(places, least, most, color=color, lw=2, label=f"policy {away}")
@@ -243,7 +249,7 @@ def draw(records: dict, file: Path):
         panel.axvline(kind == "noise", color="black", lw=0.8)
     panels[0].set(xlabel="bias: |E g - g*| / |g*|", yticks=range(len(OPTIONS)), yticklabels=list(OPTIONS))
     panels[0].invert_yaxis()
-    panels[1].set(xscale="log", xlabel="noise: variance of g / (part of E g along g*)², relative to the defaults")
+    panels[1].set(xscale="log", xlabel="noise: variance of g / (part of E g along g*)²,\nrelative to the defaults")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     title = (
         "Gradient estimates on a tiny language model. g: estimate from one update; E g: its mean over all updates;\n"
