@@ -3,8 +3,8 @@
     python benchmark/extensions/truncate.py --top_p 0.9 FLAGS OF rloo.py
 
 Of the --top_k most likely tokens, the fewest with a total probability of at least --top_p are kept, and scaled up to 1.
-The reference keeps all tokens, or the KL could be infinite. In training, the policy keeps those that are the most likely
-by its newest weights, and the sampled token. In the first step of an update this is exactly the sampler's distribution.
+The reference keeps all tokens, or the KL could be infinite. In training, the policy keeps the sampled token and those
+that are the most likely by its newest weights: in the first step of an update, this is the sampler's distribution.
 
 Replaces `block_logprobs`; wraps `Args`, `resolve_args`, `check_args`, `check_model` and `draw_tokens`. Use this file or
 entropy.py, not both.

@@ -3,8 +3,8 @@
     python benchmark/extensions/vllm_rollout.py FLAGS OF rloo.py
 
 README.md in this folder says how to install vLLM. vLLM changes torch and transformers in the process that imports it,
-so it has a process of its own, `serve`. Under torchrun each process of rloo.py starts one, on its own GPU. Each call of
-`rollout` writes the model's weights to a folder in memory, from which vLLM reads them.
+so it has a process of its own, which runs vllm_server.py. Under torchrun each process of rloo.py starts one, on its own
+GPU. Each call of `rollout` writes the model's weights to a folder in memory, from which vLLM reads them.
 
 Replaces `rollout`. Import this file before lora.py, fsdp.py and turns.py, which call the `rollout` that they find.
 """
@@ -30,8 +30,6 @@ SETTINGS = {  # further arguments of vllm.LLM for the model's device; for a larg
     "cpu": {"kv_cache_memory_bytes": 2**30, "enable_chunked_prefill": False},  # with it, seeds make vLLM fail
     "cuda": {"gpu_memory_utilization": 0.3},
 }
-FIXED = {"skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
-FIXED |= {"hf_overrides": {"tie_word_embeddings": False}, "use_tqdm_on_load": False}
 # Where weights are written; None: the temporary folder. /dev/shm is small in many containers (docker: --shm-size).
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 pipe = None  # to vLLM's process
@@ -87,7 +85,7 @@ def write_weights(model, folder):
 
 
 def start(device) -> Connection:
-    """Starts a process that runs `serve`; returns the pipe to it."""
+    """Starts a process that runs vllm_server.py; returns the pipe to it."""
     missing = importlib.util.find_spec("vllm") is None
     rloo.require(not missing, "vllm_rollout.py: vLLM is not installed; benchmark/extensions/README.md says how")
     ours, theirs = Pipe()
@@ -100,38 +98,15 @@ def start(device) -> Connection:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         number = device.index or 0
         environment["CUDA_VISIBLE_DEVICES"] = visible[number] if visible != [""] else str(number)
-    command = [sys.executable, "-W", "ignore", __file__, "serve", str(theirs.fileno())]
+    server = Path(__file__).with_name("vllm_server.py")
+    command = [sys.executable, "-W", "ignore", server, str(theirs.fileno())]
     # A session of its own: Ctrl-C does not reach it, since rloo.py may want to finish its update.
     subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
     return ours
 
 
-def serve(pipe: Connection):
-    """vLLM's process: reads weights, samples and answers until rloo.py has ended."""
-    from vllm import LLM, SamplingParams
-
-    llm = None
-    while True:
-        folder, settings, requests, options = pipe.recv()
-        if llm is None:
-            llm = LLM(folder, **FIXED, **settings)
-        else:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-            llm.reset_prefix_cache()  # it was computed by the old weights
-        options |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
-        prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
-        params = [SamplingParams(seed=seed, **options) for _, seed in requests]
-        completions = [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=False)]
-        tokens = [list(completion.token_ids) for completion in completions]
-        steps = [zip(completion.token_ids, completion.logprobs, strict=True) for completion in completions]
-        pipe.send((tokens, [[of_step[token].logprob for token, of_step in step] for step in steps]))
-
-
 rloo.rollout = rollout
 
-if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
-    with suppress(EOFError, BrokenPipeError):  # rloo.py has ended
-        serve(Connection(int(sys.argv[2])))
-elif __name__ == "__main__":
+if __name__ == "__main__":
     rloo.command_line()
