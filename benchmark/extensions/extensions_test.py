@@ -503,9 +503,7 @@ def test_flags_out_of_range_are_refused_in_a_line(run):
         ("correction", "--rollout_correction_cap 0.5: must be at least 1", {"rollout_correction_cap": 0.5}),
         ("truncate", "--top_p: above 0, at most 1", {"top_p": 0.0}),
         ("value", "value.py: needs --token_level_kl", {"token_level_kl": False}),
-        ("value", "--gamma, --lam: must be from 0 to 1", {"lam": 1.5}),
         ("value", "a reward must not be None", {"reward_fns": f"{__file__}:some_none", "reward_model_path": None}),
-        ("lora", "--lora_rank, --lora_alpha: must be above 0", {"lora_rank": 0}),
         ("fsdp", "fsdp.py: needs several processes", {}),
         ("turns", "must be one token, is 2", {"tool": f"{__file__}:seven", "tool_mark": " the the"}),
     ]:

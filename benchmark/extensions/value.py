@@ -44,7 +44,6 @@ def check_args(args):
     else:
         found.check_args(args)
     rloo.require(args.token_level_kl, "value.py: needs --token_level_kl")
-    rloo.require(0 <= args.gamma <= 1 and 0 <= args.lam <= 1, "--gamma, --lam: must be from 0 to 1")
 
 
 def load_models(args, resumed):
@@ -91,7 +90,6 @@ def gae(rewards, values, mask, gamma: float, lam: float):
     return advantages
 
 
-@torch.no_grad()
 def collect(args, *inputs):
     """`collect` with the advantages of the critic."""
     experience = found.collect(args, *inputs)
@@ -104,7 +102,8 @@ def collect(args, *inputs):
     experience.values = torch.zeros_like(kl)
     k, B, _ = kl.shape
     for index in rloo.micro_batches(k, torch.arange(B), args.local_rollout_forward_batch_size):
-        experience.values[index] = values_of(batch.select(*index))
+        with torch.no_grad():
+            experience.values[index] = values_of(batch.select(*index))
     advantages = gae(rewards, experience.values, mask, args.gamma, args.lam)
     experience.returns = advantages + experience.values
     experience.advantages = rloo.advantages_for_loss(args, advantages, batch.ended, mask)
