@@ -113,16 +113,20 @@ def test_adapters_begin_as_in_peft_and_depend_on_the_seed_alone(lora, tmp_path):
             assert torch.equal(A, first.setdefault(name, A)) == (seed == 1)
 
 
-def test_what_has_no_linear_layers_is_refused_and_the_learning_rate_is_ten_times_higher(lora):
+def test_a_model_without_linear_layers_is_refused(lora):
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=2, vocab_size=20))
     with pytest.raises(rloo.InputError, match="^--lora_rank: GPT2LMHeadModel has no torch.nn.Linear in its layers$"):
         lora.add_adapters(rloo.Args(), gpt2)
+
+
+def test_the_learning_rate_of_adapters_is_ten_times_that_of_all_weights_unless_given(lora):
     assert rloo.resolve_args(rloo.Args(device="cpu")).learning_rate == pytest.approx(2.5e-3)
     assert rloo.resolve_args(rloo.Args(device="cpu", learning_rate=3e-4)).learning_rate == 3e-4
 
 
-def test_a_resumed_run_ends_like_a_whole_one_and_checkpoints_are_merged(run, tmp_path):  # noqa: F811  a fixture
-    """... in bfloat16. The last evaluation samples from the merged policy. What is no run of lora.py is refused."""
+def test_what_a_resumed_run_in_bfloat16_leaves_is_merged_at_their_own_update(run, tmp_path):  # noqa: F811  a fixture
+    """Checkpoints and the final folder hold merged weights, equal to those of an uninterrupted run to the last bit. A
+    run of another kind is refused."""
     flags = {"lora_rank": 3, "lora_alpha": 6, "dtype": "bfloat16", "save_steps": 1, "weight_decay": 0.1}
     flags |= {"learning_rate": 1e-2, "num_mini_batches": 2, "per_device_train_batch_size": 4}
     metrics, output = run("lora", **flags, total_episodes=16)
