@@ -14,15 +14,22 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import parse_qs
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "mini_tldr"), str(Path(__file__).parents[1])]
+import check  # noqa: E402
+import gradient  # noqa: E402
 import mini_tldr  # noqa: E402
 import numpy as np  # noqa: E402
+import parity  # noqa: E402
 import plot  # noqa: E402
+import put_back  # noqa: E402
 import pytest  # noqa: E402
 import runs  # noqa: E402
+import speed  # noqa: E402
 import study  # noqa: E402
 import torch  # noqa: E402
+import trl_run  # noqa: E402
 import tyro  # noqa: E402
 from conftest import MINI, start_script, write_rows  # noqa: E402
 
@@ -467,6 +474,188 @@ def test_the_judge_reads_chats_asks_again_and_never_shows_the_key(server, tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     assert judge.question_of_trl() == "{prompt}?" and "TRL's question, from" in capsys.readouterr().out
+
+
+# ---- speed.py --------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_micro_batch_of_each_trainer_counts_and_ratios_are_of_one_round():
+    def row(trainer, size, *updates):
+        return {"trainer": trainer, "size": size, "completions": "full", "updates": list(updates)}
+
+    ours, slow = row("rloo.py, group rows", 8, [1.0], [10.0]), row("rloo.py, group rows", 4, [2.0], [20.0])
+    theirs = row("TRL", 8, [3.0], [40.0]) | {"memory/peak_gb": [2.0]}
+    failed = row("TRL", 16) | {"failed": "out of memory"}
+    lines = speed.table([ours, slow, theirs, failed]).splitlines()[2:]
+    assert lines[0].endswith("| 5.50 (1.00 to 10.00) |  |  | 1.00 (1.00 to 1.00) |") and lines[1].endswith("|  |  |  |")
+    assert lines[2].endswith("| 21.50 (3.00 to 40.00) |  | 2.0 | 3.50 (3.00 to 4.00) |")
+    assert lines[3] == "| full | TRL | 16 | out of memory |  |  |  |"
+
+
+def test_trainers_get_the_same_flags_and_a_run_that_fails_is_recorded(elsewhere, monkeypatch):
+    commands = []
+
+    def run(words, folder, **_):
+        commands.append([str(word) for word in words])
+        if "--layout" in commands[-1]:
+            Path(f"{folder}.log").write_text("CUDA out of memory")
+            raise subprocess.CalledProcessError(1, "rloo.py")
+        folder.mkdir()
+        write_rows(folder / "metrics.jsonl", [{"time/train": 9.0}, {"time/train": 8.0}, {"time/train": 2.0}])
+
+    monkeypatch.setattr(runs, "run", run)
+    monkeypatch.setattr(runs, "RUNS", elsewhere)
+    monkeypatch.setattr(speed, "write_inputs", lambda *_: None)
+    records = runs.Records("speed")
+    speed.measure("tiny, cpu", speed.SHAPES["tiny"], "cpu", [], records)
+    assert records["tiny, cpu: rloo.py, group rows, 8, ended"]["updates"] == [[2.0]]
+    assert records["tiny, cpu: rloo.py, plain rows, 8, full"]["failed"] == "out of memory"
+    for words in commands:
+        args = tyro.cli(rloo.Args, args=words[2:], use_underscores=True)
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        assert size == 8 == args.local_rollout_forward_batch_size and args.total_episodes == 3 * size
+
+
+def test_completions_that_should_end_do_with_the_probability_asked_for(tmp_path):
+    shape = replace(speed.SHAPES["tiny"], T=60, dtype="float32")
+    speed.write_inputs(tmp_path, shape, "cpu")
+    args = rloo.Args(layout="group", device="cpu", response_length=60)
+    model = rloo.read_model(args, tmp_path / "ends", torch.float32)
+    torch.manual_seed(0)
+    examples = [{"prompt_ids": [5, 6, 7]}] * 100
+    batch, _ = rloo.rollout(args, model, examples, 2, speed.TEMPERATURE, [shape.vocabulary - 2])
+    ended = batch.ended.float().mean().item()
+    assert ended == pytest.approx(1 - (1 - speed.ENDS) ** 60, abs=0.15)
+
+
+# ---- check.py --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, group, plain", [
+    ("llama", "ok", "ok"), ("qwen3", "ok", "ok"), ("gpt_neox", "ok", "ok"), ("falcon", "ok", "ok"),
+    ("diffllama", "ends", "ok"), ("cpmant", "refused", "refused"), ("mamba", "refused", "ok"),
+])  # fmt: skip
+def test_what_a_run_would_do_with_a_model(name, group, plain):
+    found = check.compare(check.small_model(name))
+    assert [found[layout].partition(":")[0] for layout in ("group", "plain")] == [group, plain]
+
+
+def test_small_mistakes_are_found(monkeypatch):
+    model, step = check.small_model("llama"), rloo.step_attention
+    with monkeypatch.context() as patched:
+        patched.setattr(rloo, "step_attention", lambda *inputs: step(*inputs) * 1.001)
+        found = check.compare(model)
+        assert found["group"].startswith("WRONG: sampling") and found["plain"] == "ok"
+    monkeypatch.setattr(rloo, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) % 9)
+    assert "gradient" in check.compare(model)["group"]
+
+
+def test_types_are_those_of_text_decoders():
+    types = check.decoder_only()
+    assert len(types) > 100 and {"llama", "mamba", "gpt2"} <= set(types) and not {"bert", "t5", "llava"} & set(types)
+
+
+# ---- gradient.py -----------------------------------------------------------------------------------------------------
+
+
+def test_rloo_has_no_bias_and_a_wrong_baseline_has(monkeypatch):
+    case = next(gradient.cases(away=True))
+    for name in ("rloo.py (the defaults)", "token_level_kl", "no baseline", "k3 in reward and loss"):
+        assert gradient.bias_and_noise(case, 2, gradient.OPTIONS[name])[0] < 1e-10
+    for name in ("GRPO", "Dr. GRPO's baseline", "k3 in the reward", "sampler's logits off by 0.3"):
+        assert gradient.bias_and_noise(case, 2, gradient.OPTIONS[name])[0] > 1e-2
+    right = rloo.advantage
+    monkeypatch.setattr(rloo, "advantage", lambda rewards: right(rewards) - 0.1 * rewards)
+    assert gradient.bias_and_noise(replace(case, moments={}), 2, gradient.Option())[0] > 1e-2
+
+
+def test_the_exact_gradient_is_that_of_finite_differences_over_all_completions():
+    case, step = next(gradient.cases(away=True)), 1e-6
+    assert case.logprobs.sum(-1).exp().sum(-1).tolist() == pytest.approx([1, 1], abs=1e-12)
+    for i in (0, 4, 7, 14):
+        move = torch.zeros(15, dtype=torch.float64)
+        move[i] = step
+        up, down = (gradient.objective(case.theta + x, case.ref, case.scores, gradient.BETA)[0] for x in (move, -move))
+        assert ((up - down) / (2 * step)).item() == pytest.approx(case.exact[i].item(), abs=1e-8)
+
+
+def test_importing_the_extensions_leaves_rloo_py_as_it_is():
+    assert rloo.advantage.__module__ == rloo.completion_loss.__module__ == rloo.Args.__module__ == "rloo"
+
+
+# ---- parity.py and trl_run.py ----------------------------------------------------------------------------------------
+
+
+def trl_config(*words: str, trainer="rloo", version=1):
+    return trl_run.config_of(trl_run.parse_args([trainer, "--output_dir=x", *words]), version)
+
+
+def test_flags_become_settings_of_trls_trainers():
+    words = ["--rloo_k=2", "--num_ppo_epochs=2", "--num_mini_batches=2", "--gradient_accumulation_steps=3"]
+    new = trl_config(*words, "--per_device_train_batch_size=8", "--total_episodes=480", "--warmup_ratio=0.1")
+    assert new["num_generations"] == 2 and new["num_iterations"] == 2 and new["steps_per_generation"] == 6
+    assert new["max_steps"] == 10 * 2 * 2 and new["warmup_steps"] == 0.1
+    old = trl_config(*words, version=0)
+    assert old["rloo_k"] == 2 and old["num_mini_batches"] == 2 and old["reward_clip_range"] == 10.0
+
+
+@pytest.mark.parametrize("words, trainer, version, said", [
+    (["--token_level_kl"], "rloo", 1, "no setting for --token_level_kl"),
+    (["--missing_eos_penalty=1", "--reward_by=text"], "rloo", 1, "no setting for --missing_eos_penalty"),
+    (["--normalize_reward"], "grpo", 1, "no setting"), ([], "ppo", 1, "not a trainer of TRL 1.x"),
+])  # fmt: skip
+def test_a_flag_that_a_trainer_lacks_is_refused(words, trainer, version, said):
+    with pytest.raises(SystemExit, match=said):
+        trl_config(*words, trainer=trainer, version=version)
+
+
+def test_a_completion_without_the_stop_token_loses_the_penalty():
+    def length(prompts, completions, completion_ids, **columns):
+        return [float(len(ids)) for ids in completion_ids]
+
+    penalized = trl_run.with_penalty(length, 5.0, eos=2)
+    assert penalized(["p"] * 2, ["a", "b"], [[1, 2], [1, 1, 1]], column=[0, 0]) == [2.0, -2.0]
+
+
+def test_rloo_py_trains_on_the_completions_given_to_both_sides(monkeypatch):
+    given = parity.sample_completions()
+    assert len(given["prompts"]) == parity.UPDATES and len(given["completions"][0]) == parity.K
+    start = parity.load_file(parity.SFT / "model.safetensors")
+    weights = parity.train_rloo({}, given)
+    assert parity.distance(start, weights) > 0.01
+    other = parity.train_rloo({"num_ppo_epochs": 2}, given)
+    assert parity.distance(weights, other) > 1e-3
+    again = parity.train_rloo({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, given)
+    assert max((again[name] - weights[name]).abs().max().item() for name in weights) < parity.AGREE
+
+
+def test_the_query_of_openrlbenchmark_names_metrics_and_flags_of_a_run():
+    (query,) = re.findall(r"--filters '\?(.*?)'", (HERE / "trl.md").read_text())
+    words = parse_qs(query)
+    logged = {"episode", *(HERE / "metrics.md").read_text().split("`")}
+    assert set(words["metrics"] + words["xaxis"]) <= logged and len(words["metrics"]) == 14
+    assert {*words["ceik"], *words["cen"]} <= vars(rloo.Args()).keys()
+
+
+# ---- put_back.py -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", put_back.BUGS)
+def test_each_bug_applies_and_its_test_is_there(name):
+    bug = put_back.BUGS[name]
+    compile(put_back.changed(bug), name, "exec")
+    tests = runs.ROOT / put_back.tests_of(bug)
+    files = sorted(tests.glob("*_test.py")) if tests.is_dir() else [tests]
+    assert re.search(rf"(?m)^def test_\w*{bug['test']}\w*\(", "".join(file.read_text() for file in files))
+
+
+@pytest.mark.parametrize("output, returncode, found", [
+    ("\nFAILED rloo_test.py::test_x - assert 1 == 2", 1, True), ("1 passed", 0, False), ("ERROR rloo_test.py", 1, False)
+])  # fmt: skip
+def test_a_bug_is_caught_if_a_test_fails_and_not_by_an_error(output, returncode, found, monkeypatch):
+    done = subprocess.CompletedProcess([], returncode, stdout=output)
+    monkeypatch.setattr(put_back, "run_tests", lambda *_: done)
+    assert put_back.caught({"name": "x", "test": "y"}) == found
 
 
 # ---- plot.py ---------------------------------------------------------------------------------------------------------

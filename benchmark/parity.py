@@ -72,7 +72,7 @@ BOTH = {
     "4 micro-batches": MICRO,
     "no KL": {"kl_coef": 0.0},
     "sequence KL, β = 1": {"kl_coef": 1.0},
-    "advantage normalisation": {"normalize_advantage": True},  # 1.x adds 1e-4 to the divisor, not 1e-8
+    "advantage normalization": {"normalize_advantage": True},  # 1.x adds 1e-4 to the divisor, not 1e-8
 }
 CLIPPED = {"reward_clip_range": 1.0}
 SHORT = {"max_grad_norm": 0.5}
@@ -82,11 +82,11 @@ OWN_SCORE = {"reward_fns": f"{Path(__file__).resolve()}:length_score"}
 ROWS = [
     *(Row(0, name, flags) for name, flags in BOTH.items()),
     Row(0, "missing-EOS penalty 1", {"missing_eos_penalty": 1.0}),
-    Row(0, "reward normalisation", NORMAL),
-    Row(0, "penalty 5, normalisation, clip ±1", NORMAL | CLIPPED | {"missing_eos_penalty": 5.0}),
+    Row(0, "reward normalization", NORMAL),
+    Row(0, "penalty 5, normalization, clip ±1", NORMAL | CLIPPED | {"missing_eos_penalty": 5.0}),
     Row(0, "all of these", ALL),
     Row(0, "its token-level KL, our sequence KL", {"kl_coef": 1.0}, theirs=TOKEN_KL),
-    Row(0, "score clip ±1", CLIPPED, "0.19 clips only where it normalises"),
+    Row(0, "score clip ±1", CLIPPED, "0.19 clips only where it normalizes"),
     Row(0, "gradient norm ≤ 0.5", SHORT, "0.19 never reads max_grad_norm"),
     Row(0, "token-level KL", TOKEN_KL | {"kl_coef": 1.0}, "0.19 sums it back to the sequence's: a no-op"),
     Row(0, "4 micro-batches, data end", MICRO, "0.19 steps at each micro-batch of the last batch", short_data=True),
