@@ -150,7 +150,7 @@ def written_down(elsewhere, monkeypatch):
 
     monkeypatch.setattr(runs, "run", run)
     rows = {
-        "sft": study.Row("SFT", "rloo.py", (1, 2)),
+        "sft": study.Row("SFT", "rloo.py"),
         "ours": study.Row("RLOO", "rloo.py --sft_model_path {sft}", (1, 2), grade="--stop_token x"),
         "own": study.Row("own grades", "benchmark/plot.py", (1,), grade=None),
         "trl": study.Row("PPO", "run.py", python="trl0"),
@@ -185,6 +185,15 @@ def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(writt
         str(elsewhere / "runs" / "again" / "mini" / "ours__1"),
     ]
     assert "ours__1, greedy/win: recorded [0.53, 0.1], now [0.52, 0.1]" in capsys.readouterr().out
+
+
+def test_another_rows_run_has_the_same_seed_or_else_its_first(elsewhere, monkeypatch):
+    rows = {"sft": study.Row("SFT", "rloo.py", (1, 3)), "ours": study.Row("RLOO", "rloo.py --sft_model_path {sft}")}
+    monkeypatch.setitem(study.STUDIES, "mini", study.Study(rows, "", {}))
+    for seed, other in ((3, 3), (2, 1)):
+        needed, trained, _ = study.commands("mini", "ours", seed, elsewhere, {"": "python"}).items()
+        assert needed[0] == elsewhere / "runs" / "mini" / f"sft__{other}" and needed[1][-1] == str(other)
+        assert trained[0] == elsewhere / f"ours__{seed}" and str(needed[0]) in trained[1]
 
 
 def test_a_command_may_grade_itself_and_takes_only_its_own_flags(written_down):
