@@ -65,7 +65,7 @@ CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the models are tiny
 
 
-# Tiny models, data and runs
+# ---- Tiny models, data and runs --------------------------------------------------------------------------------------
 
 
 def tiny_tokenizer(pad: str = "[PAD]") -> PreTrainedTokenizerFast:
@@ -316,7 +316,7 @@ def count_tokens(prompts, completions, completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-# The formulas
+# ---- The formulas ----------------------------------------------------------------------------------------------------
 
 
 def advantages_of(scores, kl, mask, **flags):
@@ -488,9 +488,9 @@ def test_the_expected_update_is_the_exact_gradient(token_level):
     assert error(advantages_of(scores, kl, mask, token_level_kl=token_level, kl_coef=0.0)) > 1e-2  # the KL term counts
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Whole updates, repeated in the plainest way: float64, a row per completion, loops over completions and tokens, nothing
-# from rloo.py. Completion c = (j, b) is number j of prompt b. Numbers are Python's, but for what needs a gradient.
+# ---- Whole updates, repeated in the plainest way ---------------------------------------------------------------------
+# In float64, a row per completion, loops over completions and tokens, nothing from rloo.py. Completion c = (j, b) is
+# lane j of prompt b. Numbers are Python's, but for what needs a gradient.
 
 
 def token_logprobs(model, prompt: list[int], completion: list[int], temperature: float):
@@ -735,8 +735,7 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
     assert (final_weights(output) - plain_weights).abs().max() < 3e-4  # one case has gradients of 1,000, others 1e-6
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Group rows and the decoder against a row per completion
+# ---- Group rows and the decoder against a row per completion ---------------------------------------------------------
 
 
 LAYOUT_NAMES = ("group", "plain")
@@ -1057,7 +1056,7 @@ def test_a_rollout_waits_for_nothing_on_the_device(family):
     assert all(x.is_meta for x in found)
 
 
-# What others got wrong, where neither the formulas nor the random updates above show it
+# ---- What others got wrong, where neither the formulas nor the random updates above show it --------------------------
 
 
 def test_token_level_kl_is_not_the_sequence_level_in_disguise():
@@ -1407,7 +1406,7 @@ def test_in_bfloat16_the_policy_is_what_transformers_would_load_of_the_master(tm
             assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
 
 
-# Data and rewards
+# ---- Data and rewards ------------------------------------------------------------------------------------------------
 
 USER = {"role": "user", "content": "b c"}
 SYSTEM = {"role": "system", "content": "e"}
@@ -1790,7 +1789,7 @@ def test_padding_repeats_a_token_of_its_row():
     assert not batch.response_mask.all() and batch.responses.all() and batch.prompt_ids.all()
 
 
-# Flags
+# ---- Flags -----------------------------------------------------------------------------------------------------------
 
 
 def parsed(line: str) -> Args:
@@ -2042,7 +2041,7 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, t
     assert final_weights(output / "checkpoint-1").isfinite().all()
 
 
-# Evaluations
+# ---- Evaluations -----------------------------------------------------------------------------------------------------
 
 
 def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch):
@@ -2133,7 +2132,7 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train):
     assert before["sampled/count_tokens"] == evaluated["sampled/count_tokens"] and after["update"] == 2
 
 
-# Whole runs
+# ---- Whole runs ------------------------------------------------------------------------------------------------------
 
 
 def count_a(prompts, completions, completion_ids, **columns):
@@ -2234,8 +2233,7 @@ def test_a_reward_function_may_be_anywhere(tmp_path, monkeypatch):
     assert sys.modules["json"] is json
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Killed, resumed, told to stop, out of space
+# ---- Killed, resumed, told to stop, out of space ---------------------------------------------------------------------
 
 # Evaluations at 0, 3 and 6 of six updates, with two optimizer steps each; checkpoints at 2, 4 and 6.
 LONG = {
@@ -2580,7 +2578,7 @@ def test_seeds_are_told_apart_not_added_up_and_every_epoch_is_each_prompt_once()
     assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7
 
 
-# More than one process
+# ---- More than one process -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
