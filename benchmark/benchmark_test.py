@@ -92,8 +92,8 @@ def test_intervals_are_welchs_and_students():
 @pytest.mark.parametrize("name, row", [(name, row) for name, found in study.STUDIES.items() for row in found.rows])
 def test_commands_of_studies_are_scripts_and_flags_that_exist(name, row):
     pythons = {"": sys.executable, "trl0": "trl0", "trl1": "trl1"}
-    for words in study.commands(name, row, 3, Path("runs") / name, pythons).values():
-        assert (runs.ROOT / words[1]).is_file() and words[words.index("--seed") + 1] == "3"
+    for words in study.commands(name, row, 1, Path("runs") / name, pythons).values():
+        assert (runs.ROOT / words[1]).is_file() and words[words.index("--seed") + 1] == "1"
         if words[1] in ("rloo.py", "benchmark/tldr/train.py"):
             tyro.cli(rloo.Args, args=words[2:], use_underscores=True)
 
