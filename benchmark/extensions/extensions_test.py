@@ -41,7 +41,7 @@ torch.set_num_threads(1)
 def load(*names):
     """Imports extensions anew, in this order, into rloo.py as it was; returns the last one."""
     vars(rloo).update(ORIGINAL)
-    for name in [name for name in sys.modules if name.startswith("benchmark.extensions.")]:
+    for name in [name for name in sys.modules if name.startswith("benchmark.extensions")]:
         del sys.modules[name]
     return [importlib.import_module(f"benchmark.extensions.{name}") for name in names][-1]
 
@@ -245,24 +245,9 @@ def test_code_that_the_page_prints(run, monkeypatch):
     assert torch.allclose(experience.advantages, expected, atol=1e-5)
 
 
-PAIRS = [
-    "lora grpo entropy",
-    "correction lora",
-    "lora correction",
-    "grpo correction",
-    "correction grpo",
-    "truncate value",
-]
-PAIRS += [
-    "grpo entropy",
-    "value correction",
-    "correction value",
-    "lora value",
-    "turns value",
-    "grpo turns",
-    "lora turns",
-]
-PAIRS += ["truncate lora", "lora truncate", "advantages correction", "value entropy"]
+PAIRS = ["lora grpo entropy", "correction lora", "lora correction", "grpo correction", "correction grpo"]
+PAIRS += ["truncate value", "truncate lora", "lora truncate", "value correction", "correction value", "lora value"]
+PAIRS += ["turns value", "grpo turns", "lora turns", "advantages correction"]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -286,7 +271,7 @@ def test_pairs_that_the_page_allows_train(pair, run, monkeypatch):
         "truncate": metrics["objective/entropy"] / metrics["completions/mean_length"] < math.log(5),
         "grpo": "completions/in_loss" in metrics,
         "entropy": True,  # see its own tests
-        "advantages": torch.equal(experience.advantages, experience.rewards),
+        "advantages": torch.allclose(experience.advantages, experience.rewards, rtol=1e-3),
     }
     assert all(traces[name] for name in pair.split()), traces
 
@@ -784,7 +769,7 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, folder, **settings):
-        assert settings["max_model_len"] == 512 + 2 * 24 and settings["dtype"] == "float32"
+        assert settings["max_model_len"] == 99 + 2 * 24 and settings["dtype"] == "float32"
         assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
         assert "RANK" not in os.environ and "MASTER_PORT" not in os.environ and os.environ["HF_HUB_OFFLINE"] == "1"
         self.weights = 1
@@ -810,6 +795,9 @@ class LLM:
 '''
 
 
+LONGER = {"response_length": 24, "max_prompt_length": 99}
+
+
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     """stand_in(stop=...) puts the stand-in in vLLM's place, as under torchrun. Its process ends with the pipe."""
@@ -826,7 +814,7 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     load("vllm_rollout")
     seen = spy(monkeypatch, "rollout")
     importlib.import_module("benchmark.extensions.correction")
-    metrics, _ = run(total_episodes=16, num_eval_prompts=2, num_sample_generations=0, response_length=24)
+    metrics, _ = run(total_episodes=16, num_eval_prompts=2, num_sample_generations=0, **LONGER)
     assert [inputs[4] for inputs, _ in seen] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures
     for weights, (_, (batch, logprobs)) in enumerate(seen, 1):
         k, B, T = batch.responses.shape
@@ -838,15 +826,15 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     assert len({*seeds[2], *seeds[3]}) > 8 + 4 and seeds[0] == seeds[4]  # evaluations have the same ones
     assert all(update["val/rollout_kl"] != 0 and update["grad_norm"] > 0 for update in metrics)
     importlib.import_module("benchmark.extensions.turns")
-    tool = {"tool": f"{__file__}:seven", "tool_mark": " the", "response_length": 24}
-    (row,), _ = run(**tool)
+    tool = {"tool": f"{__file__}:seven", "tool_mark": " the"}
+    (row,), _ = run(**tool, **LONGER)
     assert row["tool/tokens"] >= 0 and row["grad_norm"] > 0
 
 
 def test_a_completion_that_neither_ends_nor_is_full_is_refused(stand_in, run):
     stand_in(stop=9)
     with pytest.raises(SystemExit, match="vLLM: a completion must have 24 tokens or end with its first stop token"):
-        run("vllm_rollout", response_length=24)
+        run("vllm_rollout", **LONGER)
 
 
 def test_without_vllm_a_line_says_so(monkeypatch):
