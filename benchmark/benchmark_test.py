@@ -635,7 +635,7 @@ def test_rloo_py_trains_on_the_completions_given_to_both_sides(monkeypatch):
     other = parity.train_rloo({"num_ppo_epochs": 2}, given)
     assert parity.distance(weights, other) > 1e-3
     again = parity.train_rloo({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, given)
-    assert max((again[name] - weights[name]).abs().max().item() for name in weights) < parity.AGREE
+    assert parity.distance(again, weights) < parity.AGREE * parity.distance(start, weights)
 
 
 def test_the_query_of_openrlbenchmark_names_metrics_and_flags_of_a_run():

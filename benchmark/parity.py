@@ -4,8 +4,9 @@
     python benchmark/parity.py --trl trl0/bin/python trl1/bin/python --again    # compares with records/parity.jsonl
 
 benchmark/requirements.txt says how to make the environments, with TRL 0.19 and 1.x. Completions are sampled once by the
-SFT policy; some have no stop token. Both sides train on them in float32. After three updates the weights must agree to
-1e-6, except in settings with a known reason (`why`). The status is 1 if another setting differs.
+SFT policy; some have no stop token. Both sides train on them in float32. After three updates the weights must differ by
+less than 0.01% of the way that TRL has moved them, except in settings with a known reason (`why`). The status is 1 if
+another setting differs.
 
 TRL's trainers run unchanged, with three exceptions: their generation returns the given completions (0.19:
 `batch_generation`, 1.x: `_generate_single_turn`); data and completions are not shuffled; a mini-batch holds whole
@@ -30,7 +31,7 @@ from transformers import AutoTokenizer
 SFT, REWARD = trl_run.TASK / "sft", trl_run.TASK / "reward"
 FOLDER = runs.RUNS / "parity"
 UPDATES, PROMPTS, K, LENGTH = 3, 4, 4, 20  # prompts per update, completions of each, tokens of each
-AGREE = 1e-6  # largest difference of a weight between trainers that do the same
+AGREE = 1e-4  # share of TRL's movement by which weights may differ; rounding makes 2e-5
 BASE = {  # flags of both sides, which a Row may change
     "rloo_k": K,
     "response_length": LENGTH,
@@ -97,7 +98,7 @@ ROWS = [
     Row(1, "reward model's folder given", {}, "1.x scores text: no stop token, tokenized again", reward_by="text"),
     Row(1, "truncated completions masked", MASKED, "1.x drops their KL, not their reward, from siblings' baselines"),
     Row(1, "2 epochs, linear schedule", {"num_ppo_epochs": 2}, "1.x lowers the rate at each optimizer step"),
-    Row(1, "unscorable completions", OWN_SCORE, "1.x leaves them out of the group; here they score its mean"),
+    Row(1, "unscorable completions", OWN_SCORE),
 ]
 
 
@@ -279,7 +280,7 @@ def summary(rows: list[dict]) -> str:
     text = []
     for version in dict.fromkeys(row["trl"] for row in rows):
         of_version = [row for row in rows if row["trl"] == version]
-        agree = [row for row in of_version if row["largest"] <= AGREE]
+        agree = [row for row in of_version if row["share"] <= AGREE]
         largest, share = (max(row[name] for row in agree) for name in ("largest", "share"))
         counts = f"{len(agree)} of {len(of_version)} settings agree"
         text.append(f"{version}: {counts}; weights to {largest:.1e}, {share:.3%} of TRL's movement")
@@ -308,9 +309,11 @@ def main():
         for row in found:
             records.add(f"{row['trl'].partition(',')[0]}, {row['setting']}", **row)
     print(summary(found or list(records.values())))
-    wrong = [f"{row['trl']}, {row['setting']}" for row in found if row["largest"] > AGREE and not row["why"]]
+    wrong = [f"{row['trl']}, {row['setting']}" for row in found if row["share"] > AGREE and not row["why"]]
     if wrong:
-        sys.exit(f"the weights differ by more than {AGREE:g} and no reason is known: {'; '.join(wrong)}")
+        sys.exit(
+            f"the weights differ by more than {AGREE:g} of TRL's movement and no reason is known: {'; '.join(wrong)}"
+        )
 
 
 if __name__ == "__main__":
