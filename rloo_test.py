@@ -933,18 +933,6 @@ def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, 
         assert batch.completion_ids()[b] == batch.completion_ids()[3 + b] == ids[n:]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_both_layouts_draw_the_same_completions_by_the_same_random_numbers(name):
-    found = []
-    for layout in ("group", "plain"):
-        model, rows = tiny_model(name, layout=layout), random_batch(B=6).examples
-        torch.manual_seed(2)
-        found.append(sample_batch(model, rows, 3, 0.7, 9, [0]))
-    (group, logprobs), (plain, others) = found
-    assert torch.equal(group.responses, plain.responses) and len(group.responses.unique()) > 9
-    assert torch.allclose(logprobs, others, atol=1e-5) and (logprobs < 0).any()
-
-
 @torch.no_grad()
 def decoded(model, batch: Batch, k: int, T: int, stop_ids: list[int], seed: int = 1) -> tuple:
     """Tokens and log-probs of k completions of each prompt."""
@@ -1478,6 +1466,15 @@ def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it()
         prepared = rloo.prepare_example(row, tokenizer)
         assert prepared["prompt_ids"] == ids or (ids is None and prepared["prompt_ids"][:3] == [1, 8, 2]), row
         assert prepared["columns"] == {name: value for name, value in row.items() if name != "prompt"}
+
+
+def test_a_text_is_tokenized_once(monkeypatch):
+    """100,000 prompts take a minute."""
+    texts, call = [], PreTrainedTokenizerFast.__call__
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *x, **y: texts.append(x[1]) or call(*x, **y))
+    for tokenizer in (tiny_tokenizer(), llama_tokenizer()):
+        rloo.prepare_example({"prompt": "b"}, tokenizer)
+    assert texts == ["b", "b"]
 
 
 REFUSING = chat_tokenizer("{{ raise_exception('no system messages') }}")
