@@ -1305,7 +1305,7 @@ def test_scores_count_as_equal_up_to_rounding_and_where_they_are_raw(monkeypatch
     nan, kl = math.nan, torch.rand(3, 5, 6)
     scores = [[0.3, 1.0, 1.0, nan, nan], [0.1 + 0.2, 1.001, 1.0, 2.0, nan], [0.3 + 3e-7, 1.0, nan, 2.0, nan]]
     flags = {"missing_eos_penalty": 1.0, "normalize_reward": True}
-    metrics = rloo.metrics_of(Args(**flags), collected(scores, monkeypatch, kl, **flags), {})
+    metrics = rloo.metrics_of(Args(**flags), collected(scores, monkeypatch, kl, **flags), {"val/ratio": torch.ones(2)})
     assert metrics["frac_reward_zero_std"] == pytest.approx(4 / 5)
     assert metrics["objective/scores"] == pytest.approx(torch.tensor(scores).nanmean().item())
 
@@ -1867,7 +1867,10 @@ BROKEN_FILES = {  # what the next test finds in the folder {x}
 }
 MISTAKES = {  # what the line must say -> what is added to a command line that works
     "at least 2": "--rloo_k 1; --rloo_k 0",
-    "must be above 0": "--temperature 0; --num_ppo_epochs 0; --gradient_accumulation_steps 0; --save_total_limit 0",
+    "must be above 0": "--temperature 0; --num_ppo_epochs 0; --num_mini_batches 0; --save_total_limit 0",
+    "must be at least 0": "--max_grad_norm -1; --kl_coef -1; --seed -1",
+    "--reward_clip_range: must be": "--reward_clip_range -1; --reward_clip_range 2 1",
+    "must not all be 0": "--reward_weights 0",
     "must be a multiple or a divisor of --rloo_k 2": "--per_device_train_batch_size 7; --per_device_train_batch_size 0",
     "must be whole groups of": "--per_device_train_batch_size 1 --gradient_accumulation_steps 3",
     "--warmup_ratio": "--warmup_ratio 2; --warmup_ratio 1",
@@ -2427,9 +2430,9 @@ def test_the_old_checkpoint_is_removed_when_the_new_one_has_its_name_and_is_on_t
     assert all(missed == set() and n > 4 for _, missed, n in renames)
 
 
-def run_flags_of(file: str):
+def run_by(flags: str, file: str):
     try:
-        rloo.main(Args(**json.loads(os.environ["SAME"])))
+        rloo.main(Args(**json.loads(flags)))
         said = "nothing"
     except InputError as error:
         said = str(error)
@@ -2438,7 +2441,7 @@ def run_flags_of(file: str):
 
 def run_the_same(prompts, **columns):
     """Starts a second run with --resume on the folder of this one."""
-    process = forkserver().Process(target=run_flags_of, args=(os.environ["SAID"],))
+    process = forkserver().Process(target=run_by, args=(os.environ["SAME_FLAGS"], os.environ["SAID"]))
     process.start()
     process.join()
     return [0.0] * len(prompts)
@@ -2449,7 +2452,7 @@ def test_one_run_at_a_time_writes_to_a_folder(train, tiny, tmp_path, monkeypatch
     output = tmp_path / "out"
     flags = {"reward_fns": (spec("run_the_same"),), "reward_weights": (1, 0), "total_episodes": 32, "save_steps": 1}
     monkeypatch.setenv("SAID", str(tmp_path / "said"))
-    monkeypatch.setenv("SAME", json.dumps(run_flags(tiny, output, **flags, resume=True)))
+    monkeypatch.setenv("SAME_FLAGS", json.dumps(run_flags(tiny, output, **flags, resume=True)))
     metrics, _ = train(output_dir=str(output), **flags)
     assert [x["update"] for x in metrics] == [1, 2]
     said = (tmp_path / "said").read_text()
