@@ -132,7 +132,8 @@ def scatter(points: dict[str, list[tuple[float, float, float]]], names: Sequence
             label, (x, y), (1.04, height), textcoords="axes fraction", va="center", color=color,
             arrowprops={"arrowstyle": "-", "lw": 0.5, "color": color},
         )  # fmt: skip
-    axis.set(xlabel=names[0], ylabel=names[1], title="means and 95% intervals")
+    title = "Means and 95% intervals: over seeds if there are three or more, else over prompts"
+    axis.set(xlabel=names[0], ylabel=names[1], title=title)
     save(figure, output)
 
 
