@@ -132,7 +132,7 @@ def scatter(points: dict[str, list[tuple[float, float, float]]], names: Sequence
             label, (x, y), (1.04, height), textcoords="axes fraction", va="center", color=color,
             arrowprops={"arrowstyle": "-", "lw": 0.5, "color": color},
         )  # fmt: skip
-    title = "Means and 95% intervals: over seeds if there are three or more, else over prompts"
+    title = "Means and 95% intervals\nover seeds if there are three or more, else over prompts"
     axis.set(xlabel=names[0], ylabel=names[1], title=title)
     save(figure, output)
 
