@@ -54,8 +54,9 @@ def run_tests(tests: str, words: str, bug: dict | None = None) -> subprocess.Com
 def caught(bug: dict) -> bool:
     """Puts a bug back; returns whether its test fails."""
     done = run_tests(tests_of(bug), bug["test"], bug)
-    fails = done.returncode == 1 and "\nFAILED " in done.stdout
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    # An ERROR is a fixture that fails; a file that cannot be imported has another status.
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    fails = done.returncode == 1 and bool(failed)
     print(f"{bug['name']}: {failed[0][:150] if fails else f'NOT CAUGHT {done.stdout[-1500:]}'}", flush=True)
     return fails
 
