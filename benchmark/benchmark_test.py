@@ -659,9 +659,10 @@ def test_each_bug_applies_and_its_test_is_there(name):
 
 
 @pytest.mark.parametrize("output, returncode, found", [
-    ("\nFAILED rloo_test.py::test_x - assert 1 == 2", 1, True), ("1 passed", 0, False), ("ERROR rloo_test.py", 1, False)
+    ("\nFAILED rloo_test.py::test_x - assert 1 == 2", 1, True), ("\nERROR rloo_test.py::test_x", 1, True),
+    ("1 passed", 0, False), ("ERROR rloo_test.py", 2, False)
 ])  # fmt: skip
-def test_a_bug_is_caught_if_a_test_fails_and_not_by_an_error(output, returncode, found, monkeypatch):
+def test_a_bug_is_caught_if_a_test_or_its_fixture_fails_and_not_by_an_import(output, returncode, found, monkeypatch):
     done = subprocess.CompletedProcess([], returncode, stdout=output)
     monkeypatch.setattr(put_back, "run_tests", lambda *_: done)
     assert put_back.caught({"name": "x", "test": "y"}) == found
