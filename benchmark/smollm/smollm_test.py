@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 import models  # noqa: E402
 import prepare  # noqa: E402
+import study  # noqa: E402
 import synopses  # noqa: E402
 
 MINI = HERE.parent / "mini_tldr" / "sft"  # a tiny model
@@ -123,6 +125,22 @@ def test_sft_lowers_the_loss_and_trains_the_upper_half(small):
     weights = zip(before.named_parameters(), after.named_parameters(), strict=True)
     changed = {name for (name, old), (_, new) in weights if not old.equal(new)}
     assert any(f"layers.{last}." in name for name in changed) and not any("layers.0." in name for name in changed)
+
+
+def test_sft_continued_reads_the_packages_of_rloo(small, monkeypatch):
+    """... of the split on which rloo.py trains, in the first steps those of its first updates."""
+    rows = [{"prompt": f"the post {n}\n\nTL;DR:", "synopsis": f"post {n}", "package": f"t{n}"} for n in range(20)]
+    (synopses.PREPARED / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = shlex.split(study.smollm.rows["continued"].train)
+    small.splits, small.as_rloo = [flags[flags.index("--splits") + 1]], 2
+    batches = []
+    monkeypatch.setattr(models, "fit", lambda load, found, loss_of, args: batches.extend(found))
+    tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI)
+    models.sft(small, tokenizer)
+    examples = models.examples_of(["train"], tokenizer)
+    of_rloo = models.rloo.examples_of_update(examples, small.seed, 0, 2 * models.B)
+    packages = {example["columns"]["package"] for example in of_rloo}
+    assert {example["columns"]["package"] for batch in batches for example, _ in batch} <= packages
 
 
 def test_the_best_of_16_is_that_of_the_reward_model(small, monkeypatch):
