@@ -83,7 +83,6 @@ def test_intervals_are_welchs_and_students():
     assert runs.interval([1.0, 2.0, 6.0], of=2)[2] == pytest.approx(3 + 6.205 * 1.5275, abs=5e-3)
     assert runs.interval([1.0, 2.0, 6.0]) == pytest.approx((3, 3 - 4.303 * 1.5275, 3 + 4.303 * 1.5275), abs=5e-3)
     assert runs.mean_and_error([1.0, 2.0, 6.0]) == pytest.approx((3, 1.5275), abs=1e-4)
-    assert [runs.plus_minus(x) for x in ([1.0, 2.0], [1.0, 2.0, 6.0])] == ["1.5", "3.0 ± 1.5"]
 
 
 # ---- study.py --------------------------------------------------------------------------------------------------------
@@ -152,7 +151,6 @@ def written_down(elsewhere, monkeypatch):
     rows = {
         "sft": study.Row("SFT", "rloo.py"),
         "ours": study.Row("RLOO", "rloo.py --sft_model_path {sft}", (1, 2), grade="--stop_token x"),
-        "own": study.Row("own grades", "benchmark/plot.py", (1,), grade=None),
         "trl": study.Row("PPO", "run.py", python="trl0"),
     }
     monkeypatch.setitem(study.STUDIES, "mini", study.Study(rows, "--eval_fns a:win", {"greedy/win": "wins, %"}))
@@ -196,12 +194,6 @@ def test_another_rows_run_has_the_same_seed_or_else_its_first(elsewhere, monkeyp
         assert trained[0] == elsewhere / f"ours__{seed}" and str(needed[0]) in trained[1]
 
 
-def test_a_command_may_grade_itself_and_takes_only_its_own_flags(written_down):
-    study.main("mini", rows=("own",))
-    (words,) = written_down
-    assert words[1:] == ["benchmark/plot.py", "--seed", "1"] and "own__1" in runs.Records("mini")
-
-
 def test_dry_prints_the_commands_and_runs_nothing(written_down, capsys):
     study.main("mini", rows=("ours", "trl"), seeds=1, dry=True)
     printed = [shlex.split(line)[:-2] for line in capsys.readouterr().out.splitlines()]
@@ -224,36 +216,21 @@ def test_gaps_are_by_seed_by_prompt_or_welchs():
     grades = {"greedy/win": "wins, %"}
     paired, welch = study.Study({}, "", grades, paired=True), study.Study({}, "", grades)
     three, other = ([{"greedy/win": [x, 0]} for x in values] for values in ((0.1, 0.2, 0.6), (0.0, 0.1, 0.2)))
-    one = [{"greedy/win": [0.1, 0], "by_prompt": [0.0, 0.2]}]
-    another = [{"greedy/win": [0.5, 0], "by_prompt": [0.5, 0.5]}]
+    one = [{"greedy/win": [0.1, 0], "by_prompt": [0.0, 0.2, 0.1]}]
+    another = [{"greedy/win": [0.5, 0], "by_prompt": [0.5, 0.5, 0.5]}]
     assert study.gap_between(paired, three, other, 1) == pytest.approx(runs.interval([10.0, 10.0, 40.0]))
     assert study.gap_between(paired, three, one, 1) == pytest.approx(runs.interval([0.0, 10.0, 50.0]))
-    assert study.gap_between(paired, one, another, 2) == pytest.approx(runs.interval([-50.0, -30.0], 2))
+    assert study.gap_between(paired, one, another, 2) == pytest.approx(runs.interval([-50.0, -30.0, -40.0], 2))
     assert study.gap_between(welch, three, other, 1) == pytest.approx(runs.difference([10, 20, 60], [0, 10, 20]))
-    assert [study.comparable(welch, *x) for x in ((three, other), (three, one), (three, three))] == [True, False, False]
-    assert [study.comparable(paired, *x) for x in ((three, one), (one, another), (one, one))] == [True, True, False]
-
-
-def test_a_table_has_means_over_seeds_gaps_and_what_made_it(elsewhere):
-    rows = {
-        "base": study.Row("Base", "x", (1, 2, 3)),
-        "one": study.Row("One", "x"),
-        "up": study.Row("Up", "x", (1, 2, 3)),
-    }
-    tried = study.Study(rows, "", {"a": "wins, %", "b": "score"}, base="base", highest=True)
-    records = runs.Records("x")
-    made = {"rloo.py": "abc", "date": "today", "graded": "by two"}
-    for name, values in {"base": (0.1, 0.2, 0.3), "one": (0.9,), "up": (0.5, 0.6, 0.7)}.items():
-        for seed, x in enumerate(values, 1):
-            records.add(f"{name}__{seed}", a=[x, 0.05], b=[x, 0.05], made=made)
-    records["up__1"]["course"] = {"episode": [0, 8], "a": [0.8, 0.4]}
-    assert study.table(tried, records) == (
-        "| policy (seeds) | wins, % | score | minus base, points | highest on the way, % |\n|---|---|---|---|---|\n"
-        "| One (1) | 90.0 ± 5.0 | 0.90 ± 0.05 |  |  |\n"
-        "| Up (3) | 60.0 ± 5.8 | 0.60 ± 0.06 | +40.0 [+17.3, +62.7] | 80.0 at 0 episodes |\n"
-        "| Base (3) | 20.0 ± 5.8 | 0.20 ± 0.06 |  |  |\n\n"
-        "Records: 7 of rloo.py abc, today, by two."
-    )
+    two = three[:2]
+    for tried, ours, theirs in (
+        (welch, three, one),
+        (welch, one, another),
+        (paired, two, three),
+        (paired, two, two[:]),
+    ):
+        assert study.gap_between(tried, ours, theirs) is None
+    assert study.gap_between(paired, one, one) is None  # a row and itself
 
 
 def test_the_best_of_n_is_that_with_the_highest_score(monkeypatch, tmp_path):
@@ -299,11 +276,6 @@ def test_proxies_are_trained_once_on_labels_of_the_judge(tmp_path, monkeypatch):
         facts = {slot: mini_tldr.stated(prompt)[slot] for slot in mini_tldr.SLOTS}  # the author's and others'
         counts = [sum(bool(mini_tldr.stated(text)[slot] & facts[slot]) for slot in facts) for text in texts]
         assert counts[0] + 3 > counts[1]
-
-
-def test_a_reward_that_can_be_fooled():
-    texts = ["so sad", " ".join(["sad"] * 13), "my boss", "a happy boss of " + "x " * 8]
-    assert mini_tldr.short_and_feeling(texts, facts=None) == [1.0, 0.0, 0.0, 1.0]
 
 
 # ---- TL;DR: its whole way in miniature, with a judge on this machine that speaks OpenAI's protocol -------------------
@@ -448,12 +420,10 @@ def test_scores_of_tldr_are_minus_1_without_a_stop_token():
     assert rloo.rewards_of is tldr.train.rewards_of_ended
 
 
-def test_what_tldr_takes_is_computed_from_what_was_measured():
-    said = study.tldr_on_an_h100()
-    updates, episodes = 244, int(re.search(r"--total_episodes (\d+)", study.TLDR_TRAIN).group(1))
-    assert episodes == updates * 64 * 32 * 2
-    seconds = 16 * (249 / 151) * (0.64 + 0.22 * 3 + 0.82 * 2)
-    assert f"{seconds:.0f} s each, {updates * seconds / 3600:.1f} hours" in said and "at most 59 GiB" in said
+def test_the_page_of_tldr_has_the_hours_and_the_memory_that_dry_prints():
+    hours, peak = re.search(r"([\d.]+) hours; at most (\d+) GiB", study.tldr_on_an_h100()).groups()
+    page = (HERE / "tldr" / "README.md").read_text(encoding="utf-8")
+    assert f"{hours} hours" in page and f"{peak} GiB" in page
 
 
 def test_the_judge_reads_chats_asks_again_and_never_shows_the_key(server, tmp_path, monkeypatch, capsys):
@@ -490,7 +460,7 @@ def test_the_judge_reads_chats_asks_again_and_never_shows_the_key(server, tmp_pa
 
 def test_the_fastest_micro_batch_of_each_trainer_counts_and_ratios_are_of_one_round():
     def row(trainer, size, *updates):
-        return {"trainer": trainer, "size": size, "completions": "full", "updates": list(updates)}
+        return {"trainer": trainer, "size": size, "k": 4, "completions": "full", "updates": list(updates)}
 
     ours, slow = row("rloo.py, group rows", 8, [1.0], [10.0]), row("rloo.py, group rows", 4, [2.0], [20.0])
     theirs = row("TRL", 8, [3.0], [40.0]) | {"memory/peak_gb": [2.0]}
@@ -498,7 +468,7 @@ def test_the_fastest_micro_batch_of_each_trainer_counts_and_ratios_are_of_one_ro
     lines = speed.table([ours, slow, theirs, failed]).splitlines()[2:]
     assert lines[0].endswith("| 5.50 (1.00 to 10.00) |  |  | 1.00 (1.00 to 1.00) |") and lines[1].endswith("|  |  |  |")
     assert lines[2].endswith("| 21.50 (3.00 to 40.00) |  | 2.0 | 3.50 (3.00 to 4.00) |")
-    assert lines[3] == "| full | TRL | 16 | out of memory |  |  |  |"
+    assert lines[3] == "| 4, full | TRL | 16 | out of memory |  |  |  |"
 
 
 def test_trainers_get_the_same_flags_and_a_run_that_fails_is_recorded(elsewhere, monkeypatch):
@@ -516,13 +486,14 @@ def test_trainers_get_the_same_flags_and_a_run_that_fails_is_recorded(elsewhere,
     monkeypatch.setattr(runs, "RUNS", elsewhere)
     monkeypatch.setattr(speed, "write_inputs", lambda *_: None)
     records = runs.Records("speed")
-    speed.measure("tiny, cpu", speed.SHAPES["tiny"], "cpu", [], records)
-    assert records["tiny, cpu: rloo.py, group rows, 8, ended"]["updates"] == [[2.0]]
-    assert records["tiny, cpu: rloo.py, plain rows, 8, full"]["failed"] == "out of memory"
+    speed.measure("tiny, cpu", speed.SHAPES["tiny"], "cpu", [], (2, 4), records)
+    assert records["tiny, cpu: rloo.py, group rows, 8, ended, k = 2"]["updates"] == [[2.0]]
+    assert records["tiny, cpu: rloo.py, plain rows, 16, full, k = 4"]["failed"] == "out of memory"
+    assert len(commands) == len(records) == 2 * (2 * 2 + 1)
     for words in commands:
         args = tyro.cli(rloo.Args, args=words[2:], use_underscores=True)
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        assert size == 8 == args.local_rollout_forward_batch_size and args.total_episodes == 3 * size
+        assert size == 4 * args.rloo_k == args.local_rollout_forward_batch_size and args.total_episodes == 3 * size
 
 
 def test_completions_that_should_end_do_with_the_probability_asked_for(tmp_path):
@@ -680,31 +651,21 @@ def figures(monkeypatch):
     return found
 
 
-def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_path, figures, capsys):
+def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_path, figures):
     for name, training, grade in (("a", {"objective/kl": 1.0}, "sampled/win"), ("b", {}, "sampled/other")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "args.json").write_text(json.dumps({"kl_coef": name, "seed": 1, "output_dir": name}))
+        write_rows(tmp_path / name / "args.json", [{}])
         for file, found in (("metrics", {"objective/scores": 0.5} | training), ("evaluations", {grade: 1.0})):
             write_rows(tmp_path / name / f"{file}.jsonl", [{"episode": 32, **found, f"{grade}_stderr": 0.1}])
     plot.main(tuple(tmp_path / name for name in ("a", "b", "none")))
     lines = {axis.get_title().split(",")[0]: len(axis.lines) for axis in figures[0].axes}
-    assert {x: n for x, n in lines.items() if x in ("score", "KL from the reference")} == {
-        "score": 2,
-        "KL from the reference": 1,
-    }
-    assert list(lines)[2:] == ["win", "other"] and "none: left out" in capsys.readouterr().out
-    assert plot.labels([tmp_path / "a", tmp_path / "b"]) == ["a,\nkl_coef a", "b,\nkl_coef b"]
+    assert lines["score"] == 2 and lines["KL from the reference"] == 1 and list(lines)[2:] == ["win", "other"]
 
 
-def test_studies_are_drawn_over_episodes_over_kl_and_as_points(figures, tmp_path):
+def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
     for name in ("mini", "fooled"):
         study.main(name, picture=tmp_path / "a.png")
     over_episodes, over_kl = ([axis.lines for axis in figure.axes] for figure in figures)
-    assert [len(lines) for lines in over_episodes] == [10 + 1 + 1] * 3  # seeds, mean, before
+    assert [len(lines) for lines in over_episodes] == [10 + 1, 10 + 1 + 1, 10 + 1]  # seeds, mean, wins before
     courses = [record["course"] for name, record in runs.Records("fooled").items() if name.startswith("100__")]
-    expected = np.sqrt([course["kl"] for course in courses]).mean(0)
-    assert over_kl[0][3].get_xdata() == pytest.approx(expected)
-    points = {"first": [(1, 0, 2), (5, 4, 6)], "second": [(1, 0, 2), (5, 4, 6)]}
-    plot.scatter(points, ["x", "y"], tmp_path / "a.png")
-    labels = [text.get_position() for text in figures[2].axes[0].texts]
-    assert len(labels) == 2 and abs(labels[0][1] - labels[1][1]) > 0.1  # though the points are one
+    assert over_kl[0][3].get_xdata() == pytest.approx(np.sqrt([course["kl"] for course in courses]).mean(0))

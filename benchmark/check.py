@@ -18,6 +18,7 @@ WRONG    trains it, though something is wrong
 Status 1 says that something is WRONG, that --model cannot be checked, or that a short run has failed.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import tempfile
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -65,9 +67,8 @@ SMALL |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
 SMALL |= {"linear_head_dim": 8, "linear_num_heads": 4}
 SMALL |= {"logits_scaling": 3.0, "logit_scale": 0.4, "final_logit_softcapping": 2.0, "lm_head_multiplier": 0.5}
 SMALL |= {"residual_multiplier": 0.7, "embedding_multiplier": 2.0, "attention_multiplier": 0.5}
-OWN = json.loads(
-    runs.HERE.joinpath("records", "model_types.json").read_text()
-)  # for types that these settings do not build
+# Settings of types that those above do not build.
+OWN = json.loads(runs.HERE.joinpath("records", "model_types.json").read_text())
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -137,16 +138,21 @@ def gradient(model, logprobs):
     return torch.cat([part.float().flatten() for part in parts])
 
 
-def rows_of(model, layout: str, kernel: str):
-    """Gives the model the attention that --layout gives it; `kernel` is that of the model alone."""
-    model.set_attn_implementation(rloo.GROUP_KERNEL if layout == "group" else kernel)
+@contextmanager
+def in_layout(model, layout: str):
+    """Gives the model the attention that --layout gives it, for a while."""
+    kernel = model.config._attn_implementation
+    if layout == "group":
+        model.set_attn_implementation(rloo.GROUP_KERNEL)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(kernel)
 
 
 def distances(model, layout: str, batch, stops, expected, expected_gradient) -> dict[str, float]:
     """Returns how far what rloo.py computes and samples in a layout is from the model alone."""
-    kernel = model.config._attn_implementation
-    rows_of(model, layout, kernel)
-    try:
+    with in_layout(model, layout):
         logprobs, _ = rloo.completion_logprobs(model, batch, TEMPERATURE)
         found = {"log-probs": (logprobs - expected).abs().max()}
         found["gradient"] = (gradient(model, logprobs) - expected_gradient).norm() / expected_gradient.norm()
@@ -154,8 +160,6 @@ def distances(model, layout: str, batch, stops, expected, expected_gradient) -> 
         with mock.patch.object(rloo, "FIRST_SLOTS", 4):  # so that the decoder's cache is doubled twice
             sampled, sampler_logprobs = rloo.rollout(args, model, batch.examples, K, TEMPERATURE, stops)
             greedy, _ = rloo.rollout(args, model, batch.examples, K, 0.0, stops)
-    finally:
-        rows_of(model, "plain", kernel)
     with torch.no_grad():
         found["sampling"] = (sampler_logprobs - logprobs_alone(model, sampled)).abs().max()
         short = []
@@ -168,9 +172,7 @@ def distances(model, layout: str, batch, stops, expected, expected_gradient) -> 
 
 def refusal(model, layout: str, batch, stops) -> str:
     """Returns what a run would say of the model, by check_model or by check_sampler; empty if it would train it."""
-    kernel = model.config._attn_implementation
     args = rloo.Args(response_length=T, layout=layout, local_rollout_forward_batch_size=2 * MANY)
-    rows_of(model, layout, kernel)
     try:
         ours = partial(rloo.chunked_logprobs, model, temperature=TEMPERATURE, chunk_size=4)
         theirs = partial(rloo.logprobs_alone, temperature=TEMPERATURE)
@@ -184,8 +186,6 @@ def refusal(model, layout: str, batch, stops) -> str:
         return stage
     except Exception as error:
         return f"error, {type(error).__name__}: {str(error).partition(chr(10))[0][:60]}"
-    finally:
-        rows_of(model, "plain", kernel)
     return ""
 
 
@@ -207,7 +207,8 @@ def compare(model, longest: int = 7) -> dict[str, str]:
         if layout == "group" and model.config._attn_implementation != "sdpa":
             found[layout] = f"refused: its kernel is {model.config._attn_implementation}"  # by read_model
             continue
-        verdict = refusal(model, layout, batch, stops)
+        with in_layout(model, layout):
+            verdict = refusal(model, layout, batch, stops)
         try:
             expected = logprobs_alone(model, batch)
             off = distances(model, layout, batch, stops, expected.detach(), gradient(model, expected))
@@ -241,8 +242,8 @@ def short_run(script: Path, device: str) -> str:
     return "" if len(kls) == 2 and max(kls) < 0.05 else f"val/rollout_kl {kls}"
 
 
-def runs_of_scripts(device: str) -> dict[str, str]:
-    """Returns name -> why a short run fails, of rloo.py and of each extension that can be run like it."""
+def runs_of_scripts(device: str):
+    """Yields name and why a short run fails, of rloo.py and of each extension that can be run like it."""
     scripts = [runs.ROOT / "rloo.py"]
     for script in sorted(runs.HERE.glob("extensions/*.py")):
         if "rloo.command_line(" in script.read_text(encoding="utf-8") and not script.name.endswith("_test.py"):
@@ -250,44 +251,41 @@ def runs_of_scripts(device: str) -> dict[str, str]:
     scripts = [script for script in scripts if script.name not in SKIPPED]
     with ThreadPoolExecutor(1 if device == "cpu" else 8) as pool:
         faults = pool.map(partial(short_run, device=device), scripts)
-        return {script.name: fault for script, fault in zip(scripts, faults)}
+        yield from zip((script.name for script in scripts), faults)
 
 
-def main(types: tuple[str, ...] = (), model: str = "", dtype: str = "", device: str | None = None, longest: int = 256):
+def main(types: tuple[str, ...] = (), model: str = "", device: str | None = None):
     """Checks; see above.
 
     Args:
         types: model types of transformers, or all
         model: a folder or Hub id
-        dtype: float32 or bfloat16. Default: both, but float32 for --types
         device: Default: cuda if there is one
-        longest: tokens of the longest prompt of --model
     """
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     device = rloo.resolve_args(rloo.Args(device=device)).device
     rloo.start_processes(torch.device(device))
-    dtypes = [dtype] if dtype else ["float32"] if types else ["float32", "bfloat16"]
     failed, verdicts = [], {"group": Counter(), "plain": Counter()}
-    for name in [model] if model else decoder_only() if "all" in types else types or ("llama", "gpt_neox"):
-        for own in dtypes:
-            try:
-                wanted = getattr(torch, own)
-                if model:
-                    tried = rloo.read_model(rloo.Args(device=device, dtype=own, layout="plain"), model, wanted)
-                else:
-                    tried = small_model(name, wanted, device)
-                torch.manual_seed(1)
-                found = compare(tried.requires_grad_(True), longest if model else 7)
-            except Exception as error:
-                found = {"not built": f"{type(error).__name__}: {error}".partition("\n")[0][:90]}
-            for layout in found.keys() & verdicts.keys():
-                verdicts[layout][found[layout].partition(":")[0].partition(",")[0]] += 1
-            wrong = any(text.startswith("WRONG") for text in found.values()) or (model and "not built" in found)
-            failed.extend([name] if wrong else [])
-            print(f"{name}, {own}", *(f"{layout}: {text}" for layout, text in found.items()), sep="  ", flush=True)
+    names = [model] if model else decoder_only() if types == ("all",) else types or ("llama", "gpt_neox")
+    for name, dtype in itertools.product(names, ["float32"] if types else ["float32", "bfloat16"]):
+        try:
+            wanted = getattr(torch, dtype)
+            if model:
+                tried = rloo.read_model(rloo.Args(device=device, dtype=dtype, layout="plain"), model, wanted)
+            else:
+                tried = small_model(name, wanted, device)
+            torch.manual_seed(1)
+            found = compare(tried.requires_grad_(True), longest=256 if model else 7)
+        except Exception as error:
+            found = {"not built": f"{type(error).__name__}: {error}".partition("\n")[0][:90]}
+        for layout in found.keys() & verdicts.keys():
+            verdicts[layout][found[layout].partition(":")[0].partition(",")[0]] += 1
+        if any(text.startswith("WRONG") for text in found.values()) or (model and "not built" in found):
+            failed.append(name)
+        print(f"{name}, {dtype}", *(f"{layout}: {text}" for layout, text in found.items()), sep="  ", flush=True)
     if not (model or types):
-        for name, fault in runs_of_scripts(device).items():
+        for name, fault in runs_of_scripts(device):
             print(f"{name}, two updates: {fault or 'ok'}", flush=True)
             failed.extend([name] if fault else [])
         print(*(f"{name}: skipped, {why}" for name, why in SKIPPED.items()), sep="\n")

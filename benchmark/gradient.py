@@ -1,8 +1,7 @@
 """Is each option's gradient right, and how noisy? Exactly, for language models so tiny that all updates can be listed.
 
-    python benchmark/gradient.py            # prints the table of gradient.md: 15 seconds
-    python benchmark/gradient.py --again    # compares with records/gradient.jsonl
-    python benchmark/gradient.py --draw     # draws records/gradient.png; needs matplotlib
+    python benchmark/gradient.py                       # prints the table of gradient.md: 15 seconds
+    python benchmark/gradient.py --picture plot.png    # draws it too; needs matplotlib
 
 The policy has a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15 parameters: a row of logits per
 prompt and one per previous token. An update is 2 prompts with k completions each. Its estimate g comes from the
@@ -18,11 +17,9 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Annotated
 from unittest import mock
 
 import runs
@@ -135,11 +132,6 @@ def cases(away: bool):
         yield Case(theta.detach(), ref, scores, seed)
 
 
-@cache
-def all_cases(away: bool) -> list[Case]:
-    return list(cases(away))
-
-
 def all_updates(k: int):
     """Returns the completions of each update, (k, U, B), and the number of orders in which they can be drawn, (U,)."""
     groups = list(itertools.combinations_with_replacement(range(len(TOKENS)), k))
@@ -149,10 +141,6 @@ def all_updates(k: int):
 
 
 UPDATES = {k: all_updates(k) for k in KS}
-
-
-AWAY_TITLE = f"{AWAY} nats away"
-POSITIONS = {"at the reference": False, AWAY_TITLE: True}
 
 
 # ---- What the functions of rloo.py make of an update -----------------------------------------------------------------
@@ -212,66 +200,47 @@ def bias_and_noise(case: Case, k: int, option: Option) -> tuple[float, float]:
     return ((mean - case.exact).norm() / case.exact.norm()).item(), noise(mean, variance) / noise(*case.moments[k])
 
 
-def measure(option: Option) -> dict[str, list[float]]:
-    """Returns bias and noise, at the reference and away from it: least, median and most over all cases."""
-    found = {}
-    for title, away in POSITIONS.items():
-        bias, noise = zip(*(bias_and_noise(case, k, option) for case in all_cases(away) for k in KS))
-        noise = [x for x in noise if not math.isnan(x)]
-        found[f"bias {title}"] = [min(bias), median(bias), max(bias)]
-        found[f"noise {title}"] = [min(noise), median(noise), max(noise)]
-    return found
-
-
-def table(records: dict) -> str:
-    rows = [["", *(f"bias {away}" for away in POSITIONS), f"noise {AWAY_TITLE}: least, median, most"]]
-    for name in OPTIONS:
-        cells = [name]
-        for away in POSITIONS:
-            _, middle, most = records[name][f"bias {away}"]
-            cells.append("0" if most < 1e-10 else f"{middle:.2g} ({most:.2f})")
-        rows.append([*cells, ", ".join(f"{x:.2f}" for x in records[name][f"noise {AWAY_TITLE}"])])
-    return runs.markdown(rows)
-
-
-def draw(records: dict, file: Path):
+def draw(found: dict, file: Path):
     """Draws bias and noise of every option: range and median over all cases."""
-    from matplotlib import pyplot
+    import plot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 6), sharey=True, layout="constrained")
+    figure, (panels,) = plot.canvas(1, 2, height=6, sharey=True)
+    figure.set_size_inches(11, 6)
     for panel, kind in zip(panels, ("bias", "noise")):
-        for offset, color, away in zip((-0.16, 0.16), ("tab:blue", "tab:orange"), POSITIONS):
-            least, middle, most = zip(*(records[name][f"{kind} {away}"] for name in OPTIONS))
-            places = [place + offset for place in range(len(OPTIONS))]
-            panel.hlines(places, least, most, color=color, lw=2, label=f"policy {away}")
-            panel.plot(middle, places, "o", color=color, ms=5)
-        panel.grid(alpha=0.3)
+        for number, where in enumerate(next(iter(found.values()))):
+            values = [of[where][kind] for of in found.values()]
+            places = [place + 0.32 * number - 0.16 for place in range(len(found))]
+            style = {"color": ("tab:blue", "tab:orange")[number]}
+            panel.hlines(places, [*map(min, values)], [*map(max, values)], **style, lw=2, label=f"policy {where}")
+            panel.plot([*map(median, values)], places, "o", **style, ms=5)
         panel.axvline(kind == "noise", color="black", lw=0.8)
-    panels[0].set(xlabel="bias: |E g - g*| / |g*|", yticks=range(len(OPTIONS)), yticklabels=list(OPTIONS))
+    panels[0].set(xlabel="bias: |E g - g*| / |g*|", yticks=range(len(found)), yticklabels=list(found))
     panels[0].invert_yaxis()
     panels[1].set(xscale="log", xlabel="noise: variance of g / (part of E g along g*)²,\nrelative to the defaults")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    title = (
-        "Gradient estimates on a tiny language model. g: estimate from one update; E g: its mean over all updates;\n"
-    )
-    figure.suptitle(f"{title}g*: true gradient. Line: range over all cases; point: median", fontsize=10)
-    figure.savefig(file, dpi=90)
+    title = "Gradient estimates on a tiny language model. g: estimate from one update; E g: its mean over all updates;"
+    figure.suptitle(f"{title}\ng*: true gradient. Line: range over all cases; point: median", fontsize=10)
+    plot.save(figure, file)
 
 
-def main(again: bool = False, draw_picture: Annotated[bool, tyro.conf.arg(name="draw")] = False):
-    """Prints bias and noise of every option, over all cases.
-
-    Args:
-        again: compute all, compare with the records and write nothing
-        draw_picture: draw the picture too
-    """
-    records = runs.Records("gradient", again)
+def main(picture: Path | None = None):
+    """Prints bias and noise of every option, over all cases; draws them into `picture`."""
+    away = f"{AWAY} nats away"
+    policies = {"at the reference": list(cases(away=False)), away: list(cases(away=True))}
+    found = {name: {} for name in OPTIONS}  # option -> policy -> bias and noise -> values of all cases
     for name, option in OPTIONS.items():
-        if again or name not in records:
-            records.add(name, **measure(option))
-    print(table(records))
-    if draw_picture:
-        draw(records, runs.HERE / "records" / "gradient.png")
+        for where, some in policies.items():
+            bias, noise = zip(*(bias_and_noise(case, k, option) for case in some for k in KS))
+            found[name][where] = {"bias": bias, "noise": [x for x in noise if not math.isnan(x)]}
+    rows = [["", *(f"bias {where}" for where in policies), f"noise {away}: least, median, most"]]
+    for name, of in found.items():
+        biases = [of[where]["bias"] for where in policies]
+        cells = ["0" if max(bias) < 1e-10 else f"{median(bias):.2g} ({max(bias):.2f})" for bias in biases]
+        noise = of[away]["noise"]
+        rows.append([name, *cells, f"{min(noise):.2f}, {median(noise):.2f}, {max(noise):.2f}"])
+    print(runs.markdown(rows))
+    if picture:
+        draw(found, picture)
 
 
 if __name__ == "__main__":

@@ -16,27 +16,22 @@ PLACES = ("rloo.py", "/trl/", "/accelerate/", "/transformers/trainer", "/transfo
 executed = defaultdict(set)  # file -> numbers of lines
 
 
-def trace_lines(frame, event, value):
-    if event == "line":
-        executed[frame.f_code.co_filename].add(frame.f_lineno)
-    return trace_lines
-
-
-def trace_calls(frame, event, value):
+def trace(frame, event, value):
     code = frame.f_code
     in_function = code.co_flags & inspect.CO_OPTIMIZED  # neither a module nor a class
-    counted = in_function and any(place in code.co_filename for place in PLACES)
-    return trace_lines if counted else None
+    if not in_function or not any(place in code.co_filename for place in PLACES):
+        return None
+    if event == "line":
+        executed[code.co_filename].add(frame.f_lineno)
+    return trace
 
 
 if __name__ == "__main__":
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path.insert(0, script.rpartition("/")[0] or ".")
-    sys.settrace(trace_calls)
-    try:
-        runpy.run_path(script, run_name="__main__")
-    finally:
-        sys.settrace(None)
-        for file, numbers in sorted(executed.items(), key=lambda item: -len(item[1])):
-            print(f"{len(numbers):6}  {file}")
-        print(f"{sum(map(len, executed.values())):6}  in {len(executed)} files")
+    sys.settrace(trace)
+    runpy.run_path(script, run_name="__main__")
+    sys.settrace(None)
+    for file, numbers in sorted(executed.items(), key=lambda item: -len(item[1])):
+        print(f"{len(numbers):6}  {file}")
+    print(f"{sum(map(len, executed.values())):6}  in {len(executed)} files")

@@ -3,11 +3,10 @@
     python benchmark/plot.py runs/one runs/two                   # writes plot.png
     python benchmark/plot.py runs/* --output mine.png
 
-It reads metrics.jsonl and evaluations.jsonl, also of runs that have not ended. The legend has the names of the folders,
-and the flags in args.json by which the runs differ. study.py draws its pictures with `courses`.
+It reads metrics.jsonl and evaluations.jsonl, also of runs that have not ended. The legend has the names of the folders.
+study.py draws its pictures with `courses` and `scatter`.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,28 +41,14 @@ def save(figure, file: Path):
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
-    """Returns the name of each run, with its values of up to three flags that are not equal in all runs."""
-    flags = [json.loads((folder / "args.json").read_text()) for folder in folders]
-    differ = [name for name in flags[0] if any(other.get(name) != flags[0][name] for other in flags)]
-    shown = [name for name in differ if name not in ("output_dir", "exp_name", "resume", "command")][:3]
-    values = [[f"{name} {str(own.get(name))[-30:]}" for name in shown] for own in flags]  # the end of a long path
-    return [",\n".join([folder.resolve().name, *own]) for folder, own in zip(folders, values)]
-
-
-def grades_of(evaluations: Sequence[dict]) -> list[str]:
-    """Returns the names of the grades of sampled completions, without their length."""
-    names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("sampled/"))
-    return [name for name in names if f"{name}_stderr" in names and name != "sampled/length"]
-
-
 def side_by_side(folders: Sequence[Path], output: Path):
     """Draws a panel for each metric of training and for each grade, with a color for each run."""
     evaluations = [runs.lines(folder / "evaluations.jsonl") for folder in folders]
-    grades = grades_of([line for lines in evaluations for line in lines])
+    names = dict.fromkeys(name for lines in evaluations for line in lines for name in line if name != "sampled/length")
+    grades = [name for name in names if name.startswith("sampled/") and f"{name}_stderr" in names]
     figure, (axes,) = canvas(1, len(TRAINING) + len(grades), height=4)
-    for number, (folder, label) in enumerate(zip(folders, labels(folders))):
-        style = {"color": f"C{number}", "label": label}
+    for number, folder in enumerate(folders):
+        style = {"color": f"C{number}", "label": folder.resolve().name}
         for axis, name in zip(axes, TRAINING):
             lines = [line for line in runs.lines(folder / "metrics.jsonl") if name in line]  # no KL without a reference
             width = max(1, len(lines) // SMOOTHED)
@@ -90,29 +75,24 @@ def side_by_side(folders: Sequence[Path], output: Path):
 
 
 def courses(panels: dict[str, dict[str, list[dict]]], over: str, output: Path):
-    """Draws how runs went, seeds thin and their mean thick. panels: title -> label -> course of each seed, see
-    study.course. Over episodes a panel is a row of score, wins and KL; over √KL it is a column of score and wins."""
+    """Draws how runs went, seeds thin and their mean thick: a row of panels for each title, with score, wins and, over
+    episodes, KL. panels: title -> label -> course of each seed, see study.course."""
     shown = COURSE if over == "kl" else COURSE | {"kl": "KL from the policy before training, nats"}
-    shape = (len(shown), len(panels)) if over == "kl" else (len(panels), len(shown))
-    figure, axes = canvas(*shape, **({"sharex": "col"} if over == "kl" else {}))
-    for title, column in zip(panels, axes.T if over == "kl" else axes):
-        for (measure, name), axis in zip(shown.items(), column):
-            for number, (label, found) in enumerate(panels[title].items()):
+    figure, axes = canvas(len(panels), len(shown))
+    for (title, found_of), row in zip(panels.items(), axes):
+        for (measure, name), axis in zip(shown.items(), row):
+            factor = 100 if "%" in name else 1
+            for number, (label, found) in enumerate(found_of.items()):
                 x, y = (np.array([course[key] for course in found]) for key in (over, measure))
-                x = np.sqrt(x) if over == "kl" else x
-                y = 100 * y if "%" in name else y
+                x, y = np.sqrt(x) if over == "kl" else x, factor * y
                 axis.plot(x.T, y.T, lw=0.6, alpha=0.5, color=f"C{number}")
                 axis.plot(x.mean(0), y.mean(0), lw=2, color=f"C{number}", label=label)
-            if over == "episode" or "%" in name:  # else each label begins somewhere else
+            if "%" in name:
                 axis.axhline(y[:, 0].mean(), ls="--", lw=1.2, color="black")
-            axis.set(title=name if over == "episode" else title, ylim=(0, None) if "%" in name else None)
-            if over == "kl":
-                axis.set(ylabel=name, title=title if axis is column[0] else "")
-        column[-1].set_xlabel("√KL from the policy before training, KL in nats" if over == "kl" else "")
-        column[0].legend(fontsize=8)
-    for axis in axes.flat if over == "episode" else ():
-        axis.set(xlabel="episodes (completions)")
-    figure.suptitle("Sampled summaries of held-out posts. Thin: seeds, thick: their mean, dashed: before training")
+            label = "√KL from the policy before training, KL in nats" if over == "kl" else "episodes (completions)"
+            axis.set(title=title, ylabel=name, xlabel=label, ylim=(0, None) if "%" in name else None)
+        row[0].legend(fontsize=8)
+    figure.suptitle("Sampled summaries of held-out posts. Thin: seeds, thick: their mean, dashed: wins before training")
     save(figure, output)
 
 

@@ -1,10 +1,11 @@
 """How long does an update take: rloo.py in group rows and in plain rows, and TRL's RLOO trainers?
 
-    python benchmark/speed.py --trl trl0/bin/python trl1/bin/python                        # on a CPU: ten minutes
-    python benchmark/speed.py --shape pythia-1b --device cuda --trl trl1/bin/python        # on a GPU: five minutes
-    python benchmark/speed.py --shape qwen2.5-1.5b --device cuda --profile                 # where the time goes
+    python benchmark/speed.py --trl trl0/bin/python trl1/bin/python                    # on a CPU: ten minutes
+    python benchmark/speed.py --shape pythia-14m --k 2 4 8                             # what does a larger k cost?
+    python benchmark/speed.py --shape pythia-1b --device cuda --trl trl1/bin/python    # on a GPU: five minutes
+    python benchmark/speed.py --shape qwen2.5-1.5b --device cuda --profile             # where the time goes
 
-Every trainer takes the micro-batches of MICRO_BATCHES that the shape lists; the table has a line for each, and the last
+Every trainer takes each of the micro-batches that the shape lists; the table has a line for each, and the last
 column compares the best of each trainer with the best of rloo.py in group rows. Trainers take turns, A B C A B C, and
 ratios are of times within a round, so that a slow minute slows all. Each run is a process of its own. The first updates
 do not count. Models have random weights. Completions have full length, or end with a probability of 2% at each token.
@@ -13,13 +14,13 @@ vLLM; 1.x its dynamic cache. Both read the same reward model's score from texts.
 """
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -61,6 +62,7 @@ class Shape:
 
 
 NEOX, LLAMA = transformers.GPTNeoXConfig, transformers.LlamaConfig
+PYTHIA_14M = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
 PYTHIA_70M = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 2048}
 PYTHIA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 8192}
 QWEN = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 4}
@@ -69,6 +71,7 @@ SMOLLM = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
 SMOLLM |= {"intermediate_size": 1536, "tie_word_embeddings": True}
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPES = {
+    "pythia-14m": Shape(NEOX, PYTHIA_14M, 50_304, (224, 448), 53, 4, 16, (16,), (16,), "float32", timed=3),
     "pythia-70m": Shape(
         NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 16, (16,), (16,), "float32", rounds=2, reward_model=True
     ),
@@ -147,6 +150,12 @@ def let_it_end(model, stop: int):
 # ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
+def with_k(shape: Shape, k: int) -> Shape:
+    """Returns a shape with k completions for as many prompts per micro-batch and per update as before."""
+    ours, theirs = (tuple(size // shape.k * k for size in sizes) for sizes in (shape.ours, shape.theirs))
+    return replace(shape, k=k, completions=shape.completions // shape.k * k, ours=ours, theirs=theirs)
+
+
 def flags(shape: Shape, folder: Path, device: str, size: int, ends: bool) -> list[str]:
     """Returns flags that rloo.py and trl_run.py share; `size`: completions of a micro-batch."""
     given = {"sft_model_path": folder / ("ends" if ends else "policy"), "dataset_name": folder / "data"}
@@ -163,14 +172,14 @@ def flags(shape: Shape, folder: Path, device: str, size: int, ends: bool) -> lis
 
 
 def trainers(shape: Shape, folder: Path, device: str, trl: list[str]) -> dict[tuple, list]:
-    """Returns (trainer, micro-batch, "full" or "ended") -> command."""
+    """Returns (trainer, micro-batch, k, "full" or "ended") -> command."""
     found = {}
+    alone = ["--num_eval_prompts", "0", "--save_steps", "0"]
     for ends in shape.ends:
-        kind = "ended" if ends else "full"
+        kind = shape.k, "ended" if ends else "full"
         for size in shape.ours:
             words = flags(shape, folder, device, size, ends)
-            ours = [sys.executable, "rloo.py", *words, "--num_eval_prompts", "0", "--save_steps", "0"]
-            found["rloo.py, group rows", size, kind] = ours
+            found["rloo.py, group rows", size, *kind] = [sys.executable, "rloo.py", *words, *alone]
         for python in trl:
             code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
             said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -178,23 +187,25 @@ def trainers(shape: Shape, folder: Path, device: str, trl: list[str]) -> dict[tu
                 words = ["rloo", *flags(shape, folder, device, size, ends)]
                 if shape.reward_model:
                     words += ["--reward_by", "text"]
-                found[said.splitlines()[-1], size, kind] = [Path(python).absolute(), "benchmark/trl_run.py", *words]
-    size = shape.ours[0]
-    words = [*flags(shape, folder, device, size, ends=False), "--num_eval_prompts", "0", "--save_steps", "0"]
-    found["rloo.py, plain rows", size, "full"] = [sys.executable, "rloo.py", *words, "--layout", "plain"]
+                found[said.splitlines()[-1], size, *kind] = [Path(python).absolute(), "benchmark/trl_run.py", *words]
+    words = flags(shape, folder, device, shape.ours[0], ends=False)
+    plain = [sys.executable, "rloo.py", *words, *alone, "--layout", "plain"]
+    found["rloo.py, plain rows", shape.ours[0], shape.k, "full"] = plain
     return found
 
 
-def measure(name: str, shape: Shape, device: str, trl: list[str], records: Records):
-    """Adds a record for each trainer, micro-batch and kind of completions, anew after each run: the seconds of each
+def measure(name: str, shape: Shape, device: str, trl: list[str], ks: Sequence[int], records: Records):
+    """Adds a record for each trainer, micro-batch, k and kind of completions, anew after each run: the seconds of each
     counted update, those of its parts and, on a GPU, the peak memory in GiB. What ran out of memory is recorded too."""
     runs.RUNS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs.RUNS) as temporary:
         folder = Path(temporary)
         write_inputs(folder, shape, device)
         torch.cuda.empty_cache()  # the trainers run in other processes
-        commands = trainers(shape, folder, device, trl)
-        found = {key: dict(zip(("trainer", "size", "completions"), key), updates=[]) for key in commands}
+        commands = {}
+        for k in ks or (shape.k,):
+            commands |= trainers(with_k(shape, k), folder, device, trl)
+        found = {key: dict(zip(("trainer", "size", "k", "completions"), key), updates=[]) for key in commands}
         for turn in range(shape.rounds):
             for number, (key, command) in enumerate(commands.items()):
                 environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -212,7 +223,7 @@ def measure(name: str, shape: Shape, device: str, trl: list[str], records: Recor
                     said = Path(f"{out}.log").read_text()
                     found[key]["failed"] = "out of memory" if "out of memory" in said else said[-1500:]
                 print(f"{key}: {found[key]['updates'] or found[key]['failed']}", flush=True)
-                records.add(f"{name}: {key[0]}, {key[1]}, {key[2]}", **found[key])
+                records.add(f"{name}: {key[0]}, {key[1]}, {key[3]}, k = {key[2]}", **found[key])
 
 
 def table(found: list[dict]) -> str:
@@ -221,13 +232,16 @@ def table(found: list[dict]) -> str:
     def typical(row):
         return median([x for turn in row["updates"] for x in turn])
 
-    rows = [["completions", "trainer", "micro-batch", "s (range)", "rollout, reference, training: s", "peak, GiB", "×"]]
+    rows = [
+        ["k, completions", "trainer", "micro-batch", "s (range)", "rollout, reference, training: s", "peak, GiB", "×"]
+    ]
     measured = [row for row in found if row["updates"]]
-    best = {}  # (trainer, completions) -> its fastest line
+    best = {}  # (trainer, k, completions) -> its fastest line
     for row in sorted(measured, key=typical, reverse=True):
-        best[row["trainer"], row["completions"]] = row
+        best[row["trainer"], row["k"], row["completions"]] = row
     for row in found:
-        head = [row["completions"], row["trainer"], str(row["size"])]
+        kind = row["k"], row["completions"]
+        head = ["{}, {}".format(*kind), row["trainer"], str(row["size"])]
         if not row["updates"]:
             rows.append([*head, row["failed"][:40].strip(), "", "", ""])
             continue
@@ -236,9 +250,9 @@ def table(found: list[dict]) -> str:
         cells = [f"{median(all_seconds):.2f} ({min(all_seconds):.2f} to {max(all_seconds):.2f})"]
         cells += [", ".join(f"{median(part):.2f}" for part in parts if part)]
         cells += [f"{max(row['memory/peak_gb']):.1f}" if "memory/peak_gb" in row else ""]
-        base = best.get(("rloo.py, group rows", row["completions"]))
+        base = best.get(("rloo.py, group rows", *kind))
         ratio = ""
-        if base and row is best[row["trainer"], row["completions"]]:
+        if base and row is best[row["trainer"], *kind]:
             pairs = zip(row["updates"], base["updates"])
             ratios = [one / other for turns in pairs for one, other in zip(*turns)]
             ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -248,88 +262,51 @@ def table(found: list[dict]) -> str:
 
 # ---- Where the time of an update goes --------------------------------------------------------------------------------
 
-ELEMENTWISE = "elementwise, sums"
-KINDS = {  # of kernels and operations: the first pattern that is in the name, else ELEMENTWISE
-    "optimizer": r"adam|l2norm|foreach_norm|lpnorm",
-    ELEMENTWISE: r"log_?softmax",
-    "attention": r"flash|fmha|attention|attn|softmax",
-    "matrix products": r"gemm|gemv|cutlass|cublas|xmma|nvjet|wgmma|splitk|::(mm|addmm|bmm|baddbmm|linear)$",
-    "copies": r"copy|memcpy|memset|catarray|::(cat|clone|contiguous|_to_copy|repeat)$|index|gather|scatter",
-}
 
-
-def own_seconds(profiled, on_gpu: bool) -> Counter:
-    """Returns name -> seconds of kernels or, on a CPU, of operations without those that they call."""
-    seconds = Counter()
-    for row in profiled.key_averages():
-        if not on_gpu:
-            seconds[row.key] += row.self_cpu_time_total / 1e6
-        elif row.device_type == torch.autograd.DeviceType.CUDA and not row.key.startswith(("Optimizer.", "ProfilerS")):
-            seconds[row.key] += row.self_device_time_total / 1e6
-    return seconds
-
-
-def profiled_run(words: list[str], update: int):
-    """Runs rloo.py with torch.profiler around each part of an update; prints the seconds by kind of work, and what took
-    longest. A gap is time without a kernel or, on a CPU, Python. Attention in a step of the decoder is matrix products
-    and a softmax, of which only the latter counts as attention.
-
-    On a GPU the rollout, of a million kernels, is not profiled: what counts is `capture`, the recording of CUDA graphs,
-    and the rest, divided by T the time of a step."""
+def profiled_run(words: list[str], T: int, update: int):
+    """Runs rloo.py, and prints torch.profiler's table for each part of an update. On a GPU the rollout has too many
+    kernels for a profiler; its seconds are divided into the capture of CUDA graphs and the T decode steps."""
     timed, cuda_graph = rloo.timed, rloo.cuda_graph
-    count, captures, longest = Counter(), Counter(), Counter()
-    parts = {}
+    begun, captures = Counter(), []
 
     @contextmanager
     def profiled_part(times, name, device):
-        count[name] += 1
-        if count[name] != update:
-            with timed(times, name, device):
-                yield
-            return
-        captures.clear()
+        begun[name] += 1
         on_gpu = device.type == "cuda"
-        if on_gpu and name == "rollout":
-            with timed(times, name, device):
-                yield
-            parts[name] = captures + Counter({"together": times["time/rollout"]})
-            return
+        captures.clear()
+        whole = begun[name] != update or (on_gpu and name == "rollout")
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiled, timed(times, name, device):
+        with nullcontext() if whole else profile(activities=[activity]) as profiled, timed(times, name, device):
             yield
-        kinds = Counter(captures)
-        for kernel, seconds in own_seconds(profiled, on_gpu).items():
-            matches = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))
-            kinds[next(matches, ELEMENTWISE)] += seconds
-            longest[f"{name}: {kernel[:90]}"] += seconds
-        wall = times[f"time/{name}"]
-        parts[name] = kinds | Counter({"together": wall})
-        parts[name]["gaps"] = wall - sum(kinds.values())
+        if begun[name] != update:
+            return
+        print(f"\n{name}: {times[f'time/{name}']:.3f} s")
+        if whole:
+            step = (times["time/rollout"] - sum(captures)) / T
+            print(f"capture of {len(captures)} CUDA graphs {sum(captures):.3f} s, a decode step {1000 * step:.2f} ms")
+        else:
+            column = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+            print(profiled.key_averages().table(sort_by=column, row_limit=15, max_name_column_width=60))
 
     def timed_graph(step):
         torch.cuda.synchronize()
         start = time.perf_counter()
         replay = cuda_graph(step)
-        captures["capture"] += time.perf_counter() - start
+        captures.append(time.perf_counter() - start)
         return replay
 
     rloo.timed, rloo.cuda_graph = profiled_part, timed_graph
     rloo.command_line(words)
-    rows = [["seconds", *parts]]
-    for kind in [*KINDS, "capture", "gaps", "together"]:
-        rows.append([kind, *(f"{seconds.get(kind, 0.0):.3f}" for seconds in parts.values())])
-    print(runs.markdown(rows))
-    for name, seconds in longest.most_common(25):
-        print(f"{seconds:8.3f}  {name}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 def main(
-    shape: Literal["pythia-70m", "pythia-1b", "qwen2.5-1.5b", "smollm2-135m", "tiny"] = "pythia-70m",
+    shape: Literal["pythia-14m", "pythia-70m", "pythia-1b", "qwen2.5-1.5b", "smollm2-135m", "tiny"] = "pythia-70m",
     device: str = "cpu",
     trl: tuple[str, ...] = (),
+    k: tuple[int, ...] = (),
     profile: bool = False,
     again: bool = False,
 ):
@@ -339,22 +316,23 @@ def main(
         shape: model and sizes
         device: cpu or cuda
         trl: pythons of environments with TRL
+        k: completions per prompt, in place of the shape's, for as many prompts per update
         profile: print where the time of an update by rloo.py goes instead
         again: compare with the record and write nothing
     """
-    sizes = replace(SHAPES[shape], warm_up=1, timed=1) if profile else SHAPES[shape]
-    name = f"{shape}, {device}"
-    records = Records("speed", again)
     if profile:
+        sizes = replace(SHAPES[shape], warm_up=1, timed=1)
         with tempfile.TemporaryDirectory() as temporary:
             write_inputs(Path(temporary), sizes, device)
             words = flags(sizes, Path(temporary), device, sizes.ours[0], ends=False)
             words += ["--num_eval_prompts", "0", "--save_steps", "0", "--output_dir", f"{temporary}/out"]
-            profiled_run(words, update=sizes.warm_up + 1)
+            profiled_run(words, sizes.T, update=2)
         return
+    name = f"{shape}, {device}" + (f", k of {k}" if k else "")
+    records = Records("speed", again)
     if again or not any(key.startswith(f"{name}: ") for key in records):
         print(torch.cuda.get_device_name() if device != "cpu" else f"{torch.get_num_threads()} threads", flush=True)
-        measure(name, sizes, device, list(trl), records)
+        measure(name, SHAPES[shape], device, trl, k, records)
     found = [record for key, record in records.items() if key.startswith(f"{name}: ")]
     print(table(found), *sorted({str(record["made"]) for record in found}), sep="\n")
 

@@ -30,7 +30,7 @@ ENDING = re.compile(r"####\s*-?\$?(?:" + DIGITS + r")(?:/\d+)?%?\.?\s*\Z")
 
 
 def numbers(text: str) -> list[Fraction]:
-    """All numbers of a text, in order."""
+    """Returns all numbers of a text, in order."""
     text = text.replace("−", "-").replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\,", "")
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     found = []
@@ -47,7 +47,7 @@ def numbers(text: str) -> list[Fraction]:
 
 
 def braced(text: str, begin: int) -> str:
-    """The text from `begin` to the brace that closes what was opened before, or to the end."""
+    """Returns the text from `begin` to the brace that closes what was opened before, or to the end."""
     depth = 1
     for end in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
@@ -57,7 +57,7 @@ def braced(text: str, begin: int) -> str:
 
 
 def final_answer(text: str) -> Fraction | None:
-    """A text's answer by the rules above; None where there is none."""
+    """Returns the answer in a text by the rules above, or None."""
     text = text.rpartition("</think>")[2]
     if "<think>" in text:
         return None
@@ -70,13 +70,13 @@ def final_answer(text: str) -> Fraction | None:
 
 
 def correctness(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
-    """1 if the completion's answer is the row's, 0 if it is another or missing, None if the row has none."""
+    """Returns 1 if the completion has the answer of the row, 0 if not, and None if the row has no answer."""
     wanted = [None if x is None else final_answer(str(x)) for x in answer]
     return [None if right is None else float(final_answer(text) == right) for text, right in zip(completions, wanted)]
 
 
 def format(prompts, completions, completion_ids, **columns) -> list[float]:
-    """1 if the completion has the format that SYSTEM asks for: some steps, then one `####`, then only a number."""
+    """Returns 1 if a completion has the format that SYSTEM asks for: steps, then one `####`, then only a number."""
     texts = [text.rpartition("</think>")[2].strip() for text in completions]
     return [
         float(text.count("####") == 1 and not text.startswith("####") and ENDING.search(text) is not None)
@@ -85,5 +85,5 @@ def format(prompts, completions, completion_ids, **columns) -> list[float]:
 
 
 def chat(question: str) -> list[dict]:
-    """The prompt of a question, as chat messages."""
+    """Returns the prompt of a question, as chat messages."""
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]

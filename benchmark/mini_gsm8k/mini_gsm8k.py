@@ -1,7 +1,6 @@
 """Mini GSM8K: word problems, a chat tokenizer and a small Qwen3 that solves some of them, made from a seed.
 
-    python benchmark/mini_gsm8k/mini_gsm8k.py                                   # about 11 minutes, on one core
-    python benchmark/mini_gsm8k/mini_gsm8k.py --quick --output_dir /tmp/mini    # seconds; a model that solves nothing
+    python benchmark/mini_gsm8k/mini_gsm8k.py --output_dir runs/mini_gsm8k    # 11 minutes on one core
 
 Rows have `prompt`, chat messages with the system message of gsm8k_reward.py; `answer`, a solution that ends with
 "#### 42" as in GSM8K; and `steps`, the number of computations, 1 to 3. The policy is fine-tuned mostly on problems of
@@ -63,8 +62,8 @@ def apply(x: int, sign: str, y: int) -> int:
 
 
 def sample_problem(rng: random.Random, count: int, largest: int = 20) -> dict:
-    """A problem of `count` steps: its text, first number, at most `largest`, steps [(sign, number), ...] and a number
-    that does not matter, or None."""
+    """Returns a problem of `count` steps: its text, first number, at most `largest`, steps [(sign, number), ...] and a
+    number that does not matter, or None."""
     factor, change = largest * 9 // 20, largest * 12 // 20  # the largest number of boxes, and of what comes or goes
     steps, (n, m), idle = [], rng.sample(NAMES, 2), rng.randint(2, 20)
     words = {"n": n, "m": m, "i": rng.choice(ITEMS), "p": rng.choice(PLACES)}
@@ -94,7 +93,7 @@ def sample_problem(rng: random.Random, count: int, largest: int = 20) -> dict:
 
 
 def key(problem: dict) -> tuple:
-    """What is computed."""
+    """Returns what is computed."""
     return (problem["first"], *problem["steps"])
 
 
@@ -103,7 +102,7 @@ WRONG_SIGN, WRONG_NUMBER, SLIP, STOP, NO_MARK = 0.06, 0.04, 0.06, 0.2, 0.15
 
 
 def solve(problem: dict, rng: random.Random | None = None) -> str:
-    """The right solution, or with `rng` the hurried pupil's: "3 + 4 = 7. 7 - 2 = 5. #### 5"."""
+    """Returns the right solution, or with `rng` that of the hurried pupil: "3 + 4 = 7. 7 - 2 = 5. #### 5"."""
 
     def chance(p):
         return rng is not None and rng.random() < p
@@ -126,7 +125,8 @@ def solve(problem: dict, rng: random.Random | None = None) -> str:
 
 
 def sample_row(rng: random.Random, held_out: set, shares: tuple[float, ...], largest: int = 20) -> dict:
-    """One row of the data, and its problem, whose key is not in `held_out`; `shares` of problems of 1, 2, ... steps."""
+    """Returns a row of the data and its problem, whose key is not in `held_out`. `shares`: of problems of 1, 2, ...
+    steps."""
     (count,) = rng.choices(range(1, len(shares) + 1), shares)
     problem = sample_problem(rng, count, largest)
     while key(problem) in held_out:
@@ -142,7 +142,6 @@ SIZES = {
     "train": 3000,
     "sft": 64_000,  # examples, mostly on problems that train.jsonl does not have
 }
-QUICK = {"test": 20, "validation": 10, "train": 40, "sft": 64}
 STEPS = (0.1, 0.45, 0.45)  # shares of problems of 1, 2 and 3 steps in the data
 LESSONS = (0.84, 0.14, 0.02)  # and in what the policy is fine-tuned on
 
@@ -155,7 +154,7 @@ TEMPLATE = (  # ChatML as in Qwen, without tools and thinking
 
 
 def train_tokenizer(texts: list[str]):
-    """As in Qwen's, each digit is a token; <|im_end|> ends a turn."""
+    """Returns a tokenizer. As in Qwen, each digit is a token, and <|im_end|> ends a turn."""
     pad, start, eos = special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     names = {"eos_token": eos, "pad_token": pad, "additional_special_tokens": [start]}
     bpe = train_bpe(texts, 512, special, digits=True)
@@ -166,7 +165,7 @@ def train_tokenizer(texts: list[str]):
 
 
 def train_policy(tokenizer, total: int, sample, rng: random.Random):
-    """A Qwen3 fine-tuned, from nothing, on the pupil's solutions of `total` rows; `sample` draws a row."""
+    """Trains a Qwen3 from random weights on the pupil's solutions of `total` rows. `sample` draws a row."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     sizes = {"hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 384, "max_position_embeddings": 512}
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -186,17 +185,14 @@ def train_policy(tokenizer, total: int, sample, rng: random.Random):
 
 
 def accuracy(model, tokenizer, rows: list[dict], temperature: float) -> tuple[float, float]:
-    """Shares of the rows solved and written as asked, with a completion of each (greedy at temperature 0)."""
+    """Returns the shares of rows that a completion solves and writes as asked (greedy at temperature 0)."""
     prompts = tokenizer.apply_chat_template([row["prompt"] for row in rows], tokenize=False, add_generation_prompt=True)
     texts = generate(model, tokenizer, prompts, temperature, 40)
     return mean(correctness(None, texts, None, [row["answer"] for row in rows])), mean(format(None, texts, None))
 
 
-def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
-    """Makes mini GSM8K, see above. `quick`: a small build which shows that everything runs; its model is poor."""
-    if quick and output_dir == HERE:
-        sys.exit("--quick needs --output_dir: what is in this folder is left as it is")
-    sizes = QUICK if quick else SIZES
+def main(output_dir: Path, seed: int = 1):
+    """Makes mini GSM8K, see above."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
@@ -204,18 +200,18 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
     held_out = set()
     splits = {"test": [], "validation": []}
     for split, rows in splits.items():
-        while len(rows) < sizes[split]:  # one problem of each key
+        while len(rows) < SIZES[split]:  # one problem of each key
             rows.append(sample_row(rng, held_out, STEPS))
             held_out.add(key(rows[-1]["problem"]))
     test = splits["test"]
-    train = splits["train"] = [sample_row(rng, held_out, STEPS) for _ in range(sizes["train"])]
+    train = splits["train"] = [sample_row(rng, held_out, STEPS) for _ in range(SIZES["train"])]
     for split, rows in splits.items():
         shipped = [{name: row[name] for name in ("prompt", "answer", "steps")} for row in rows]
         save_jsonl(output_dir / f"{split}.jsonl", shipped)
     texts = [message["content"] for row in train for message in row["prompt"]] + [row["answer"] for row in train]
     tokenizer = train_tokenizer(texts)
     pupil = [solve(row["problem"], rng) for row in test]
-    policy = train_policy(tokenizer, sizes["sft"], lambda: sample_row(rng, held_out, LESSONS), rng)
+    policy = train_policy(tokenizer, SIZES["sft"], lambda: sample_row(rng, held_out, LESSONS), rng)
     policy.save_pretrained(output_dir / "sft")
     save_tokenizer(tokenizer, output_dir / "sft")
 

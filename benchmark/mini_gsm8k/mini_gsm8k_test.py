@@ -1,7 +1,6 @@
 """Tests of mini GSM8K: rewards, the builder, and what is shipped."""
 
 import itertools
-import json
 import re
 import subprocess
 import sys
@@ -69,21 +68,13 @@ def test_format(text, asked):
     assert gsm8k_reward.format([None], [text], [[0]], answer=["3"]) == [asked]
 
 
-def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path):
-    with pytest.raises(SystemExit, match="needs --output_dir"):
-        mini_gsm8k.main(quick=True)
-    mini_gsm8k.main(quick=True, output_dir=tmp_path)
+def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(mini_gsm8k, "SIZES", {"test": 20, "validation": 10, "train": 40, "sft": 64})
+    mini_gsm8k.main(tmp_path)
     built, shipped = (
-        {
-            str(path.relative_to(folder))
-            for path in folder.rglob("*")
-            if path.suffix in (".json", ".jsonl", ".safetensors")
-        }
-        for folder in (tmp_path, HERE)
+        {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)
     )
-    assert shipped == built and "sft/model.safetensors" in shipped
-    ours, theirs = (json.loads((folder / "figures.json").read_text()) for folder in (tmp_path, HERE))
-    assert ours.keys() == theirs.keys() and ours["seed"] == theirs["seed"] == 1
+    assert shipped == built and (tmp_path / "sft" / "model.safetensors").exists()
     rows = {split: rloo.load_rows(str(HERE), split) for split in ("train", "validation", "test")}
     for row in itertools.chain(*rows.values()):  # computations: ("3 + 4", "7 - 2")
         row["key"] = tuple(re.findall(r"(\d+ [-+*] \d+) =", row["answer"]))

@@ -1,7 +1,6 @@
 """Mini TL;DR: OpenAI's TL;DR summarization benchmark in miniature, made from a seed.
 
-    python benchmark/mini_tldr/mini_tldr.py                                   # about 40 minutes, on one core
-    python benchmark/mini_tldr/mini_tldr.py --quick --output_dir /tmp/mini    # under a minute, smaller
+    python benchmark/mini_tldr/mini_tldr.py --output_dir runs/mini_tldr    # 40 minutes on one core
 
 It writes posts with human-like reference summaries, a tokenizer, a policy fine-tuned on the references (sft/) and a
 reward model trained on noisy comparisons (reward/). The facts behind each post are known, so a gold judge can score any
@@ -124,7 +123,8 @@ RAMBLES = [
 
 
 def sample_post(facts, rng):
-    """Facts (slot -> index of its value) -> the post in the benchmark's format, and decoys: what others did, alike."""
+    """Returns a post in the format of TL;DR for facts (slot -> index of the value), and its decoys: slot -> index for
+    other people."""
 
     def say(slot, value):
         return rng.choice(SLOTS[slot][value])
@@ -141,8 +141,8 @@ def sample_post(facts, rng):
 
 
 def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
-    """A summary, which starts with a space. drop, wrong and ramble are probabilities: of leaving out a fact, of stating
-    a wrong one (half of the time a decoy's, if the post has one for the slot), and of adding empty talk."""
+    """Returns a summary, which starts with a space. drop, wrong and ramble are probabilities: of leaving out a fact, of
+    stating a wrong one (half of the time a decoy, if the post has one for the slot), and of adding empty talk."""
     said = {}
     for slot, value in facts.items():
         if rng.random() < drop:
@@ -163,7 +163,7 @@ def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
 
 
 def sample_row(rng, taken):
-    """One row of the data. Its facts are none of the combinations in `taken`, a set, which they are added to."""
+    """Returns a row of the data. Its facts are not in `taken`, a set of combinations, and are added to it."""
     facts = {}
     while not facts or tuple(facts.values()) in taken:
         facts = {slot: rng.randrange(len(values)) for slot, values in SLOTS.items()}
@@ -175,12 +175,12 @@ def sample_row(rng, taken):
 
 
 def names_of(values):
-    """Facts or decoys, slot -> index, as slot -> name: the first form of the value."""
+    """Returns facts or decoys, slot -> index, as slot -> name, which is the first form of the value."""
     return {slot: SLOTS[slot][value][0] for slot, value in values.items()}
 
 
 def values_of(names):
-    """The other way round."""
+    """Returns facts or decoys, slot -> name, as slot -> index."""
     return {slot: [forms[0] for forms in SLOTS[slot]].index(name) for slot, name in names.items()}
 
 
@@ -193,13 +193,13 @@ PATTERN = {s: re.compile(r"\b(" + "|".join(sorted(v, key=len, reverse=True)) + r
 
 
 def stated(text):
-    """The values that a text states: dict slot -> set of names."""
+    """Returns the values that a text states: slot -> set of names."""
     text = " ".join(re.sub(r"[^a-z0-9]+", " ", text.lower()).split())
     return {slot: {VALUE_OF[slot][form] for form in PATTERN[slot].findall(text)} for slot in SLOTS}
 
 
 def gold_judge(prompts, completions, completion_ids=None, *, facts, **columns):
-    """Correct facts - wrong facts - 0.1 per excess word, for each completion: list of floats.
+    """Returns correct facts - wrong facts - 0.1 per excess word, for each completion.
 
     A fact counts once however often it is repeated, and each wrong value counts, so that naming many values of a slot
     loses. An empty summary has 0.
@@ -215,7 +215,7 @@ def gold_judge(prompts, completions, completion_ids=None, *, facts, **columns):
 
 
 def gold_win_rate(prompts, completions, completion_ids=None, *, facts, completion, **columns):
-    """1 where the gold judge prefers a completion to the row's own `completion`, the reference; 0.5 for a tie."""
+    """Returns 1 where the gold judge prefers a completion to the reference, the row's `completion`; 0.5 for a tie."""
     ours = gold_judge(prompts, completions, facts=facts)
     theirs = gold_judge(prompts, completion, facts=facts)
     return [(x > y) + 0.5 * (x == y) for x, y in zip(ours, theirs)]
@@ -225,7 +225,7 @@ FEELINGS = ("angry", "envious", "jealous", "sad", "guilty", "lonely", "anxious",
 
 
 def short_and_feeling(completions, **columns):
-    """A reward that can be fooled: 1 for at most twelve words of which one is a feeling, else 0."""
+    """Returns 1 for at most twelve words of which one is a feeling, else 0: a reward that can be fooled."""
     return [float(len(text.split()) <= 12 and any(word in text for word in FEELINGS)) for text in completions]
 
 
@@ -240,7 +240,6 @@ SIZES = {
     "pool": 4_000,  # posts with two SFT samples each, for the reward model
     "stages": (8_000, 9_000, 3_000),  # posts for the reward model, GROUP completions each
 }
-QUICK = dict(zip(SIZES, (200, 12, 12, 64, 48, 8, (16, 16, 16))))
 VOCABULARY = 1024  # tokens
 BATCH = 16  # examples
 GROUP = 6  # completions of one post, all compared with each other
@@ -248,7 +247,7 @@ LABEL_NOISE = 0.1  # the share of comparisons which the labellers get wrong
 
 
 def train_bpe(texts, vocabulary, special, digits=False):
-    """Byte-level BPE whose first tokens are `special`; with `digits` each digit is a token."""
+    """Trains a byte-level BPE whose first tokens are `special`. With `digits` each digit is a token."""
     tokenizer, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if digits else byte_level
@@ -260,7 +259,7 @@ def train_bpe(texts, vocabulary, special, digits=False):
 
 
 def train_tokenizer(texts):
-    """<|endoftext|> (id 0) is eos and [PAD] (id 1) is pad."""
+    """Trains a tokenizer in which <|endoftext|> (id 0) is eos and [PAD] (id 1) is pad."""
     eos, pad = special = ["<|endoftext|>", "[PAD]"]
     names = {"bos_token": eos, "eos_token": eos, "unk_token": eos, "pad_token": pad}
     bpe = train_bpe(texts, VOCABULARY, special)
@@ -283,7 +282,7 @@ def save_tokenizer(tokenizer, folder: Path):
 
 
 def model_config(tokenizer, layers, **extra):
-    """A GPT-NeoX of pythia's shape, but tiny. With an initialisation of 0.02 it hardly learns to read."""
+    """Returns the settings of a tiny pythia. With an initialization of 0.02 it hardly learns to read."""
     return GPTNeoXConfig(
         vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=layers, num_attention_heads=4,
         intermediate_size=512, max_position_embeddings=512, initializer_range=0.06, attention_dropout=0.0,
@@ -293,8 +292,8 @@ def model_config(tokenizer, layers, **extra):
 
 
 def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_size=BATCH):
-    """One pass over `total` fresh examples: AdamW, warm-up, cosine down to a twentieth of lr. make_chunk(n) returns n
-    examples; sorted by length they make batches with little padding."""
+    """Trains on `total` fresh examples: AdamW, warm-up, cosine down to a twentieth of lr. make_chunk(n) returns n
+    examples. Sorted by length they make batches with little padding."""
     steps = total // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
 
@@ -318,7 +317,7 @@ def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_
 
 
 def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=BATCH):
-    """The model, trained to say the completions given the prompts; make_rows(n) returns n rows of texts."""
+    """Trains the model to complete prompts. make_rows(n) returns n rows of texts."""
     import rloo
 
     def make_chunk(n):
@@ -339,7 +338,7 @@ def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=BATCH
 
 
 def generate(model, tokenizer, prompts, temperature, length=48):
-    """A completion of up to `length` tokens for each prompt, greedy at temperature 0: texts."""
+    """Returns a completion (text) of up to `length` tokens for each prompt, greedy at temperature 0."""
     import rloo
 
     args = rloo.Args(response_length=length, local_rollout_forward_batch_size=256)
@@ -354,7 +353,7 @@ def generate(model, tokenizer, prompts, temperature, length=48):
 
 
 def hack(row, rng):
-    """A summary such as a policy might try on a reward model, rather than a good one."""
+    """Returns a bad summary that a policy might try on a reward model."""
     facts, decoys = values_of(row["facts"]), values_of(row["decoys"])
 
     def good():
@@ -385,7 +384,7 @@ def hack(row, rng):
 
 
 def candidates(row, samples, rng, hacks):
-    """GROUP completions of one post to compare: its SFT samples, perhaps a hack, simulated writers'."""
+    """Returns GROUP completions for one post to compare: SFT samples, perhaps a hack, and simulated writers."""
     facts, decoys = values_of(row["facts"]), values_of(row["decoys"])
     texts = list(samples) + ([hack(row, rng)] if rng.random() < hacks else [])
     drop = rng.choice([0, 0.1, 0.25, 0.5])
@@ -395,11 +394,8 @@ def candidates(row, samples, rng, hacks):
 
 
 def token_labels(facts, text, spans):
-    """What each token of a completion teaches; spans: its tokens' (start, end) characters.
-
-    Returns the judge's score of the text up to and with each token, and each token's kind:
-    1 in a correct fact, 2 in a wrong one, 0 elsewhere.
-    """
+    """Returns what each token of a completion teaches: the judge's score of the text up to and with the token, and its
+    kind, 1 in a correct fact, 2 in a wrong one, 0 elsewhere. spans: (start, end) characters of each token."""
     flat, first, kinds, scores = re.sub(r"[^a-z0-9]", " ", text.lower()), {}, [0] * len(spans), []
     for slot in SLOTS:
         for match in PATTERN[slot].finditer(flat):
@@ -416,7 +412,7 @@ def token_labels(facts, text, spans):
 
 
 def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
-    """Reader -> reward model; `pool` is a list of (row, SFT samples), `stages` three numbers of posts.
+    """Turns the reader into the reward model. `pool`: (row, SFT samples), `stages`: three numbers of posts.
 
     Comparisons alone teach a small model hardly more than that longer is better. So it learns first to check each token
     against the post, then to count, and only then to compare:
@@ -435,8 +431,8 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
     model.check = torch.nn.Linear(model.config.hidden_size, 3)
 
     def make_chunk(n, hacks, sampled):
-        """n posts -> list of (prompt ids, GROUP x (completion ids, scores so far, kinds)). hacks, sampled: the shares
-        of posts with a hack, and with SFT samples, in their group."""
+        """Returns (prompt ids, GROUP x (completion ids, scores so far, kinds)) for each of n posts. hacks, sampled: the
+        shares of posts with a hack, and with SFT samples, in their group."""
         chosen = [rng.choice(pool) if rng.random() < sampled else (row, []) for row in make_rows(n)]
         texts = [candidates(row, samples, rng, hacks) for row, samples in chosen]
         groups = []
@@ -503,7 +499,7 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
 
 
 def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
-    """The reward model, trained by the logistic loss on `total` comparisons: pairs of token ids (prompt_ids, better,
+    """Trains a reward model by the logistic loss on `total` comparisons: `pairs` of token ids (prompt_ids, better,
     worse), all of them and then all again."""
     import rloo
 
@@ -531,13 +527,13 @@ def mean(xs):
 
 
 def win_rate(rows, texts):
-    """Of a completion of each row against its reference."""
+    """Returns how often completions win against the references of their rows."""
     facts, references = ([row[name] for row in rows] for name in ("facts", "completion"))
     return mean(gold_win_rate(None, texts, facts=facts, completion=references))
 
 
 def scores_of(model, tokenizer, rows, texts):
-    """The reward model's scores of completions that end."""
+    """Returns the reward model's scores of completions that end."""
     import rloo
 
     ids, _ = rloo.pad(tokenizer([text + tokenizer.eos_token for text in texts]).input_ids)
@@ -546,7 +542,7 @@ def scores_of(model, tokenizer, rows, texts):
 
 
 def evaluate(policy, reward_model, tokenizer, rows):
-    """Figures on held-out rows: dict name -> number."""
+    """Returns figures on held-out rows: name -> number."""
     prompts, facts, references = ([row[name] for row in rows] for name in ("prompt", "facts", "completion"))
     figures = {}
     for name, temperature in [("greedy", 0.0), ("sampled", 0.7)]:
@@ -573,11 +569,8 @@ def save_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
-    """Makes mini TL;DR, see above. `quick`: a small build which shows that everything runs; its models are poor."""
-    if quick and output_dir == HERE:
-        sys.exit("--quick needs --output_dir: what is in this folder is left as it is")
-    sizes = QUICK if quick else SIZES
+def main(output_dir: Path, seed: int = 1):
+    """Makes mini TL;DR, see above."""
     rng, taken = random.Random(seed), set()
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
@@ -588,10 +581,10 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
         save_tokenizer(tokenizer, output_dir / name)
 
     def fresh(n):
-        """No combination of facts is in two splits, nor in what the models are trained on beyond the splits."""
+        """Returns rows. No facts are in two splits, nor in what the models are trained on beyond the splits."""
         return [sample_row(rng, taken) for _ in range(n)]
 
-    splits = {split: fresh(sizes[split]) for split in ("test", "validation", "train")}
+    splits = {split: fresh(SIZES[split]) for split in ("test", "validation", "train")}
     for split, rows in splits.items():
         save_jsonl(output_dir / f"{split}.jsonl", rows)
     tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in splits["train"]])
@@ -602,7 +595,7 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
 
     rows = epochs()
     policy = GPTNeoXForCausalLM(model_config(tokenizer, layers=3))
-    policy = train_lm("policy", tokenizer, policy, sizes["sft"], lambda n: [next(rows) for _ in range(n)], 2e-3, rng)
+    policy = train_lm("policy", tokenizer, policy, SIZES["sft"], lambda n: [next(rows) for _ in range(n)], 2e-3, rng)
     save(policy, "sft")
     some = splits["validation"][:200]
     for temperature in (0.7, 0.0):
@@ -614,11 +607,11 @@ def main(seed: int = 1, output_dir: Path = HERE, quick: bool = False):
         return [row | {"completion": write_summary(values_of(row["facts"]), {}, rng)} for row in fresh(n)]
 
     reader = GPTNeoXForCausalLM(model_config(tokenizer, layers=4))
-    reader = train_lm("reader", tokenizer, reader, sizes["reader"], complete, 2e-3, rng)
-    posts = fresh(sizes["pool"])
+    reader = train_lm("reader", tokenizer, reader, SIZES["reader"], complete, 2e-3, rng)
+    posts = fresh(SIZES["pool"])
     drawn = [generate(policy, tokenizer, [row["prompt"] for row in posts], temperature) for temperature in (0.7, 1.0)]
     pool = [(row, samples) for row, *samples in zip(posts, *drawn)]
-    reward_model = train_reward_model(tokenizer, reader, sizes["stages"], fresh, pool, rng)
+    reward_model = train_reward_model(tokenizer, reader, SIZES["stages"], fresh, pool, rng)
     save(reward_model, "reward")
 
     figures = {"seed": seed, **evaluate(policy, reward_model, tokenizer, splits["test"])}
