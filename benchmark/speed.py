@@ -76,7 +76,7 @@ SHAPES = {
         NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 16, (16,), (16,), "float32", rounds=2, reward_model=True
     ),
     "pythia-1b": Shape(
-        NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 256, (64, 32), (32, 16), warm_up=2, timed=2, ends=(False, True)
+        NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 256, (64,), (32,), timed=2, ends=(False, True)
     ),
     "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 256, (16,), (), warm_up=2, timed=3),
     "smollm2-135m": Shape(LLAMA, SMOLLM, 49_152, (32, 64), 16, 8, 64, (64,), ()),
