@@ -77,7 +77,7 @@ def side_by_side(folders: Sequence[Path], output: Path):
 def courses(panels: dict[str, dict[str, list[dict]]], over: str, output: Path):
     """Draws how runs went, seeds thin and their mean thick: a row of panels for each title, with score, wins and, over
     episodes, KL. panels: title -> label -> course of each seed, see study.course."""
-    shown = COURSE if over == "kl" else COURSE | {"kl": "KL from the policy before training, nats"}
+    shown = COURSE if over == "kl" else COURSE | {"kl": "KL from SFT, nats"}
     figure, axes = canvas(len(panels), len(shown))
     for (title, found_of), row in zip(panels.items(), axes):
         for (measure, name), axis in zip(shown.items(), row):
@@ -89,7 +89,7 @@ def courses(panels: dict[str, dict[str, list[dict]]], over: str, output: Path):
                 axis.plot(x.mean(0), y.mean(0), lw=2, color=f"C{number}", label=label)
             if "%" in name:
                 axis.axhline(y[:, 0].mean(), ls="--", lw=1.2, color="black")
-            label = "√KL from the policy before training, KL in nats" if over == "kl" else "episodes (completions)"
+            label = "√KL from SFT, KL in nats" if over == "kl" else "episodes (completions)"
             axis.set(title=title, ylabel=name, xlabel=label, ylim=(0, None) if "%" in name else None)
         row[0].legend(fontsize=8)
     figure.suptitle("Sampled summaries of held-out posts. Thin: seeds, thick: their mean, dashed: wins before training")

@@ -5,12 +5,11 @@
     python benchmark/speed.py --shape pythia-1b --device cuda --trl trl1/bin/python    # on a GPU: five minutes
     python benchmark/speed.py --shape qwen2.5-1.5b --device cuda --profile             # where the time goes
 
-Every trainer takes each of the micro-batches that the shape lists; the table has a line for each, and the last
-column compares the best of each trainer with the best of rloo.py in group rows. Trainers take turns, A B C A B C, and
-ratios are of times within a round, so that a slow minute slows all. Each run is a process of its own. The first updates
-do not count. Models have random weights. Completions have full length, or end with a probability of 2% at each token.
-TRL has the same models, prompts, k, T, temperature, β and threads; sdpa, fused AdamW, no gradient checkpointing, no
-vLLM; 1.x its dynamic cache. Both read the same reward model's score from texts.
+The last column compares with rloo.py in group rows. Trainers take turns, A B C A B C, and ratios are of times within a
+round, so that a slow minute slows all. Each run is a process of its own. The first updates do not count. Models have
+random weights. Completions have full length, or end with a probability of 2% at each token. Micro-batches are those
+with which each trainer is fastest. TRL has the same models, prompts, k, T, temperature, β and threads; sdpa, fused
+AdamW, no gradient checkpointing, no vLLM; 1.x its dynamic cache. Both read the same reward model's score from texts.
 """
 
 import json
@@ -51,8 +50,8 @@ class Shape:
     T: int
     k: int
     completions: int  # per update
-    ours: tuple[int, ...]  # micro-batches of rloo.py
-    theirs: tuple[int, ...]  # micro-batches of TRL
+    ours: int  # completions in a micro-batch of rloo.py
+    theirs: int  # and of TRL
     dtype: str = "bfloat16"
     rounds: int = 1
     warm_up: int = 1  # updates that do not count
@@ -71,16 +70,14 @@ SMOLLM = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
 SMOLLM |= {"intermediate_size": 1536, "tie_word_embeddings": True}
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPES = {
-    "pythia-14m": Shape(NEOX, PYTHIA_14M, 50_304, (224, 448), 53, 4, 16, (16,), (16,), "float32", timed=3),
+    "pythia-14m": Shape(NEOX, PYTHIA_14M, 50_304, (224, 448), 53, 4, 16, 16, 16, "float32", timed=3),
     "pythia-70m": Shape(
-        NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 16, (16,), (16,), "float32", rounds=2, reward_model=True
+        NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 16, 16, 16, "float32", rounds=2, reward_model=True
     ),
-    "pythia-1b": Shape(
-        NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 256, (64,), (32,), timed=2, ends=(False, True)
-    ),
-    "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 256, (16,), (), warm_up=2, timed=3),
-    "smollm2-135m": Shape(LLAMA, SMOLLM, 49_152, (32, 64), 16, 8, 64, (64,), ()),
-    "tiny": Shape(LLAMA, TINY, 512, (4, 8), 6, 2, 8, (8, 4), (8,), warm_up=2, ends=(False, True)),
+    "pythia-1b": Shape(NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 256, 64, 32, timed=2, ends=(False, True)),
+    "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 256, 16, 16, warm_up=2, timed=3),
+    "smollm2-135m": Shape(LLAMA, SMOLLM, 49_152, (32, 64), 16, 8, 64, 64, 64),
+    "tiny": Shape(LLAMA, TINY, 512, (4, 8), 6, 2, 8, 8, 8, warm_up=2, ends=(False, True)),
 }
 
 
@@ -152,8 +149,8 @@ def let_it_end(model, stop: int):
 
 def with_k(shape: Shape, k: int) -> Shape:
     """Returns a shape with k completions for as many prompts per micro-batch and per update as before."""
-    ours, theirs = (tuple(size // shape.k * k for size in sizes) for sizes in (shape.ours, shape.theirs))
-    return replace(shape, k=k, completions=shape.completions // shape.k * k, ours=ours, theirs=theirs)
+    sizes = {name: getattr(shape, name) // shape.k * k for name in ("ours", "theirs", "completions")}
+    return replace(shape, k=k, **sizes)
 
 
 def flags(shape: Shape, folder: Path, device: str, size: int, ends: bool) -> list[str]:
@@ -174,23 +171,19 @@ def flags(shape: Shape, folder: Path, device: str, size: int, ends: bool) -> lis
 def trainers(shape: Shape, folder: Path, device: str, trl: list[str]) -> dict[tuple, list]:
     """Returns (trainer, micro-batch, k, "full" or "ended") -> command."""
     found = {}
-    alone = ["--num_eval_prompts", "0", "--save_steps", "0"]
+    versions = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
     for ends in shape.ends:
         kind = shape.k, "ended" if ends else "full"
-        for size in shape.ours:
-            words = flags(shape, folder, device, size, ends)
-            found["rloo.py, group rows", size, *kind] = [sys.executable, "rloo.py", *words, *alone]
+        ours = [sys.executable, "rloo.py", *flags(shape, folder, device, shape.ours, ends)]
+        ours += ["--num_eval_prompts", "0", "--save_steps", "0"]
+        found["rloo.py, group rows", shape.ours, *kind] = ours
+        if not ends:
+            found["rloo.py, plain rows", shape.ours, *kind] = [*ours, "--layout", "plain"]
         for python in trl:
-            code = "import trl, transformers as t; print(f'TRL {trl.__version__}, transformers {t.__version__}')"
-            said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
-            for size in shape.theirs:
-                words = ["rloo", *flags(shape, folder, device, size, ends)]
-                if shape.reward_model:
-                    words += ["--reward_by", "text"]
-                found[said.splitlines()[-1], size, *kind] = [Path(python).absolute(), "benchmark/trl_run.py", *words]
-    words = flags(shape, folder, device, shape.ours[0], ends=False)
-    plain = [sys.executable, "rloo.py", *words, *alone, "--layout", "plain"]
-    found["rloo.py, plain rows", shape.ours[0], shape.k, "full"] = plain
+            said = subprocess.run([python, "-c", versions], capture_output=True, text=True, check=True).stdout
+            theirs = [python, "benchmark/trl_run.py", "rloo", *flags(shape, folder, device, shape.theirs, ends)]
+            theirs += ["--reward_by", "text"] if shape.reward_model else []
+            found[said.splitlines()[-1], shape.theirs, *kind] = theirs
     return found
 
 
@@ -227,37 +220,30 @@ def measure(name: str, shape: Shape, device: str, trl: list[str], ks: Sequence[i
 
 
 def table(found: list[dict]) -> str:
-    """Returns the table; the last column compares the fastest size of each trainer with rloo.py's in group rows."""
-
-    def typical(row):
-        return median([x for turn in row["updates"] for x in turn])
-
     rows = [
         ["k, completions", "trainer", "micro-batch", "s (range)", "rollout, reference, training: s", "peak, GiB", "×"]
     ]
-    measured = [row for row in found if row["updates"]]
-    best = {}  # (trainer, k, completions) -> its fastest line
-    for row in sorted(measured, key=typical, reverse=True):
-        best[row["trainer"], row["k"], row["completions"]] = row
+    base = {(row["k"], row["completions"]): row for row in found if row["trainer"] == "rloo.py, group rows"}
     for row in found:
         kind = row["k"], row["completions"]
         head = ["{}, {}".format(*kind), row["trainer"], str(row["size"])]
         if not row["updates"]:
             rows.append([*head, row["failed"][:40].strip(), "", "", ""])
             continue
-        all_seconds = [x for turn in row["updates"] for x in turn]
         parts = [row.get(f"time/{part}") for part in ("rollout", "reference", "train")]
-        cells = [f"{median(all_seconds):.2f} ({min(all_seconds):.2f} to {max(all_seconds):.2f})"]
-        cells += [", ".join(f"{median(part):.2f}" for part in parts if part)]
-        cells += [f"{max(row['memory/peak_gb']):.1f}" if "memory/peak_gb" in row else ""]
-        base = best.get(("rloo.py, group rows", *kind))
-        ratio = ""
-        if base and row is best[row["trainer"], *kind]:
-            pairs = zip(row["updates"], base["updates"])
-            ratios = [one / other for turns in pairs for one, other in zip(*turns)]
-            ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        rows.append([*head, *cells, ratio])
+        pairs = zip(row["updates"], base[kind]["updates"])
+        cells = [
+            median_and_range([x for turn in row["updates"] for x in turn]),
+            ", ".join(f"{median(part):.2f}" for part in parts if part),
+            f"{max(row['memory/peak_gb']):.1f}" if "memory/peak_gb" in row else "",
+            median_and_range([one / other for turns in pairs for one, other in zip(*turns)]),
+        ]
+        rows.append([*head, *cells])
     return runs.markdown(rows)
+
+
+def median_and_range(values: list[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else ""
 
 
 # ---- Where the time of an update goes --------------------------------------------------------------------------------
@@ -324,7 +310,7 @@ def main(
         sizes = replace(SHAPES[shape], warm_up=1, timed=1)
         with tempfile.TemporaryDirectory() as temporary:
             write_inputs(Path(temporary), sizes, device)
-            words = flags(sizes, Path(temporary), device, sizes.ours[0], ends=False)
+            words = flags(sizes, Path(temporary), device, sizes.ours, ends=False)
             words += ["--num_eval_prompts", "0", "--save_steps", "0", "--output_dir", f"{temporary}/out"]
             profiled_run(words, sizes.T, update=2)
         return
