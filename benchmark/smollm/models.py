@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,7 @@ STOP = 2  # <|im_end|>
 SHORT = 64  # --max_prompt_length of the study's RLOO
 B = 8  # prompts of its updates
 REWARD_LAYERS = 20  # of 30, of which the upper part is trained
-SAMPLES = 4  # of each package that the reward model learns from
+PACKAGES, SAMPLES = 1_500, 4  # that the reward model learns from: packages, and samples of each
 GRADES = (synopses.closeness, synopses.rouge_l, synopses.keeps_all, synopses.plain_words)
 
 
@@ -44,12 +44,9 @@ def flags(layout: str = "group", k: int = SAMPLES) -> rloo.Args:
     return rloo.Args(layout=layout, rloo_k=k, response_length=16, temperature=1.0, dtype="bfloat16", device="cpu")
 
 
-def examples_of(splits: list[str], tokenizer, limit: int | None = None) -> list[dict]:
-    """The examples of the first packages of splits."""
-    rows = []
-    for split in splits:
-        rows += rloo.load_rows(str(synopses.PREPARED), split)
-    return [rloo.prepare_example(row, tokenizer) for row in rows[:limit]]
+def examples_of(splits: Sequence[str], tokenizer) -> list[dict]:
+    rows = [row for split in splits for row in rloo.load_rows(str(synopses.PREPARED), split)]
+    return [rloo.prepare_example(row, tokenizer) for row in rows]
 
 
 def batch_of(items: list[tuple[dict, list[list[int]]]]) -> rloo.Batch:
@@ -74,7 +71,7 @@ def of_like_length(items: list, size: int, seed: int) -> list[list]:
     return [batches[i] for i in random.permutation(len(batches))]
 
 
-def fit(load: Callable, batches: list[list], loss_of: Callable, args):
+def fit(load: Callable, batches: list[list], loss_of: Callable, folder: Path, learning_rate: float, all_layers=False):
     """A step of AdamW on each batch, on the upper half of the layers and a head or on all weights. As in rloo.py a
     bfloat16 model is trained, with float32 weights and gradients. `load(dtype)` reads the model; `loss_of(model,
     items)` is a sum over items."""
@@ -87,18 +84,18 @@ def fit(load: Callable, batches: list[list], loss_of: Callable, args):
     upper = tuple(f"layers.{number}." for number in range(layers // 2, layers))
     for part in (master, model):
         for name, weight in part.named_parameters():
-            weight.requires_grad_(args.all_layers or name == "score.weight" or any(layer in name for layer in upper))
+            weight.requires_grad_(all_layers or name == "score.weight" or any(layer in name for layer in upper))
     rloo.send_gradients(model, master)
     trained = [weight for weight in master.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0, fused=True)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    with (args.output_dir / "metrics.jsonl").open("w", buffering=1) as log:
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, fused=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("w", buffering=1) as log:
         for step, items in enumerate(batches):
             begin = time.perf_counter()
             loss = loss_of(model, items) / len(items)
             loss.backward()
             rise, fall = (step + 1) / max(1, len(batches) // 20), 1 - step / len(batches)
-            optimizer.param_groups[0]["lr"] = args.learning_rate * min(rise, fall)
+            optimizer.param_groups[0]["lr"] = learning_rate * min(rise, fall)
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -106,7 +103,7 @@ def fit(load: Callable, batches: list[list], loss_of: Callable, args):
             line = {"update": step + 1, "loss": loss.item(), "time/train": time.perf_counter() - begin}
             log.write(json.dumps(line) + "\n")
     master.set_attn_implementation("sdpa")
-    master.save_pretrained(args.output_dir)
+    master.save_pretrained(folder)
 
 
 def sft(args, tokenizer):
@@ -117,18 +114,19 @@ def sft(args, tokenizer):
         logprobs, _ = rloo.completion_logprobs(model, batch, 1.0)
         return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
 
-    examples = examples_of(args.splits, tokenizer, args.limit)
+    examples = examples_of(args.splits, tokenizer)
     if args.as_rloo:
         examples = [example for example in examples if len(example["prompt_ids"]) <= SHORT]
         examples = rloo.examples_of_update(examples, args.seed, 0, args.as_rloo * B)
     examples = [example for example in examples if len(example["prompt_ids"]) <= LONGEST]
     texts = tokenizer([" " + example["columns"]["synopsis"] for example in examples])["input_ids"]
     items = [(example, [[*ids[: LONGEST_SYNOPSIS - 1], STOP]]) for example, ids in zip(examples, texts, strict=True)]
-    batches = of_like_length(items, args.size, args.seed)
+    batches = of_like_length(items, 32, args.seed)
     while len(batches) < args.as_rloo:  # another pass
-        batches += of_like_length(items, args.size, args.seed + len(batches))
+        batches += of_like_length(items, 32, args.seed + len(batches))
     batches = batches[: args.as_rloo or None]
-    fit(partial(rloo.read_model, flags("plain"), args.source), batches, loss_of, args)  # a prompt has one completion
+    load = partial(rloo.read_model, flags("plain"), args.source)  # a prompt has one completion
+    fit(load, batches, loss_of, args.output_dir, args.learning_rate, args.all_layers)
     tokenizer.save_pretrained(args.output_dir)
 
 
@@ -164,14 +162,19 @@ def reward(args, tokenizer):
         gold = torch.tensor([item[2] for item in items]).T
         return (10 * (scores - scores.mean(0) - gold + gold.mean(0))).square().mean(0).sum()
 
-    model = rloo.read_model(flags(), args.source, torch.bfloat16)
+    policy = rloo.read_model(flags(), args.source, torch.bfloat16)
     items = []
-    for example, ids, texts in samples_of(model, examples_of(["reward"], tokenizer, args.limit), tokenizer, SAMPLES):
+    for example, ids, texts in samples_of(policy, examples_of(["reward"], tokenizer)[:PACKAGES], tokenizer, SAMPLES):
         items.append((example, ids, synopses.closeness(texts, [example["columns"]["synopsis"]] * len(texts))))
-    kind = transformers.AutoModelForSequenceClassification
-    options = {"auto_class": kind, "num_labels": 1, "num_hidden_layers": REWARD_LAYERS}
-    fit(partial(rloo.read_model, flags(), args.source, **options), of_like_length(items, args.size, 1), loss_of, args)
+    load = partial(read_judge, args.source, num_hidden_layers=REWARD_LAYERS)
+    fit(load, of_like_length(items, 16, 1), loss_of, args.output_dir, learning_rate=1e-4)
     tokenizer.save_pretrained(args.output_dir)
+
+
+def read_judge(path, dtype, **options):
+    return rloo.read_model(
+        flags(), path, dtype, transformers.AutoModelForSequenceClassification, num_labels=1, **options
+    )
 
 
 # ---- Baselines that are texts ----------------------------------------------------------------------------------------
@@ -197,13 +200,11 @@ def write_grades(folder: Path, examples: list[dict], texts: list[str]):
 def best_of(args, tokenizer, n: int = 16):
     folder = args.output_dir / "reward"
     if not (folder / "model.safetensors").is_file():
-        options = {"output_dir": folder, "limit": args.limit or 1_500, "learning_rate": 1e-4, "size": 16}
-        reward(argparse.Namespace(**vars(args) | options), tokenizer)
-    kind = transformers.AutoModelForSequenceClassification
-    judge = rloo.read_model(flags(), folder, torch.bfloat16, kind, num_labels=1)
+        reward(argparse.Namespace(source=args.source, output_dir=folder), tokenizer)
+    judge = read_judge(folder, torch.bfloat16)
     judge.score.float()
     policy = rloo.read_model(flags(), args.source, torch.bfloat16)
-    items = samples_of(policy, examples_of(["test"], tokenizer, args.limit), tokenizer, n)
+    items = samples_of(policy, examples_of(["test"], tokenizer), tokenizer, n)
     texts = []
     for begin in range(0, len(items), 8):
         some = items[begin : begin + 8]
@@ -233,8 +234,6 @@ def main():
     parser.add_argument("--splits", nargs="+", default=["sft"], help="that SFT trains on")
     parser.add_argument("--as_rloo", type=int, default=0, help="steps of SFT, on the packages of as many updates")
     parser.add_argument("--all_layers", action="store_true", help="train all weights, not the upper half of the layers")
-    parser.add_argument("--limit", type=int, help="packages")
-    parser.add_argument("--size", type=int, default=32, help="packages of a step")
     parser.add_argument("--learning_rate", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output_dir", type=Path, required=True)

@@ -77,8 +77,7 @@ def test_heuristics(synopsis, broken):
 
 def test_an_empty_synopsis_keeps_nothing():
     prompts = [f"{TEXT}\n\nTL;DR:"] * 2
-    assert synopses.keeps_the_rules(["", " reader of files"], ["foo", "foo"], prompts) == [0, 1]
-    assert synopses.keeps_all(["Reader", "reader of files"], ["foo", "foo"], prompts) == [0, 1]
+    assert synopses.keeps_all(["", " reader of files"], ["foo", "foo"], prompts) == [0, 1]
 
 
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
@@ -110,7 +109,8 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(synopses, "closeness", lambda completions, synopsis: [len(x) / 99 for x in completions])
     monkeypatch.setattr(models, "STOP", 0)
     monkeypatch.setattr(models, "GRADES", [synopses.rouge_l])
-    flags = {"source": MINI, "splits": ["sft"], "as_rloo": 0, "all_layers": False, "limit": None, "size": 3}
+    monkeypatch.setattr(models, "REWARD_LAYERS", 2)
+    flags = {"source": MINI, "splits": ["sft"], "as_rloo": 0, "all_layers": False}
     return argparse.Namespace(**flags, learning_rate=1e-2, seed=1, output_dir=tmp_path / "out")
 
 
@@ -134,7 +134,7 @@ def test_sft_continued_reads_the_packages_of_rloo(small, monkeypatch):
     flags = shlex.split(study.smollm.rows["continued"].train)
     small.splits, small.as_rloo = [flags[flags.index("--splits") + 1]], 2
     batches = []
-    monkeypatch.setattr(models, "fit", lambda load, found, loss_of, args: batches.extend(found))
+    monkeypatch.setattr(models, "fit", lambda load, found, *options: batches.extend(found))
     tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI)
     models.sft(small, tokenizer)
     examples = models.examples_of(["train"], tokenizer)
@@ -144,7 +144,6 @@ def test_sft_continued_reads_the_packages_of_rloo(small, monkeypatch):
 
 
 def test_the_best_of_16_is_that_of_the_reward_model(small, monkeypatch):
-    monkeypatch.setattr(models, "REWARD_LAYERS", 2)
     tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI)
     scores = []
 
@@ -152,7 +151,7 @@ def test_the_best_of_16_is_that_of_the_reward_model(small, monkeypatch):
         scores.append(torch.tensor([[float(len(text)) for text in item] for _, item in items]).T)
         return scores[-1]
 
-    models.reward(argparse.Namespace(**vars(small) | {"output_dir": small.output_dir / "reward"}), tokenizer)
+    models.reward(argparse.Namespace(source=MINI, output_dir=small.output_dir / "reward"), tokenizer)
     monkeypatch.setattr(models, "scores_of", longest)
     models.best_of(small, tokenizer)
     samples = [json.loads(line) for line in (small.output_dir / "completions.jsonl").read_text().splitlines()]

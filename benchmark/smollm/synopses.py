@@ -6,7 +6,6 @@ closeness      cosine with the maintainer's synopsis, by the embeddings of all-M
 rouge_l        F1 of the longest common subsequence of words with the maintainer's synopsis
 plain_words    share of the words that are among the 1,000 most frequent in descriptions
 keeps_all      1 if all of six heuristics hold, ours, after Debian's rules (Policy 3.4.1, Developer's Reference 6.2.2)
-keeps_the_rules   the share of these that hold
 """
 
 import json
@@ -108,10 +107,6 @@ def kept(synopsis: str, package: str, text: str) -> list[bool]:
     ]
 
 
-def keeps_the_rules(completions, package, prompts, **columns) -> list[float]:
-    rows = zip(completions, package, map(description, prompts), strict=True)
-    return [sum(kept(ours.strip(), *row)) / 6 for ours, *row in rows]
-
-
 def keeps_all(completions, package, prompts, **columns) -> list[float]:
-    return [float(share == 1) for share in keeps_the_rules(completions, package, prompts)]
+    rows = zip(completions, package, map(description, prompts), strict=True)
+    return [float(all(kept(ours.strip(), *row))) for ours, *row in rows]
