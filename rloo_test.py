@@ -1484,7 +1484,7 @@ BAD_ROWS = {  # a row -> words of the line, and a tokenizer
     "{'prompt': 3}": ("", tiny_tokenizer()),
     "{'prompt': ''}": ("empty", tiny_tokenizer()),
     "{'prompt': []}": ("", chat_tokenizer()),
-    "{'prompt': [SYSTEM, USER]}": ("no chat template", tiny_tokenizer()),
+    "{'prompt': [SYSTEM, USER]}": ("chat_template is not set", tiny_tokenizer()),
     "{'prompt': [USER], 'a': 1}": ("no system messages", REFUSING),
     "{'prompt': 'b', 'image': 'x.png'}": ("images", tiny_tokenizer()),
 }
@@ -1878,9 +1878,11 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "the name boom is taken": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
     "the name score is taken": "--eval_fns {x}/fns.py:score",
     "there is no file {x}/no.py": "--reward_fns {x}/no.py:f",
+    "there is no g in {x}/fns.py": "--reward_fns {x}/fns.py:g",
     "must be file.py:function or module:function": "--reward_fns fns; --eval_fns fns",
     "add **columns": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; --reward_fns {x}/fns.py:sum",
-    "the data must have no column": "--reward_fns {x}/fns.py:boom --dataset_name {x}/completions.jsonl",
+    "multiple values for keyword argument 'completions'": "--reward_fns {x}/fns.py:boom "
+    "--dataset_name {x}/completions.jsonl",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
     "no .jsonl file, folder of them or (pip install datasets) Hub id": "--dataset_name {x}/nowhere.jsonl; "
@@ -2202,6 +2204,26 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, mo
     one, resumed, other = (flags["id"] for flags in started)
     assert one == resumed != other and {flags["resume"] for flags in started} == {"allow"}
     assert steps == [("*", "update")] * 3
+
+
+def without_a_key(**flags):
+    raise RuntimeError("No API key configured.\nUse `wandb login`.")
+
+
+def test_a_service_that_does_not_start_is_one_line_before_models_load(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=without_a_key))
+    monkeypatch.setattr(rloo, "read_model", lambda *inputs: pytest.fail("a model is loaded"))
+    with pytest.raises(
+        SystemExit, match=r"^rloo.py: --track: .*wandb login.*\(RuntimeError: No API key configured.\)$"
+    ):
+        rloo.command_line([*command(tiny, tmp_path / "out"), "--track"])
+
+
+def test_a_file_copied_without_the_bundled_task_says_which_flags_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(rloo, "MINI_TLDR", tmp_path / "mini_tldr")
+    with pytest.raises(SystemExit, match=f"^rloo.py: the bundled task is not at {tmp_path}.*; give --sft_model_path, "):
+        rloo.command_line(["--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_ctrl_c_while_models_load_is_one_line(tiny, tmp_path, monkeypatch):
