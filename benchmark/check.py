@@ -49,26 +49,9 @@ CLOSE["bfloat16"] = {"log-probs": 0.2, "gradient": 0.2, "sampling": 0.2, "greedy
 # The cache of a hybrid, with which plain rows sample, is less exact; what check_sampler allows is no fault.
 PLAIN = {"sampling": 0.01}
 
-# Settings for configurations that have a field of the name: small sizes, windows longer than the rows, and scales of
-# logits that are 1 by default in some models.
-SMALL = {"vocab_size": 100, "vocab_size_per_layer_input": 100, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
-SMALL |= dict.fromkeys(["hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "hidden_size_per_layer_input"], 32)
-SMALL |= dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"], 2)
-SMALL |= dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"], 4)
-SMALL |= dict.fromkeys(["intermediate_size", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "dff", "dim_ff"], 64)
-SMALL |= dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"], 32)
-SMALL |= dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4)
-SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-SMALL |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-SMALL |= {"max_position_embeddings": 128, "n_positions": 128, "initializer_range": 0.2, "rotary_dim": 4}
-SMALL |= dict.fromkeys(["sliding_window", "attention_chunk_size", "attention_window_size"], 64)
-SMALL |= {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_chunk_size": 8}
-SMALL |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-SMALL |= {"linear_head_dim": 8, "linear_num_heads": 4}
-SMALL |= {"logits_scaling": 3.0, "logit_scale": 0.4, "final_logit_softcapping": 2.0, "lm_head_multiplier": 0.5}
-SMALL |= {"residual_multiplier": 0.7, "embedding_multiplier": 2.0, "attention_multiplier": 0.5}
-# Settings of types that those above do not build.
-OWN = json.loads(runs.HERE.joinpath("records", "model_types.json").read_text())
+# Settings of small models: for all types that have a field of the name (small sizes, windows longer than the rows, and
+# scales of logits that are 1 by default in some models), and for types that need others.
+SMALL = json.loads(runs.HERE.joinpath("records", "model_types.json").read_text())
 
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -93,14 +76,14 @@ def small_model(model_type: str, dtype=torch.float32, device="cpu"):
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     names = default.to_dict().keys() | getattr(default, "attribute_map", {}).keys()
-    settings = {name: x for name, x in SMALL.items() if name in names} | OWN.get(model_type, {})
+    settings = {name: x for name, x in SMALL["all"].items() if name in names} | SMALL["own"].get(model_type, {})
     for name in ("layer_types", "mlp_layer_types"):  # one of each kind
         kinds = sorted(set(getattr(default, name, None) or ()))
         if kinds and name in default.to_dict() and name not in settings:
             settings[name] = (kinds * 2)[: max(2, len(kinds))]
             settings["num_hidden_layers"] = max(settings["num_hidden_layers"], len(kinds))
     if "qk_rope_head_dim" in settings:  # it determines the size of a head
-        if model_type not in OWN:
+        if model_type not in SMALL["own"]:
             settings.pop("head_dim", None)
         settings["num_key_value_heads"] = 4
     torch.manual_seed(0)

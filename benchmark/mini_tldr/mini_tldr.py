@@ -13,6 +13,7 @@ import math
 import random
 import re
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -27,96 +28,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceCl
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parents[1]))  # for rloo.py, which loads this module: only functions that build import it
 
-# ---- Tables ----------------------------------------------------------------------------------------------------------
-
-# A post has one value per slot. A value has two surface forms, written "form/form": either of them states the fact. No
-# form may contain another value's form.
-
-FORMS = {
-    "who": "roommate/flatmate, boss/manager, sister/sis, brother/bro, girlfriend/gf, boyfriend/bf, landlord/landlady, "
-    "neighbor/neighbour, coworker/colleague, cousin/cuz, mother/mom, father/dad",
-    "problem": "eating my food/taking my food, reading my messages/checking my phone, "
-    "borrowing money/asking for cash, telling lies/making up stories, playing loud music/blasting music, "
-    "forgetting my name/mixing up my name, canceling our plans/dropping our plans, "
-    "stealing my ideas/copying my ideas, mocking my cooking/insulting my cooking, using my car/driving my car, "
-    "bringing home pets/collecting pets, wearing my clothes/losing my clothes",
-    "when": "last week/a week ago, yesterday/one day ago, in march/this spring, over christmas/in december, "
-    "two months ago/a couple months back, on friday/friday night, this morning/early today, last summer/in july, "
-    "last year/a year ago, on monday/monday night, last autumn/in october, during exams/in exam week",
-    "where": "at work/at the office, at the gym/in the gym, in the kitchen/near the stove, "
-    "at a wedding/at the wedding, on a road trip/on the highway, at a party/at the party, at school/on campus, "
-    "at the beach/by the sea, at a cafe/in a coffee shop, on the train/on a train, in the garden/in the backyard, "
-    "at church/in church",
-    "feeling": "angry/furious, sad/heartbroken, anxious/nervous, guilty/ashamed, confused/puzzled, jealous/envious, "
-    "tired/exhausted, embarrassed/humiliated, lonely/isolated, relieved/calm, hopeful/optimistic, scared/afraid",
-    "question": "move out/move away, apologize/say sorry, call a lawyer/get a lawyer, break up/end things, "
-    "tell the family/involve the family, demand a refund/ask for a refund, stay silent/keep quiet, "
-    "set a boundary/set some rules, find a job/get a job, try therapy/see a therapist, write a letter/send a letter, "
-    "forgive it/let it go",
-}  # fmt: skip
-SLOTS = {slot: [value.split("/") for value in forms.split(", ")] for slot, forms in FORMS.items()}
-
-# Sentences in which the writer of the post states a fact about their own story ...
-STATE = {
-    "who": [
-        "So this is about my {}.", "I need to vent about my {}.", "The person I mean is my {}.",
-        "It is my {} I have trouble with.",
-    ],
-    "problem": [
-        "The trouble is them {}.", "What gets me is them {}.", "I found them {} again.", "It began with them {}.",
-    ],
-    "when": ["For me it all happened {}.", "I noticed it {}.", "My story took place {}.", "It got bad for me {}."],
-    "where": ["I was {} when it happened.", "We were {} at the time.", "I saw it myself {}.", "It happened to us {}."],
-    "feeling": ["I feel {} about it.", "Now I am just {}.", "Honestly it makes me {}.", "I have been {} ever since."],
-    "question": ["Should I {}?", "Is it time for me to {}?", "I wonder if I should {}.", "Would I be wrong to {}?"],
-}  # fmt: skip
-# ... and about somebody else's, which a summary should leave out: {o} is one of OTHERS.
-DECOY = {
-    "who": ["{o} has a nice {}.", "{o} once dated a {}."],
-    "problem": ["{o} saw a stranger {}.", "{o} got in trouble for {}."],
-    "when": ["{o} had a baby {}.", "{o} got a new dog {}."],
-    "where": ["{o} met an actor {}.", "{o} lost a shoe {}."],
-    "feeling": ["{o} was {} about the news.", "{o} is always {} anyway."],
-    "question": ["{o} wants to {}.", "{o} was told to {}."],
-}  # fmt: skip
-OTHERS = [
-    "A guy I know", "My old teacher", "Some woman online", "My dentist", "A friend of mine", "The mailman",
-    "Another student", "My barber", "Our coach", "Someone else", "My aunt", "A random stranger",
-]  # fmt: skip
-FILLERS = [
-    "Sorry for the long post.", "English is not my first language.", "Throwaway for obvious reasons.",
-    "I am on mobile.", "Bear with me here.", "Thanks for reading this far.", "No names for privacy.",
-    "I will try to keep it short.", "Ask me anything in the comments.", "I could not make this up.",
-]  # fmt: skip
-SUBREDDITS = [
-    "relationships", "AskReddit", "tifu", "relationship_advice", "advice", "offmychest", "self", "personalfinance",
-]  # fmt: skip
-TITLES = [
-    "What would you do?", "I need some advice.", "How do I handle this?", "Am I overreacting?", "Not sure what to do.",
-    "Please help.",
-]  # fmt: skip
-
-# A summary is built from one fragment per slot, in one of three orders. Dropped facts leave nothing, or for who and
-# problem a word which says nothing.
-FRAGMENTS = {
-    "who": ["my {}"],
-    "problem": ["keeps {}", "won't stop {}", "was caught {}"],
-    "when": ["{}"],
-    "where": ["{}"],
-    "feeling": ["feeling {}", "I'm {}"],
-    "question": ["should I {}?", "do I {}?"],
-}
-DROPPED = {"who": "someone", "problem": "is difficult"}
-ORDERS = [
-    ["who", "problem", "when", "where", "feeling", "question"],
-    ["who", "problem", "where", "when", "feeling", "question"],
-    ["feeling", "who", "problem", "where", "when", "question"],
-]
-RAMBLES = [
-    "it is a long story and I do not know where to start", "anyway that is pretty much all I can say about it",
-    "any advice would be great because I really do not know", "you would have to read the whole thing to get it",
-    "things are complicated and people are strange", "I could go on about this for hours to be honest",
-]  # fmt: skip
+WORDS = tomllib.loads((HERE / "words.toml").read_text(encoding="utf-8"))  # what posts and summaries are made of
+SLOTS = {slot: [value.split("/") for value in values] for slot, values in WORDS["values"].items()}
 
 
 # ---- Posts and summaries ---------------------------------------------------------------------------------------------
@@ -132,12 +45,15 @@ def sample_post(facts, rng):
     decoys = {}
     for slot in rng.sample(list(SLOTS), rng.choice([2, 3])):
         decoys[slot] = rng.choice([v for v in range(len(SLOTS[slot])) if v != facts[slot]])
-    sentences = [rng.choice(STATE[s]).format(say(s, v)) for s, v in facts.items()]
-    sentences += [rng.choice(DECOY[s]).format(say(s, v), o=rng.choice(OTHERS)) for s, v in decoys.items()]
-    sentences += rng.sample(FILLERS, rng.choice([0, 1, 2]))
+    sentences = [rng.choice(WORDS["state"][s]).format(say(s, v)) for s, v in facts.items()]
+    sentences += [
+        rng.choice(WORDS["decoy"][s]).format(say(s, v), o=rng.choice(WORDS["others"])) for s, v in decoys.items()
+    ]
+    sentences += rng.sample(WORDS["fillers"], rng.choice([0, 1, 2]))
     rng.shuffle(sentences)
     post = " ".join(sentences)
-    return f"SUBREDDIT: r/{rng.choice(SUBREDDITS)}\n\nTITLE: {rng.choice(TITLES)}\n\nPOST: {post}\n\nTL;DR:", decoys
+    head = f"SUBREDDIT: r/{rng.choice(WORDS['subreddits'])}\n\nTITLE: {rng.choice(WORDS['titles'])}"
+    return f"{head}\n\nPOST: {post}\n\nTL;DR:", decoys
 
 
 def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
@@ -146,19 +62,19 @@ def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
     said = {}
     for slot, value in facts.items():
         if rng.random() < drop:
-            said[slot] = DROPPED.get(slot, "")
+            said[slot] = WORDS["dropped"].get(slot, "")
             continue
         if rng.random() < wrong:
             others = [v for v in range(len(SLOTS[slot])) if v != facts[slot]]
             value = decoys[slot] if slot in decoys and rng.random() < 0.5 else rng.choice(others)
-        said[slot] = rng.choice(FRAGMENTS[slot]).format(rng.choice(SLOTS[slot][value]))
-    order = [slot for slot in rng.choice(ORDERS) if said[slot]]
+        said[slot] = rng.choice(WORDS["fragments"][slot]).format(rng.choice(SLOTS[slot][value]))
+    order = [slot for slot in rng.choice(WORDS["orders"]) if said[slot]]
     text = ""
     for before, slot in zip(["", *order], order):  # commas around the feeling and before the question
         comma = before and (slot in ("feeling", "question") or before == "feeling")
         text += ("," if comma else "") + " " + said[slot]
     if rng.random() < ramble:
-        text += (" " if text.endswith("?") else ", ") + rng.choice(RAMBLES)
+        text += (" " if text.endswith("?") else ", ") + rng.choice(WORDS["rambles"])
     return " " + text.strip()
 
 
@@ -368,7 +284,11 @@ def hack(row, rng):
     if kind == 2:  # a fragment, or a bare value, many times
         slot = rng.choice(list(SLOTS))
         value = rng.choice(SLOTS[slot][facts[slot]])
-        fragment = rng.choice([",", "", " and"]) + " " + rng.choice([rng.choice(FRAGMENTS[slot]).format(value), value])
+        fragment = (
+            rng.choice([",", "", " and"])
+            + " "
+            + rng.choice([rng.choice(WORDS["fragments"][slot]).format(value), value])
+        )
         return (rng.choice([good(), ""]) + fragment * rng.randint(2, 10)).lstrip(",")
     if kind == 3:  # many values of one slot, the right one perhaps among them
         slot = rng.choice(list(SLOTS))
@@ -380,7 +300,7 @@ def hack(row, rng):
         return " " + " ".join(s.strip() for s in rng.sample(sentences, rng.randint(1, 5)))
     if kind == 5:  # what others did
         return write_summary({**facts, **decoys}, {}, rng, drop=rng.choice([0, 0.3]))
-    return good() + "".join(" " + r for r in rng.sample(RAMBLES, rng.randint(1, 3)))
+    return good() + "".join(" " + r for r in rng.sample(WORDS["rambles"], rng.randint(1, 3)))
 
 
 def candidates(row, samples, rng, hacks):

@@ -18,10 +18,11 @@ def test_a_form_states_exactly_its_own_value_and_the_words_around_it_state_none(
         for forms in values:
             for form in forms:
                 assert stated(form) == {s: {forms[0]} if s == slot else set() for s in SLOTS}, form
-    tables = (mini_tldr.STATE, mini_tldr.DECOY, mini_tldr.FRAGMENTS)
-    words = [text for table in tables for texts in table.values() for text in texts]
-    words += mini_tldr.OTHERS + mini_tldr.FILLERS + mini_tldr.TITLES + mini_tldr.SUBREDDITS + mini_tldr.RAMBLES
-    for text in [*words, *mini_tldr.DROPPED.values()]:
+    tables = mini_tldr.WORDS
+    words = [text for name in ("state", "decoy", "fragments") for texts in tables[name].values() for text in texts]
+    for name in ("others", "fillers", "titles", "subreddits", "rambles"):
+        words += tables[name]
+    for text in [*words, *tables["dropped"].values()]:
         assert not any(stated(text).values()), text
 
 
