@@ -215,7 +215,7 @@ def short_run(script: Path, device: str) -> str:
     flags += "--dataset_name benchmark/mini_tldr/validation.jsonl --response_length 8 --num_eval_prompts 2 "
     flags += "--per_device_train_batch_size 16 --total_episodes 32 --num_sample_generations 0 --learning_rate 1e-2"
     if script.name == "advantages.py":
-        flags = f"raft {flags}"
+        flags += " --advantages raft"
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, script, *flags.split(), "--device", device, "--output_dir", f"{folder}/out"]
         done = subprocess.run(words, capture_output=True, text=True, cwd=runs.ROOT)

@@ -49,14 +49,14 @@ BASE = {  # flags of both sides, which a Row may change
 
 @dataclass
 class Row:
-    """A setting, in flags of rloo.py, and what of TRL's differs from these."""
+    """A setting, in flags of rloo.py, and what differs in TRL."""
 
     trl: int  # first number of TRL's version
     name: str
     flags: dict = field(default_factory=dict)  # over BASE
     why: str = ""  # why the two differ; empty: they must agree
     theirs: dict = field(default_factory=dict)  # TRL's config, over what follows from the flags
-    reward_by: str = "ids"  # 1.x: what its reward model reads, see run.py
+    reward_by: str = "ids"  # 1.x: what the reward model reads, see trl_run.py
     short_data: bool = False  # the data end with the last update
 
 
@@ -102,29 +102,25 @@ ROWS = [
 ]
 
 
-def rows_of(trl: int) -> list[Row]:
-    return [row for row in ROWS if row.trl == trl]
-
-
 def length_score(prompts, completions, completion_ids, **columns) -> list[float | None]:
-    """A reward function: short completions score well, and every third has no score."""
+    """Rewards short completions, and gives no score to every third."""
     return [None if sum(ids) % 3 == 0 else -len(ids) / 4 for ids in completion_ids]
 
 
 # ---- What both sides need --------------------------------------------------------------------------------------------
 
 
-def command_line(flags: dict) -> list[str]:
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+def rows_of(trl: int) -> list[Row]:
+    return [row for row in ROWS if row.trl == trl]
 
 
 def copy_of(model) -> dict[str, torch.Tensor]:
-    """A model's weights by the names that they have in its file (transformers 5 calls GPT-NeoX's head lm_head)."""
+    """Returns the weights of a model by their names in its file (transformers 5 calls GPT-NeoX's head lm_head)."""
     return {name.replace("lm_head.", "embed_out."): x.detach().clone() for name, x in model.named_parameters()}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference of all weights."""
+    """Returns the norm of the difference of all weights."""
     return sum((a[name].double() - b[name].double()).square().sum().item() for name in a) ** 0.5
 
 
@@ -152,7 +148,7 @@ def sample_completions() -> dict[str, list]:
 
 
 def train_rloo(flags: dict, given: dict) -> dict[str, torch.Tensor]:
-    """Returns rloo.py's weights after UPDATES updates on the given completions."""
+    """Returns the weights that rloo.py has after UPDATES updates on the given completions."""
     import rloo
 
     flags = {"sft_model_path": str(SFT), "dataset_name": str(trl_run.TASK)} | BASE | flags
@@ -210,7 +206,7 @@ def train_trl(folder: Path):
     updates = iter(())
 
     def next_given(prompt_ids: list[list[int]]) -> torch.Tensor:
-        """Responses of the next update, once it is known that its prompts are those meant."""
+        """Returns the responses of the next update, if the trainer has its prompts."""
         texts, responses = next(updates)
         assert prompt_ids == tokenizer(texts)["input_ids"], "the trainer shuffles its data"
         return torch.tensor(responses)
@@ -236,9 +232,9 @@ def train_trl(folder: Path):
         trainers.shuffle_sequence_dict = lambda batch: batch
 
     for number, row in enumerate(rows_of(version)):
-        args = trl_run.parse_args(
-            ["rloo", f"--output_dir={folder}", *command_line(BASE | row.flags | {"reward_by": row.reward_by})]
-        )
+        flags = BASE | row.flags | {"reward_by": row.reward_by, "output_dir": folder}
+        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+        args = trl_run.parse_args(["rloo", *words])
         steps = args.num_ppo_epochs * args.num_mini_batches if version == 1 else 1  # per update
         notes = Notes(folder / f"{number}.safetensors", UPDATES * steps)
         updates = iter(zip(given["prompts"], given["completions"]))
@@ -311,9 +307,7 @@ def main():
     print(summary(found or list(records.values())))
     wrong = [f"{row['trl']}, {row['setting']}" for row in found if row["share"] > AGREE and not row["why"]]
     if wrong:
-        sys.exit(
-            f"the weights differ by more than {AGREE:g} of TRL's movement and no reason is known: {'; '.join(wrong)}"
-        )
+        sys.exit(f"the weights differ by more than {AGREE:g} of TRL's movement, without a known reason: {wrong}")
 
 
 if __name__ == "__main__":

@@ -96,16 +96,6 @@ def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path, monkeypatch)
     assert tokenizer.tokenize("12") == ["1", "2"]
 
 
-def test_its_rewards_train_it(tmp_path):
-    functions = tuple(f"{HERE}/gsm8k_reward.py:{name}" for name in ("correctness", "format"))
-    flags = {"dataset_name": str(HERE), "dataset_train_split": "validation", "sft_model_path": f"{HERE}/sft"}
-    flags |= {"output_dir": f"{tmp_path}/out", "device": "cpu", "rloo_k": 8, "response_length": 24}
-    flags |= {"per_device_train_batch_size": 16, "total_episodes": 16}
-    evaluations = rloo.main(rloo.Args(**flags, num_eval_prompts=8, reward_fns=functions, reward_weights=(1, 0.2)))
-    grades = {f"{mode}/rewards/{name}" for mode in ("sampled", "greedy") for name in ("correctness", "format")}
-    assert [x["update"] for x in evaluations] == [0, 1] and grades <= {*evaluations[1]}
-
-
 def test_the_real_problems_are_prepared_as_the_page_says(tmp_path):
     """With a stand-in for the package datasets."""
     (tmp_path / "datasets.py").write_text(
