@@ -9,7 +9,7 @@
 raft   1 for the completion of a prompt with the highest reward, 0 for the rest (Dong et al. 2023, arXiv:2304.06767)
 maxrl  (r - mean) / mean over the prompt's completions, for rewards of 0 and 1 (Tajwar et al. 2026, arXiv:2602.02710)
 
-Replaces `advantage`; wraps `Args` and `resolve_args`. Use this file or grpo.py, not both.
+Replaces `advantage`. Extends `Args` and `resolve_args`. It excludes grpo.py.
 """
 
 import sys

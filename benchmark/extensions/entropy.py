@@ -5,8 +5,8 @@
 The loss of a completion is reduced by --entropy_coef times the entropy of its tokens' distributions, summed over the
 tokens that are learned from.
 
-Replaces `block_logprobs`, whose entropies are only logged otherwise and have no gradient; wraps `Args` and
-`completion_loss`. Import grpo.py before this file. Use this file or truncate.py, not both.
+Replaces `block_logprobs`, whose entropies have no gradient. Extends `Args` and `completion_loss`. Import it after
+grpo.py. It excludes truncate.py.
 """
 
 import sys

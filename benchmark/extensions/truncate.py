@@ -6,8 +6,8 @@ Of the --top_k most likely tokens, the fewest with a total probability of at lea
 The reference keeps all tokens, or the KL could be infinite. In training, the policy keeps the sampled token and those
 that are the most likely by its newest weights: in the first step of an update, this is the sampler's distribution.
 
-Replaces `block_logprobs`; wraps `Args`, `resolve_args`, `check_args`, `check_model` and `draw_tokens`. Use this file or
-entropy.py, not both.
+Replaces `block_logprobs`. Extends `Args`, `resolve_args`, `check_model` and `draw_tokens`. It excludes entropy.py and
+vllm_rollout.py.
 """
 
 import sys
@@ -20,8 +20,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-resolve_flags, check_flags, check_model = rloo.resolve_args, rloo.check_args, rloo.check_model
-draw_tokens = rloo.draw_tokens
+resolve_flags, check_model, draw_tokens = rloo.resolve_args, rloo.check_model, rloo.draw_tokens
 ALL = {"top_p": 1.0, "top_k": 0}
 limits = dict(ALL)  # those of the flags, from resolve_args
 
@@ -37,11 +36,6 @@ def resolve_args(args):
     return resolve_flags(args)
 
 
-def check_args(args):
-    check_flags(args)
-    rloo.require(0 < args.top_p <= 1 and args.top_k >= 0, "--top_p: above 0, at most 1; --top_k: 0 or more")
-
-
 def check_whole_model(args, *inputs):
     """`check_model`, which compares the log-probs of the whole distribution."""
     limits.update(ALL)
@@ -50,8 +44,7 @@ def check_whole_model(args, *inputs):
 
 
 def left_out(logits):
-    """Returns which tokens are left out, bool (n, vocabulary), for logits (n, vocabulary) divided by the
-    temperature."""
+    """Returns which tokens are left out, bool (n, vocabulary); logits are divided by the temperature."""
     kept = TopKLogitsWarper(limits["top_k"] or logits.shape[-1])(None, logits)
     return TopPLogitsWarper(limits["top_p"])(None, kept).isneginf()
 
@@ -69,7 +62,7 @@ def block_logprobs(model, hidden, tokens, temperature):
     return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none"), entropies
 
 
-rloo.Args, rloo.resolve_args, rloo.check_args, rloo.check_model = Args, resolve_args, check_args, check_whole_model
+rloo.Args, rloo.resolve_args, rloo.check_model = Args, resolve_args, check_whole_model
 rloo.block_logprobs, rloo.draw_tokens = block_logprobs, draw_kept
 
 if __name__ == "__main__":

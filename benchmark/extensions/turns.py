@@ -17,7 +17,7 @@ A completion is the whole exchange, for reward functions, in `response_mask` and
 in `policy_mask`: they are not learned from, and have no ratio, KL or entropy. Each further turn is a rollout with one
 completion per exchange, whose prompt is the exchange so far: it is read again, once per completion.
 
-Wraps `Args`, `check_args`, `load_models`, `check_model`, `rollout` and `metrics_of`. Import vllm_rollout.py before it.
+Extends `Args`, `load_models`, `check_model`, `rollout` and `metrics_of`. Import it after vllm_rollout.py.
 """
 
 import sys
@@ -40,11 +40,6 @@ class Args(rloo.Args):
     tool: str  # file.py:function or module:function that takes the text so far and returns the text to put behind it
     tool_mark: str  # text of the one token after which the tool is asked
     max_turns: int = 4  # turns of the policy; the tool is asked at most once less
-
-
-def check_args(args):
-    found.check_args(args)
-    rloo.require(args.max_turns >= 1, f"--max_turns {args.max_turns}: must be at least 1")
 
 
 def load_models(args, resumed):
@@ -126,7 +121,7 @@ def metrics_of(args, experience, improved):
     return found.metrics_of(args, experience, improved)
 
 
-rloo.Args, rloo.check_args, rloo.load_models, rloo.check_model = Args, check_args, load_models, check_model
+rloo.Args, rloo.load_models, rloo.check_model = Args, load_models, check_model
 rloo.rollout, rloo.metrics_of = rollout, metrics_of
 
 if __name__ == "__main__":

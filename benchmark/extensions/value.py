@@ -10,7 +10,8 @@ that of the last token also has the score. With V = A = 0 past the end (Schulman
 The critic's loss is the mean over completions of Σ_t max((V_t - R_t)², (V'_t - R_t)²) / 2, where V' is V limited to
 --value_cliprange around its value before the update. It is added to the policy loss, and to loss/policy_avg.
 
-Wraps `Args`, `check_args`, `load_models`, `make_optimizer`, `save_policy`, `collect` and `completion_loss`.
+Extends `Args`, `check_args`, `load_models`, `make_optimizer`, `save_policy`, `collect` and `completion_loss`. Import it
+after lora.py. It excludes grpo.py.
 """
 
 import sys
@@ -30,7 +31,6 @@ critic = None  # set by load_models
 
 @dataclass
 class Args(rloo.Args):
-    token_level_kl: bool = True  # must stay true: advantages and ratios are per token
     gamma: float = 1.0  # γ: weight of what comes a token later
     lam: float = 0.95  # λ: at 1 an advantage is the sum of later rewards minus V; at 0 it is δ, that of one step
     value_model_path: str | None = None  # a reward model that the critic begins as; None: the policy, with V = 0
@@ -39,11 +39,9 @@ class Args(rloo.Args):
 
 
 def check_args(args):
-    if args.rloo_k == 1:  # enough here: no completion needs siblings
-        found.check_args(replace(args, rloo_k=2, per_device_train_batch_size=2 * args.per_device_train_batch_size))
-    else:
-        found.check_args(args)
-    rloo.require(args.token_level_kl, "value.py: needs --token_level_kl")
+    if args.rloo_k == 1:  # enough here, since no completion needs others
+        args = replace(args, rloo_k=2, per_device_train_batch_size=2 * args.per_device_train_batch_size)
+    found.check_args(args)
 
 
 def load_models(args, resumed):
@@ -91,14 +89,13 @@ def gae(rewards, values, mask, gamma: float, lam: float):
 
 
 def collect(args, *inputs):
-    """`collect` with the advantages of the critic."""
+    """`collect` with the advantages of the critic, one per token. They are 0 for a completion without a score."""
     experience = found.collect(args, *inputs)
     batch, kl = experience.batch, experience.kl
-    rloo.require(not experience.scores.isnan().any(), "value.py: a reward must not be None")
-    scores = rloo.rewards_of(replace(args, kl_coef=0.0), experience.scores, batch.ended, kl)  # (k, B, T), equal over T
-    mask = batch.policy_mask
+    scores = rloo.rewards_of(replace(args, kl_coef=0.0), experience.scores, batch.ended, kl)[..., :1]  # (k, B, 1)
+    mask = experience.in_loss = batch.policy_mask & ~scores.isnan()
     last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
-    rewards = last * scores - args.kl_coef * kl  # (k, B, T)
+    rewards = scores.where(last, 0.0) - args.kl_coef * kl  # (k, B, T)
     experience.values = torch.zeros_like(kl)
     k, B, _ = kl.shape
     for index in rloo.micro_batches(k, torch.arange(B), args.local_rollout_forward_batch_size):
@@ -116,7 +113,7 @@ def completion_loss(args, experience, index, *inputs):
     old, returns = experience.values[index], experience.returns[index]
     values = values_of(batch)
     limited = old + (values - old).clamp(-args.value_cliprange, args.value_cliprange)
-    errors = torch.max((values - returns).square(), (limited - returns).square()) * batch.policy_mask
+    errors = torch.max((values - returns).square(), (limited - returns).square()) * experience.in_loss[index]
     return losses + errors.sum(-1) / 2, *logged
 
 
