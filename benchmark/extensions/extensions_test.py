@@ -332,7 +332,7 @@ def test_advantages_equal_the_loops():
         scored = [x for x in rewards[:, b, 0].tolist() if not math.isnan(x)]
         expected = (rewards[j, b].item() - mean(scored)) / mean(scored) if any(scored) else 0.0
         assert share[j, b].item() == pytest.approx(expected, abs=1e-6)
-        assert best[j, b] == (scores[j, b] == max(x for x in scores[:, b].tolist() if x == x))
+        assert best[j, b].item() == (scores[j, b].item() == max(x for x in scores[:, b, 0].tolist() if x == x))
     with pytest.raises(rloo.InputError, match="rewards must be 0 or 1"):
         advantages.maxrl(torch.tensor([[[0.5]], [[1.0]]]))
     assert torch.equal(advantages.none(scores).nan_to_num(9), scores.nan_to_num(9))
