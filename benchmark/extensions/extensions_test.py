@@ -594,8 +594,8 @@ def test_adapters_reference_and_merged_copy_are_those_of_the_formula(family, tmp
         assert torch.allclose(A.grad, s * B.T @ dW, rtol=1e-3, atol=1e-4) and A.grad.any()
     if family in ("gpt_neox", "mixtral", "qwen3"):
         peft = pytest.importorskip("peft", reason="needs peft, an optional package: pip install peft")
-        lora.save_adapters(tmp_path / "adapter", policy)
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).eval()
+        rloo.save_policy(tmp_path / "merged", policy, AutoTokenizer.from_pretrained(MINI / "sft"))
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "merged" / "adapter", is_trainable=True).eval()
         assert (theirs(TOKENS).logits - logits).abs().max() < 1e-5
         backward(theirs)
         slopes = {name.replace(".default", ""): x.grad for name, x in theirs.named_parameters() if x.grad is not None}
@@ -778,8 +778,8 @@ class LLM:
 
 
 def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time(tmp_path, run, monkeypatch):
-    """As under torchrun, and with the correction, which allows log-probs that are not the policy's. The seventh rollout
-    neither ends nor is full."""
+    """As under torchrun, and with the correction, which allows log-probs that are not the policy's, and turns. The
+    seventh rollout neither ends nor is full."""
     (tmp_path / "vllm.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -787,7 +787,9 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     rollout, seen = rloo.rollout, []
     rloo.rollout = lambda *inputs: [seen.append((inputs[4], *rollout(*inputs))), seen[-1][1:]][1]
     importlib.import_module("benchmark.extensions.correction")
+    importlib.import_module("benchmark.extensions.turns")
     flags = {"response_length": 24, "max_prompt_length": 99, "num_sample_generations": 0}
+    flags |= {"tool": f"{__file__}:seven", "tool_mark": " the"}
     metrics, *_ = run(**flags, total_episodes=16, num_eval_prompts=2)
     assert [temperature for temperature, *_ in seen] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     for weights, (_, batch, logprobs) in enumerate(seen, 1):
