@@ -825,7 +825,7 @@ def test_a_prompt_must_fit_into_the_model(tmp_path):
     assert refusal(tmp_path, tiny_model(max_position_embeddings=17), "group") == ""  # 9 + 8
     assert "has 16 positions" in refusal(tmp_path, tiny_model(max_position_embeddings=16), "group")
     said = refusal(tmp_path, tiny_model(vocab_size=11), "group")  # prompts have the tokens 3 to 11
-    assert "a prompt has the token 11" in said and "knows 11" in said
+    assert "a prompt has token id 11" in said and "has 11 tokens" in said
 
 
 def undefined_name(inputs, output):
@@ -1885,7 +1885,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "--dataset_name {x}/completions.jsonl",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
-    "no .jsonl file, folder of them or (pip install datasets) Hub id": "--dataset_name {x}/nowhere.jsonl; "
+    "no .jsonl file, folder of them, or Hub id (needs `pip install datasets`)": "--dataset_name {x}/nowhere.jsonl; "
     "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
     "has no rows in its split dev": "--dataset_train_split dev",
     "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
