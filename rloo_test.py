@@ -1,18 +1,13 @@
 """Tests of rloo.py. They build tiny random models, need no network and no GPU, and read from top to bottom.
 
-First the formulas against loops, and whole updates against a second implementation in the plainest Python; then group
-rows and the decoder against a row per completion, and what other trainers got wrong; at the end whole runs, which are
-evaluated, interrupted, killed and resumed, on one process and on two. `-m slow` runs the one test that is left out
-without it: 100 kills. Tests of extensions are in benchmark/extensions.
+First the formulas and whole updates against a second implementation; then group rows and the decoder against a row per
+completion, and what other trainers got wrong; at the end whole runs, which are evaluated, interrupted, killed and
+resumed, on one process and on two. `-m slow` runs the one test that is left out without it: 100 kills.
 """
 
 import asyncio
-import contextlib
 import datetime
 import functools
-import importlib.util
-import inspect
-import io
 import itertools
 import json
 import math
@@ -21,19 +16,21 @@ import os
 import pickle
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from collections import Counter, defaultdict
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
+from unittest.mock import ANY
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: a name that is no folder is not asked for
 
@@ -46,12 +43,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
-    get_scheduler,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -61,28 +56,22 @@ from rloo import Args, Batch, InputError
 warnings.filterwarnings("ignore", "Unknown pytest.mark.slow")
 
 WORDS = [*"abcdefghijklm"]  # with eos, pad and unknown: a vocabulary of 16
-CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the models are tiny
 
 
 # ---- Tiny models, data and runs --------------------------------------------------------------------------------------
 
 
-def tiny_tokenizer(pad: str = "[PAD]") -> PreTrainedTokenizerFast:
+def tiny_tokenizer(pad: str = "[PAD]", words: dict[str, int] | None = None) -> PreTrainedTokenizerFast:
     """Words in, words out. Token 0 is eos, 1 is pad (or pad is eos too), 2 is unknown."""
-    vocab = {word: i for i, word in enumerate(["<eos>", "[PAD]", "[UNK]", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    words = words or {word: i for i, word in enumerate(WORDS, 3)}
+    backend = Tokenizer(models.WordLevel({"<eos>": 0, "[PAD]": 1, "[UNK]": 2} | words, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token=pad, unk_token="[UNK]")
 
 
-SIZE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
+SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZE |= {"max_position_embeddings": 128, "initializer_range": 0.3}
 HEADS = SIZE | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 4, "intermediate_size": 64, "first_k_dense_replace": 2}
@@ -114,7 +103,7 @@ def tiny_model(family: str = "gpt_neox", seed: int = 0, classifier: bool = False
     """With random weights; with layout="plain" as transformers makes it."""
     torch.manual_seed(seed)
     tokens = {"vocab_size": 3 + len(WORDS), "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
-    config = AutoConfig.for_model(family, **ARCHITECTURES.get(family, {}) | tokens | config)
+    config = transformers.AutoConfig.for_model(family, **ARCHITECTURES.get(family, {}) | tokens | config)
     if classifier:
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
@@ -240,7 +229,6 @@ def spy(monkeypatch, name: str, after=lambda inputs, output: output) -> list:
         seen.append((inputs, output))
         return output
 
-    noted.__name__ = name
     monkeypatch.setattr(rloo, name, noted)
     return seen
 
@@ -248,9 +236,6 @@ def spy(monkeypatch, name: str, after=lambda inputs, output: output) -> list:
 def flat_grad(loss: torch.Tensor, model) -> torch.Tensor:
     grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(model.parameters(), grads)])
-
-
-# Processes
 
 
 def forkserver():
@@ -270,13 +255,8 @@ def on_two_processes(folder: Path, function, *inputs):
     logs = [folder / f"log{rank}" for rank in range(2)]
     both = [(rank, port, log, function, inputs) for rank, log in enumerate(logs)]
     processes = [forkserver().Process(target=one_of_two, args=x, daemon=False) for x in both]
-
-    def start():  # waits until the server has imported what it needs
-        for process in processes:
-            process.start()
-
-    starting = threading.Thread(target=start)
-    starting.start()
+    starting = threading.Thread(target=lambda: [process.start() for process in processes])
+    starting.start()  # waits until the server has imported what it needs
 
     def wait() -> list[Path]:
         starting.join()
@@ -305,9 +285,6 @@ def other_processes(request):
         request.getfixturevalue(name)
 
 
-# Reward functions, which spec(name) names
-
-
 def constant_reward(prompts, completions, completion_ids, **columns):
     return [1.0] * len(completions)
 
@@ -316,11 +293,16 @@ def count_tokens(prompts, completions, completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
+def flag_of(**functions) -> tuple[str, ...]:
+    """Functions that a test makes, by name, as a flag's values."""
+    vars(sys.modules.setdefault("of_this_test", types.ModuleType("of_this_test"))).update(functions)
+    return tuple(f"of_this_test:{name}" for name in functions)
+
+
 # ---- The formulas ----------------------------------------------------------------------------------------------------
 
 
 def advantages_of(scores, kl, mask, **flags):
-    """The advantages of completions that all have ended."""
     args, ended = Args(**flags), torch.ones_like(scores, dtype=torch.bool)
     rewards = rloo.rewards_of(args, scores, ended, kl)
     return rloo.advantages_for_loss(args, rloo.advantage(rewards), ended, mask)
@@ -341,8 +323,7 @@ def test_scores_of_any_size_are_normalized_to_deviation_1():
 
 
 def test_a_large_ratio_that_nothing_clips_has_the_gradient_of_its_size():
-    """Where A < 0 the gradient of -A ρ is -A ρ, up to the largest numbers; beyond them it is not finite, which ends a
-    run. It is never 0."""
+    """Where A < 0 the gradient of -A ρ is -A ρ. Beyond the largest number it is not finite, which ends a run."""
     for log_ratio, expected in ((5.0, math.exp(5)), (85.0, math.exp(85)), (100.0, math.inf)):
         new = torch.full((1, 1, 1), log_ratio, requires_grad=True)
         advantages, mask = torch.full((1, 1, 1), -1.0), torch.ones(1, 1, 1, dtype=torch.bool)
@@ -351,78 +332,44 @@ def test_a_large_ratio_that_nothing_clips_has_the_gradient_of_its_size():
         assert new.grad.item() == pytest.approx(expected) or expected == math.inf and not new.grad.isfinite()
 
 
-def test_a_loss_per_token_is_a_sum_over_the_tokens_of_the_policy():
-    """Advantages (k, B, T) go with a ratio per token. Padding adds nothing, whatever its advantage."""
-    old, advantages = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    mask = torch.rand(2, 3, 4) < 0.6
-    losses, log_ratio, _ = rloo.policy_loss(old, old, advantages, mask, 0.2, 0.2)
-    assert torch.allclose(losses, (-advantages * mask).sum(-1)) and len(log_ratio) == mask.sum()
-
-
-# Log-probs and entropies
-
-
-def only_a_head(head: torch.nn.Linear):
-    """What final_logits wants to know of a model."""
-    config = types.SimpleNamespace()
-    config.get_text_config = lambda: config
-    return types.SimpleNamespace(config=config, get_output_embeddings=lambda: head)
-
-
-@pytest.mark.parametrize("bias", [None, 0.0, 1000.0, -1000.0, "-inf"])
+@pytest.mark.parametrize("bias", [0.0, 1000.0, -1000.0, "-inf"])
 def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
-    """... and the gradient of log-probs; far from zero as well, where an offset of all logits changes nothing, and of
-    tokens that are impossible."""
+    """... and the gradient of log-probs; of logits far from zero, and of tokens that are impossible, as well."""
     torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(8, 50, bias=bias is not None), torch.randn(23, 8, requires_grad=True)
-    tokens, inputs = torch.randint(15, (23,)), [hidden, *head.parameters()]
+    model, hidden, tokens = tiny_model(), torch.randn(23, 32, requires_grad=True), torch.randint(10, (23,))
+    head = torch.nn.Linear(32, 16)
     if bias == "-inf":
-        head.bias.data[16:32] = -math.inf
-    elif bias is not None:
+        head.bias.data[10:] = -math.inf
+    else:
         head.bias.data.add_(bias)
+    model.set_output_embeddings(head)
     full = F.log_softmax(F.linear(hidden.double(), *(p.double() for p in head.parameters())) / 0.7, dim=-1)
     expected = full.gather(1, tokens[:, None]).squeeze(1), -(full.exp() * full.clamp(min=-1e4)).sum(-1)
-    found = rloo.block_logprobs(only_a_head(head), hidden, tokens, 0.7)
+    found = rloo.block_logprobs(model, hidden, tokens, 0.7)
     tolerance = 1e-3 if bias in (1000.0, -1000.0) else 1e-5  # float32 has 7 digits
     for one, other in zip(found, expected):
         assert torch.allclose(one.double(), other, atol=tolerance)
     assert not found[1].requires_grad  # entropies are only logged
+    inputs = [hidden, *head.parameters()]
     gradients = [torch.autograd.grad(x[0] @ torch.arange(23).to(x[0]), inputs) for x in (found, expected)]
     for grad, exact in zip(*gradients):
         assert grad.isfinite().all() and (grad - exact).abs().max() < 20 * tolerance * max(1, exact.abs().max())
 
 
-def test_in_bfloat16_training_reads_the_log_probs_that_were_sampled():
-    """... from the same hidden states: logits are rounded, as a product in bfloat16 is, and nothing after them."""
-    torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(64, 40).bfloat16(), torch.randn(50, 64).bfloat16()
-    logits = rloo.final_logits(only_a_head(head), hidden)
-    tokens, sampled = rloo.draw_tokens(logits, 0.7, torch.rand(50, 1, dtype=torch.double))
-    training, _ = rloo.block_logprobs(only_a_head(head), hidden, tokens, 0.7)
-    expected = F.log_softmax(F.linear(hidden, head.weight, head.bias).float() / 0.7, dim=-1)
-    for found in (sampled, training):
-        assert found.dtype == torch.float32 and torch.equal(found, expected[torch.arange(50), tokens])
-
-
 def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
-    """The head sees the real completion tokens only, 128 at a time where the vocabulary is large, and once more in
-    backward; the numbers are those of a single block."""
-    model, batch = tiny_model(), random_batch(k=2, B=8, T=16)
-    n, head = int(batch.response_mask.sum()), model.get_output_embeddings()
-    weight = torch.cat([head.weight.detach(), torch.zeros(2**16 - len(head.weight), head.weight.shape[1])])
-    head.weight, head.out_features = torch.nn.Parameter(weight), 2**16
+    """The head sees real completion tokens only, 128 at a time in a large vocabulary, and again in backward."""
+    model, batch = tiny_model(vocab_size=2**16), random_batch(k=2, B=8, T=16)
+    mask = batch.response_mask
+    sizes = [128, int(mask.sum()) - 128]
     seen = spy(monkeypatch, "final_logits")
-    logprobs, entropy = rloo.completion_logprobs(model, batch, 0.7)
-    assert [hidden.shape[0] for (_, hidden), _ in seen] == [128, n - 128]
-    gradient = flat_grad(logprobs.square().sum(), model)
-    assert sorted(hidden.shape[0] for (_, hidden), _ in seen) == sorted(2 * [128, n - 128])
-
-    mask, hidden = batch.response_mask, rloo.completion_hidden(model, batch)[:, :, :-1]
-    whole = (head(hidden) / 0.7).log_softmax(-1)
-    expected = whole.gather(-1, batch.responses[..., None]).squeeze(-1) * mask
-    assert (logprobs - expected).abs().max() < 1e-5
-    assert (entropy - (-whole.exp() * whole).sum(-1) * mask).abs().max() < 1e-5
-    exact = flat_grad(expected.square().sum(), model)
+    found = rloo.completion_logprobs(model, batch, 0.7)
+    assert [len(hidden) for (_, hidden), _ in seen] == sizes
+    gradient = flat_grad(found[0].square().sum(), model)
+    assert sorted(len(hidden) for (_, hidden), _ in seen) == sorted(2 * sizes)
+    hidden = rloo.completion_hidden(model, batch)[:, :, :-1]
+    whole = rloo.block_logprobs(model, hidden[mask], batch.responses[mask], 0.7)
+    assert all(torch.allclose(x[mask], one, atol=1e-5) for x, one in zip(found, whole))
+    exact = flat_grad(whole[0].square().sum(), model)
     assert (gradient - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
@@ -439,9 +386,6 @@ def test_tokens_that_the_policy_did_not_write_are_read_but_not_learned_from():
     assert torch.equal(advantages != 0, mask)
 
 
-# The expected update, exactly
-
-
 def enumerate_completions(vocab: int, T: int) -> list[list[int]]:
     """Every completion there is: sequences that end at the first stop token (0), and those of T tokens without one."""
     everything = itertools.product(range(vocab), repeat=T)
@@ -455,8 +399,7 @@ def one_completion_each(prompt_ids: list[int], completions: list[list[int]]) -> 
 
 @pytest.mark.parametrize("token_level", [False, True])
 def test_the_expected_update_is_the_exact_gradient(token_level):
-    """The mean gradient of the loss over all pairs of completions (k = 2) of a vocabulary of 3 and T = 3, weighted by
-    their probabilities, is that of E[score - β KL(π ‖ π_ref)], to rounding."""
+    """The mean gradient of the loss over all pairs of completions is that of E[score - β KL(π ‖ π_ref)]."""
     policy, reference, beta = tiny_model(vocab_size=3), tiny_model(vocab_size=3, seed=1), 0.4
     batch = one_completion_each([2, 0], enumerate_completions(3, 3))
     n = len(batch.examples)  # 1 + 2 + 4 + 8
@@ -489,8 +432,7 @@ def test_the_expected_update_is_the_exact_gradient(token_level):
 
 
 # ---- Whole updates, repeated in the plainest way ---------------------------------------------------------------------
-# In float64, a row per completion, loops over completions and tokens, nothing from rloo.py. Completion c = (j, b) is
-# lane j of prompt b. Numbers are Python's, but for what needs a gradient.
+# In float64, a row per completion, loops over completions and tokens, nothing from rloo.py. c is (j, b), a completion.
 
 
 def token_logprobs(model, prompt: list[int], completion: list[int], temperature: float):
@@ -543,7 +485,7 @@ def completion_loss(args, new, old, advantages: list[float], notes: dict):
     return loss
 
 
-def plain_update(args, policy, reference, found, prompts, completions, ended, orders, optimizer, lr: float) -> dict:
+def plain_update(args, policy, reference, found, prompts, completions, ended, orders, optimizer) -> dict:
     """Trains the policy in place; the metrics. prompts: B token lists; completions, ended: {c: token list}, {c: bool};
     found: {reward's name: {c: number or None}}; orders: the prompts' numbers in each epoch."""
     lengths, notes = {c: len(x) for c, x in completions.items()}, defaultdict(list)
@@ -574,7 +516,6 @@ def plain_update(args, policy, reference, found, prompts, completions, ended, or
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
-        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         notes["grad_norm"].append(norm.item())
         notes["loss/policy_avg"].append(loss.item())
@@ -590,74 +531,65 @@ def plain_update(args, policy, reference, found, prompts, completions, ended, or
         "frac_reward_zero_std": [not x or max(x) - min(x) <= 1e-6 for x in groups],
         "completions/mean_length": lengths.values(),
         "completions/clipped_ratio": [not x for x in ended.values()],
+        "val/rollout_kl": [0.0],
     }
     metrics |= notes | {name + "mean": x for name, x in named.items()}
     spreads = {name + "std": x for name, x in named.items()} | {"objective/scores_std": raw.values()}
     return (
         {name: mean(map(float, x)) for name, x in metrics.items() if x}
         | {name: stdev(x) for name, x in spreads.items() if len(x) > 1}
-        | {"val/ratio_var": stdev(notes["val/ratio"]) ** 2, "val/num_eos_tokens": sum(ended.values()), "lr": lr}
-        | {"val/rollout_kl": 0.0}
+        | {"val/ratio_var": stdev(notes["val/ratio"]) ** 2, "val/num_eos_tokens": sum(ended.values())}
     )
 
 
 def plain_run(args, policy, reference, rewards: dict, stop_ids: list[int], sampled: list, orders: list) -> list[dict]:
     """Metrics of each update. rewards: {name: function of a row and a token list}; sampled: for each update its rows
     and responses (k, B, T); orders: for each epoch of all updates the prompts' numbers."""
-    metrics, epochs, warmup = [], args.num_ppo_epochs, math.ceil(args.warmup_ratio * len(sampled))
-    optimizer = torch.optim.AdamW(policy.parameters(), eps=args.adam_eps, weight_decay=args.weight_decay)
+    metrics, epochs = [], args.num_ppo_epochs
+    options = {"eps": args.adam_eps, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **options)
     for done, (rows, responses) in enumerate(sampled):
         completions, ended = {}, {}
         for j, b in ((j, b) for b in range(len(rows)) for j in range(args.rloo_k)):
             ids = responses[j][b].tolist()
             stop = min([t for t, token in enumerate(ids) if token in stop_ids], default=None)
             completions[j, b], ended[j, b] = ids if stop is None else ids[: stop + 1], stop is not None
-        part = max(done - warmup, 0) / max(len(sampled) - warmup, 1)  # of the way from the peak
-        course = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "constant": 1.0}
-        lr = args.learning_rate * ((done + 1) / (warmup + 1) if done < warmup else course[args.lr_scheduler_type])
         found = {name: {c: reward(rows[c[1]], x) for c, x in completions.items()} for name, reward in rewards.items()}
         prompts, own_orders = [row["prompt_ids"] for row in rows], orders[done * epochs : (done + 1) * epochs]
-        update = plain_update(args, policy, reference, found, prompts, completions, ended, own_orders, optimizer, lr)
+        update = plain_update(args, policy, reference, found, prompts, completions, ended, own_orders, optimizer)
         metrics.append(update | {"update": done + 1, "episode": (done + 1) * len(completions)})
     return metrics
 
 
-def continuous(prompts, completions, completion_ids, n, **columns):
+def continuous(n: int, ids: list[int]) -> float:
     """A number that tells almost any two completions apart, so that what is 0 is 0 in any rounding."""
-    return [math.sin(row + sum((t + 1) * token for t, token in enumerate(ids))) for row, ids in zip(n, completion_ids)]
+    return math.sin(n + sum((t + 1) * token for t, token in enumerate(ids)))
 
 
-def large(prompts, completions, completion_ids, n, **columns):
-    return [100 * x for x in continuous(prompts, completions, completion_ids, [row + 1 for row in n])]
+# Of a row's column n and a completion's tokens; the second is None for half of all completions, and for all of some n.
+SCORES = {
+    "continuous": continuous,
+    "often_none": lambda n, ids: None if n % 4 == 0 or sum(ids) % 2 == 0 else continuous(n, ids),
+    "large": lambda n, ids: 100 * continuous(n + 1, ids),
+    "constant": lambda n, ids: 1.0,
+}
 
 
-def often_none(prompts, completions, completion_ids, n, **columns):
-    """None for half of the completions, and for all of some rows."""
-    scores = continuous(prompts, completions, completion_ids, n)
-    return [None if row % 4 == 0 or sum(ids) % 2 == 0 else x for row, ids, x in zip(n, completion_ids, scores)]
-
-
-def reward_of_one(function, row: dict, ids: list[int]):
-    return function([""], [""], [ids], n=[row["columns"]["n"]])[0]
+def score_each(score):
+    """A reward function that scores each completion by itself."""
+    return lambda completion_ids, n, **columns: [score(*both) for both in zip(n, completion_ids, strict=True)]
 
 
 def flags_drawn(seed: int) -> dict:
-    """For a run of two updates."""
     draw = random.Random(seed)
     k, one_of = draw.randint(2, 4), lambda *values: draw.choice(values)
     # Completions of a micro-batch, and how many of these an optimizer step takes: a part of a group, or one, or two.
     size, steps = one_of((1, k), (1, 2 * k), (k, 1), (k, 2), (2 * k, 1))
     epochs, mini_batches = draw.randint(1, 2), one_of(1, 1, 2, 3)
-    functions, with_model = one_of(
-        ([continuous], False),
-        ([often_none], False),
-        ([often_none], False),
-        ([constant_reward, often_none], False),
-        ([large, continuous], False),
-        ([], True),
-        ([often_none, continuous], True),
-    )
-    weights = tuple(one_of(-0.5, 0.3, 1.0, 2.0) for _ in range(len(functions) + with_model))
+    none = "often_none"
+    rewards = one_of("continuous", none, none, f"constant {none}", "large continuous", "", f"{none} continuous").split()
+    with_model = rewards in ([], [none, "continuous"])
+    weights = tuple(one_of(-0.5, 0.3, 1.0, 2.0) for _ in range(len(rewards) + with_model))
     return {
         "rloo_k": k,
         "per_device_train_batch_size": size,
@@ -667,7 +599,7 @@ def flags_drawn(seed: int) -> dict:
         "seed": seed,
         "total_episodes": 2 * size * steps * mini_batches,
         "response_length": draw.randint(2, 5),
-        "reward_fns": tuple(spec(function.__name__) for function in functions),
+        "reward_fns": flag_of(**{name: score_each(SCORES[name]) for name in rewards}),
         "reward_weights": one_of(None, weights),
         "with_model": with_model,
         "family": one_of("gpt_neox", "gpt2", "llama"),
@@ -686,8 +618,7 @@ def flags_drawn(seed: int) -> dict:
         "learning_rate": 1e-2,
         "adam_eps": 1e-2,
         "weight_decay": one_of(0.0, 0.5),
-        "lr_scheduler_type": one_of("linear", "cosine", "constant"),
-        "warmup_ratio": one_of(0.0, 0.0, 0.5),
+        "lr_scheduler_type": "constant",
         "max_grad_norm": one_of(0.0, 0.1, 1.0),
         "layout": one_of("group", "plain"),
         "local_rollout_forward_batch_size": one_of(64, 4),
@@ -696,8 +627,8 @@ def flags_drawn(seed: int) -> dict:
 
 @pytest.mark.parametrize("seed", range(18))
 def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, tiny, tmp_path, monkeypatch, seed):
-    """Weights and metrics of two updates; prompts of unequal length, one of them twice. The reference is another model,
-    since a KL that is 0 but for rounding would decide about advantages where all scores are equal."""
+    """Weights and metrics of two updates. The reference is another model, since a KL that is 0 but for rounding would
+    decide about advantages where all scores are equal."""
     flags = flags_drawn(seed)
     stop_ids, with_model, family, pad = (flags.pop(name) for name in ("stop_ids", "with_model", "family", "pad"))
     model, reference = tiny_model(family), tiny_model(family)
@@ -717,17 +648,19 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
     )
 
     policy, reference, scorer = (x.double() for x in (model, reference, tiny_model(classifier=True, seed=1)))
-    rewards = {}
-    if with_model:  # the score of the last token
-        rewards["reward_model"] = lambda row, ids: scorer.score(
-            scorer.base_model(torch.tensor([row["prompt_ids"] + ids])).last_hidden_state[0, -1]
-        ).item()
+
+    def score_of_model(row, ids):  # that of the last token
+        hidden = scorer.base_model(torch.tensor([row["prompt_ids"] + ids])).last_hidden_state
+        return scorer.score(hidden[0, -1]).item()
+
+    rewards = {"reward_model": score_of_model} if with_model else {}
     for name in (function.rpartition(":")[2] for function in flags["reward_fns"]):
-        rewards[name] = functools.partial(reward_of_one, globals()[name])
+        rewards[name] = lambda row, ids, score=SCORES[name]: score(row["columns"]["n"], ids)
     sampled = [(experience.batch.examples, experience.batch.responses) for _, experience in experiences]
     expected = plain_run(Args(**flags), policy, reference, rewards, stop_ids, sampled, [x.tolist() for x in orders])
 
     for one, other in zip(without_times(metrics), expected, strict=True):
+        assert one.pop("lr") == flags["learning_rate"]
         clipped, plainly_clipped = one.pop("policy/clipfrac_avg"), other.pop("policy/clipfrac_avg")
         assert clipped == pytest.approx(plainly_clipped, abs=other.pop("undecided") + 1e-6)
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
@@ -738,32 +671,27 @@ def test_updates_equal_a_plain_implementation_for_flags_drawn_at_random(train, t
 # ---- Group rows and the decoder against a row per completion ---------------------------------------------------------
 
 
-LAYOUT_NAMES = ("group", "plain")
 LAYOUTS = [*itertools.product(ARCHITECTURES, ["plain"]), *itertools.product(FAMILIES | GROUP_ROWS, ["group"])]
 
 
 @pytest.mark.parametrize("name, layout", LAYOUTS)
 def test_padded_equals_unpadded(name, layout):
-    """Log-probs, their gradients, entropies and scores of left-padded prompts and right-padded completions, in either
-    layout, are those that a model as it comes gives each sequence alone, with logits that it scales (Cohere, Granite)
-    or caps (Gemma 2)."""
+    """Log-probs, their gradients, entropies and scores of padded prompts and completions, in either layout, are those
+    that a model as it comes gives each sequence alone."""
     batch, policy, alone = random_batch(), tiny_model(name, layout=layout), tiny_model(name, layout="plain")
     probe(policy, batch.examples, 6)  # is not refused
     family = name if name in FAMILIES else "gpt2"  # of the reward model
     reward = tiny_model(family, 1, classifier=True, layout=layout)
     reward_alone = tiny_model(family, 1, classifier=True, layout="plain", pad_token_id=None)  # a row: head at its end
-    logprobs, entropies = rloo.completion_logprobs(policy, batch, 0.7)
-    expected = [torch.zeros_like(x) for x in (logprobs, entropies, batch.ended.float())]
+    found = [*rloo.completion_logprobs(policy, batch, 0.7), rloo.reward_of_model(reward, 64, batch)]
+    expected = [torch.zeros_like(x) for x in found]
     for j, b in itertools.product(range(3), range(4)):
         prompt, completion = batch.examples[b]["prompt_ids"], batch.completion_ids()[j * 4 + b]
-        ids, n = torch.tensor([prompt + completion]), len(completion)
-        table = F.log_softmax(alone(ids).logits[0, len(prompt) - 1 : -1] / 0.7, dim=-1)
-        expected[0][j, b, :n] = table[torch.arange(n), completion]
-        expected[1][j, b, :n] = -(table.exp() * table).sum(-1)
-        expected[2][j, b] = reward_alone(ids).logits[0, 0]
-    weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
-    scores, gradient = rloo.reward_of_model(reward, 64, batch), flat_grad((logprobs * weights).sum(), policy)
-    found = [logprobs, entropies, scores, gradient]
+        for whole, own in zip(expected, token_logprobs(alone, prompt, completion, 0.7)):
+            whole[j, b, : len(completion)] = own
+        expected[2][j, b] = reward_alone(torch.tensor([prompt + completion])).logits[0, 0]
+    weights = torch.linspace(-1, 1, found[0].numel()).view_as(found[0])
+    found.append(flat_grad((found[0] * weights).sum(), policy))
     expected.append(flat_grad((expected[0] * weights).sum(), alone))
     for one, other, limit in zip(found, expected, [2e-6, 2e-6, 2e-6, 3e-6], strict=True):
         assert (one - other).norm() < limit * other.norm()
@@ -784,15 +712,10 @@ def prompts_of(*lengths: int) -> list[dict]:
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 PHI3 = HEADS | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}
-FALCON_H1 = HEADS | {"lm_head_multiplier": 0.9, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}
-FALCON_H1 |= {"mamba_d_head": 8, "mamba_n_groups": 1}
-CHUNKS = {"attention_chunk_size": 12, "layer_types": ["chunked_attention", "full_attention"]}
 REFUSED = {  # what a model does: its family and settings, the layouts in which it is refused
     "reads padding": ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2}, ["group", "plain"]),
     "scales its logits in a way of its own": ("hyperclovax", HEADS | {"logits_scaling": 0.9}, ["group", "plain"]),
-    "scales its head": ("falcon_h1", FALCON_H1, ["group", "plain"]),
     "has positions that depend on the length of a row": ("phi3", PHI3, ["group", "plain"]),
-    "attends to chunks": ("llama4_text", CHUNKS, ["group"]),
     "attends to a window": ("mistral", {}, ["group"]),
     "has attention of its own": ("bloom", {}, ["group"]),
     "does not hand on how rows are laid out": ("stablelm", {}, ["group"]),
@@ -816,7 +739,8 @@ def refusal(folder: Path, model, layout: str, T: int = 8) -> str:
 def test_a_model_that_this_file_would_compute_wrongly_is_refused(kind, tmp_path):
     """... by one line, which names --layout plain where that helps."""
     family, config, layouts = REFUSED[kind]
-    said = {layout: refusal(tmp_path, tiny_model(family, layout="plain", **config), layout) for layout in LAYOUT_NAMES}
+    model = tiny_model(family, layout="plain", **config)
+    said = {layout: refusal(tmp_path, model, layout) for layout in ("group", "plain")}
     assert [layout for layout, line in said.items() if line] == layouts, said
     assert "--layout plain" in said["group"] and "\n" not in "".join(said.values())
 
@@ -828,36 +752,16 @@ def test_a_prompt_must_fit_into_the_model(tmp_path):
     assert "a prompt has token id 11" in said and "has 11 tokens" in said
 
 
-def undefined_name(inputs, output):
-    return undefined  # noqa: F821
-
-
-def top_p(inputs, drawn):
-    """Draws from the likeliest tokens that have 0.9 of the probability, as samplers do by default."""
-    logits, temperature, uniform = inputs
-    probs, order = (logits / temperature).softmax(-1).sort(descending=True)
-    kept = logits.scatter(-1, order, torch.where(probs.cumsum(-1) - probs < 0.9, logits.gather(-1, order), -math.inf))
-    return DRAW_TOKENS(kept, temperature, uniform)
-
-
-DRAW_TOKENS = rloo.draw_tokens
-GIVES_ANOTHER = "the sampler does not match the policy"
-
-
 @pytest.mark.parametrize(
     "name, edit, error, words",
     [
-        ("draw_tokens", undefined_name, NameError, "undefined"),
-        ("step_attention", lambda _, x: x[:, :, 1:], RuntimeError, "shape"),
-        ("step_attention", lambda _, x: -x, InputError, GIVES_ANOTHER),
-        ("draw_tokens", lambda _, x: (x[0], x[1] - 0.02), InputError, GIVES_ANOTHER),
-        ("draw_tokens", top_p, InputError, GIVES_ANOTHER),
+        ("draw_tokens", lambda *_: [].pop(), IndexError, "pop from empty list"),
+        ("step_attention", lambda _, x: -x, InputError, "sampler does not match"),
+        ("draw_tokens", lambda _, x: (x[0], x[1] - 0.02), InputError, "sampler does not match"),
         ("group_attention", lambda _, x: x.flip(1), InputError, "results in group rows are off by"),
     ],
 )
-def test_a_mistake_in_an_edit_ends_the_run_before_a_step_and_nothing_falls_back(
-    train, monkeypatch, name, edit, error, words
-):
+def test_a_mistake_in_an_edit_ends_the_run_before_a_step(train, monkeypatch, name, edit, error, words):
     spy(monkeypatch, name, edit)
     steps = spy(monkeypatch, "optimizer_step")
     with pytest.raises(error, match=words):
@@ -871,12 +775,11 @@ def test_rounding_is_not_another_sampler_and_top_p_is_one():
     rloo.check_sampler(0.05 * gaps)
     rloo.check_sampler(torch.zeros(1000))
     for another in (0.05 * gaps + 0.03, -math.log(0.9) + 0.0 * gaps, torch.tensor([0.5])):
-        with pytest.raises(InputError, match=GIVES_ANOTHER):
+        with pytest.raises(InputError, match="the sampler does not match the policy"):
             rloo.check_sampler(another)
 
 
 def test_group_rows_can_be_cut_out(tiny, tmp_path):
-    """Two updates in plain rows end as with them."""
     source = Path(rloo.__file__).read_text()
     before, after = (source.index(f"# ---- {title}") for title in ("Group rows", "Models"))
     without = types.ModuleType("rloo")
@@ -891,39 +794,25 @@ def test_group_rows_can_be_cut_out(tiny, tmp_path):
     assert ends[0] == ends[1]
 
 
-def test_importing_rloo_changes_nothing_else_in_the_process_and_may_be_done_again():
-    """... as the autoreload of a notebook does it: other models keep their attention, and the process its signals,
-    random numbers, paths and settings of PyTorch."""
+def test_importing_rloo_changes_nothing_else_in_the_process(monkeypatch):
+    """... and may be done again."""
     kernels = transformers.AttentionInterface._global_mapping
-    ours = kernels[rloo.GROUP_KERNEL]
+    monkeypatch.setitem(kernels, rloo.GROUP_KERNEL, kernels[rloo.GROUP_KERNEL])  # put back afterwards
 
     def state():
         others = {name: function for name, function in kernels.items() if name != rloo.GROUP_KERNEL}
         settings = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()
-        numbers = random.getstate(), torch.get_rng_state().tolist()
-        return others, signal.getsignal(signal.SIGINT), settings, numbers, [*sys.path]
+        return others, signal.getsignal(signal.SIGINT), settings, random.getstate(), torch.initial_seed(), [*sys.path]
 
     transformers.set_seed(7)  # not that of an import
     before = state()
-    again = types.ModuleType("again")
-    again.__file__ = rloo.__file__
-    try:
-        for _ in range(2):
-            importlib.util.spec_from_file_location("again", rloo.__file__).loader.exec_module(again)
-        assert state() == before and kernels["sdpa"] is sdpa_attention_forward
-        logprobs, expected = (x.completion_logprobs(tiny_model(), random_batch(), 1.0)[0] for x in (again, rloo))
-        assert torch.equal(logprobs, expected)
-    finally:
-        transformers.AttentionInterface.register(rloo.GROUP_KERNEL, ours)
-
-
-# The decoder
+    runpy.run_path(rloo.__file__, run_name="again")
+    assert state() == before and kernels["sdpa"] is sdpa_attention_forward
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, layout", LAYOUTS)
 def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, layout):
-    """By the decoder and by `generate`."""
     model, alone, rows = tiny_model(name, layout=layout), tiny_model(name, layout="plain"), random_batch(B=3).examples
     batch, _ = sample_batch(model, rows, 2, 0.0, 8, [0], local_rollout_forward_batch_size=4)
     for b, row in enumerate(rows):
@@ -961,12 +850,26 @@ def test_completions_do_not_depend_on_which_lanes_have_left(k, B, seed, expected
     assert torch.allclose(logprobs[mask], rloo.completion_logprobs(plain, batch, 1.0)[0][mask], atol=1e-5)
 
 
-class Graph:
-    """A CUDA graph on a CPU: the operations of a step, which a replay runs again on the same memory, without the Python
-    around them. What they return goes where it went when they were recorded."""
+class Graph(TorchDispatchMode):
+    """A CUDA graph on a CPU: a replay runs the recorded operations of a step again, on the same memory and without the
+    Python around them. CUDA only records, so what they have changed is undone."""
 
     def __init__(self):
-        self.operations = []
+        super().__init__()
+        self.operations, self.changed, self.random = [], [], torch.get_rng_state()
+
+    def __torch_dispatch__(self, operation, types, inputs=(), options=None):
+        if operation._schema.is_mutable:
+            self.changed.append((inputs[0], inputs[0].clone()))
+        found = operation(*inputs, **(options or {}))
+        self.operations.append((operation, inputs, options or {}, tree_leaves(found)))
+        return found
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch.set_rng_state(self.random)
+        for x, before in reversed(self.changed):
+            x.copy_(before)
 
     def replay(self):
         for operation, inputs, options, outputs in self.operations:
@@ -975,63 +878,23 @@ class Graph:
                     old.copy_(new)
 
 
-class Recording(TorchDispatchMode):
-    """Writes the operations into a graph and, at its end, undoes what they have changed."""
-
-    def __init__(self, graph: Graph):
-        super().__init__()
-        self.graph = graph
-        self.changed = []
-
-    def __torch_dispatch__(self, operation, types, inputs=(), options=None):
-        if operation._schema.is_mutable:
-            self.changed.append((inputs[0], inputs[0].clone()))
-        found = operation(*inputs, **(options or {}))
-        self.graph.operations.append((operation, inputs, options or {}, tree_leaves(found)))
-        return found
-
-    def undo(self):
-        for x, before in reversed(self.changed):
-            x.copy_(before)
-
-
-def fake_cuda(monkeypatch):
-    """Lets cuda_graph work on the CPU."""
-
-    @contextlib.contextmanager
-    def recording(graph, capture_error_mode):
-        with torch.random.fork_rng(devices=[]), Recording(graph) as mode:
-            yield
-        mode.undo()  # CUDA only records
-
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-
-
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "llama", "qwen3_moe"])
 def test_replayed_graphs_sample_what_steps_sample(family, monkeypatch):
-    """... bit for bit. A step is recorded when it has run once with the same shapes."""
+    """... bit for bit. A step is recorded once for each size of the cache, here 8, 16 and 20 slots."""
     model, prompts, stop_ids = tiny_model(family, seed=3, vocab_size=64), random_batch(B=6), [0, 1, 2, 3, 4, 5]
-    captured, cuda_graph = [], rloo.cuda_graph
-
-    def noted_graph(step):
-        names = inspect.getclosurevars(step).nonlocals
-        captured.append((names["t"].item(), names["lanes"].numel()))
-        return cuda_graph(step)
-
-    monkeypatch.setattr(rloo, "cuda_graph", noted_graph)
-    for slots, T, at in ((8, 3, [0]), (8, 20, [0, 7, 15])):
-        monkeypatch.setattr(rloo, "FIRST_SLOTS", slots)
-        captured.clear()
+    monkeypatch.setattr(rloo, "FIRST_SLOTS", 8)
+    recorded = spy(monkeypatch, "cuda_graph")
+    for T, graphs in ((3, 1), (20, 3)):
         plain = decoded(model, prompts, 3, T, stop_ids)
-        assert not captured
+        assert not recorded
         with monkeypatch.context() as patch:
-            fake_cuda(patch)
+            patch.setattr(torch.Tensor, "is_cuda", True)
+            patch.setattr(torch.cuda, "CUDAGraph", Graph)
+            patch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: graph)
             replayed = decoded(model, prompts, 3, T, stop_ids)
-        assert [t for t, _ in captured] == at
-        assert all(torch.equal(*pair) for pair in zip(plain, replayed, strict=True)), (slots, T)
-        assert captured[-1][1] < 18 or T == 3  # lanes have left
+        assert len(recorded) == graphs
+        assert all(torch.equal(*pair) for pair in zip(plain, replayed, strict=True)), T
+        recorded.clear()
 
 
 @torch.no_grad()
@@ -1047,108 +910,50 @@ def test_a_rollout_waits_for_nothing_on_the_device(family):
 # ---- What others got wrong, where neither the formulas nor the random updates above show it --------------------------
 
 
-def test_token_level_kl_is_not_the_sequence_level_in_disguise():
-    """Elsewhere the token-level rewards are summed back to the sequence-level one. Here they are rewards to go."""
-    scores, kl = torch.tensor([[1.0], [2.0]]), torch.tensor([[[0.1, 0.2, 0.4]], [[0.3, 0.0, 0.0]]])
-    ended = torch.ones(2, 1).bool()
-    G = rloo.rewards_of(Args(kl_coef=1.0, token_level_kl=True), scores, ended, kl)
-    assert torch.allclose(G, torch.tensor([[[0.3, 0.4, 0.6]], [[1.7, 2.0, 2.0]]]))  # past its end the score remains
-    advantages = rloo.advantage(G)
-    assert torch.allclose(advantages[0, 0], torch.tensor([-1.4, -1.6, -1.4]))
-    assert torch.allclose(advantages[0], -advantages[1])
-    assert torch.allclose(G[..., :1], rloo.rewards_of(Args(kl_coef=1.0), scores, ended, kl))
-
-
 @pytest.mark.parametrize("layout", ["group", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, layout, monkeypatch):
-    """... also where a rollout takes one lane at a time, and where log π_old is read before two steps (that change
-    nothing here). The sampler rounds otherwise, which is not hidden: the difference is a metric of its own."""
-    flags = {"rloo_k": 4, "local_rollout_forward_batch_size": 1, "num_eval_prompts": 2}
-    if dtype == "bfloat16":
-        flags = {"response_length": 32, "num_eval_prompts": 2}
-    if dtype == "bfloat16" and layout == "group":
+    """... also where a rollout takes one lane at a time, and where log π_old is read before two steps, which change
+    nothing here. The sampler rounds otherwise, and the difference is a metric of its own."""
+    flags = {"rloo_k": 4, "local_rollout_forward_batch_size": 1} if dtype == "float32" else {"response_length": 32}
+    if (dtype, layout) == ("bfloat16", "group"):
         flags |= {"num_mini_batches": 2, "per_device_train_batch_size": 8, "learning_rate": 1e-20}
     loads, rollouts = spy(monkeypatch, "read_model"), spy(monkeypatch, "rollout")
-    metrics, _ = train(dtype=dtype, layout=layout, total_episodes=32, **flags)
-    rounding = {"float32": 1e-5, "bfloat16": 0.01}
+    metrics, _ = train(dtype=dtype, layout=layout, total_episodes=32, num_eval_prompts=2, **flags)
     for update in metrics:
         assert update["val/ratio"] == 1 and update["val/ratio_var"] == 0
         assert update["policy/clipfrac_avg"] == 0 and update["policy/approxkl_avg"] == 0
-        assert abs(update["val/rollout_kl"]) <= rounding[dtype]
+        assert abs(update["val/rollout_kl"]) <= (1e-5 if dtype == "float32" else 0.01)
     in_dtype = getattr(torch, dtype)
     assert {inputs[1].dtype for inputs, _ in rollouts} == {in_dtype}  # those of evaluations as well
     others = 3 if dtype == "bfloat16" else 2  # its rounded copy, reference and reward model
     assert [model.dtype for _, model in loads] == [torch.float32] + [in_dtype] * others
 
 
-def gradient_of_an_update(path: str, monkeypatch, k=2, B=8, size=4, steps=4, **flags):
-    """... of k·B completions in micro-batches of `size`, as the optimizer gets it; the same, added up in float32 from
-    those of each micro-batch by the policy; and the policy's dtype."""
-    args = Args(sft_model_path=path, device="cpu", rloo_k=k, kl_coef=0.0, cliprange_high=0.2, max_grad_norm=0.0)
-    args = replace(args, per_device_train_batch_size=size, gradient_accumulation_steps=steps, **flags)
-    master, policy, _ = rloo.load_models(args, None)
-    batch = random_batch(k=k, B=B)
-    logprobs = rloo.chunked_logprobs(policy, batch, args.temperature, 64)
-    advantages = torch.randn(k, B, 1, generator=torch.Generator().manual_seed(0))
-    scores, kl = advantages[..., 0], torch.zeros_like(logprobs)
-    experience = rloo.Experience(batch, logprobs, None, kl, scores, {}, advantages, advantages, {})
-    found = []
-
-    def grasp(args, optimizer):
-        found.append(torch.cat([weight.grad.flatten() for weight in master.parameters()]))
-        return torch.zeros(())
-
-    torch.manual_seed(0)
-    with monkeypatch.context() as patch:
-        parts = spy(patch, "completion_loss")
-        patch.setattr(rloo, "optimizer_step", grasp)
-        rloo.improve(args, policy, master, None, experience)
-    assert master is policy or all(weight.grad is None for weight in policy.parameters())
-    indices = [inputs[2] for inputs, _ in parts]
-    assert [advantages[index].numel() for index in indices] == [size] * steps
-    total, weights = 0.0, [*policy.parameters()]
-    for index in indices:
-        new, _ = rloo.completion_logprobs(policy, batch.select(*index), args.temperature)
-        loss = -(advantages[index][..., 0] * (new - new.detach()).sum(-1).exp()).sum() / (k * B)
-        total = total + torch.cat([x.flatten().float() for x in torch.autograd.grad(loss, weights)])
-    return found[0], total, weights[0].dtype
-
-
 @pytest.mark.parametrize("layout", ["group", "plain"])
-def test_a_micro_batch_may_be_smaller_than_a_group(tmp_path, monkeypatch, layout):
-    """k = 8 in parts of 16, 8, 4, 2 and 1 completions: the same gradient."""
-    path = save(tmp_path, tiny_model(), tiny_tokenizer())
-    shape = {"k": 8, "B": 2, "dtype": "float32", "layout": layout}
-    whole, *others = (
-        gradient_of_an_update(path, monkeypatch, size=n, steps=16 // n, **shape)[0] for n in (16, 8, 4, 2, 1)
-    )
-    for gradient in others:
-        assert (gradient - whole).norm() < 1e-6 * whole.norm()
+def test_a_micro_batch_may_be_smaller_than_a_group(train, layout):
+    # With a large --adam_eps the update follows the size of gradients.
+    flags = {"rloo_k": 8, "adam_eps": 1e-2, "kl_coef": 0.0, "layout": layout}
+    sizes = [{"per_device_train_batch_size": n, "gradient_accumulation_steps": 16 // n} for n in (16, 8, 4, 2, 1)]
+    whole, *others = (final_weights(train(**flags, **size)[1]) for size in sizes)
+    for weights in others:
+        assert (weights - whole).abs().max() < 1e-6
 
 
-def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path, monkeypatch):
-    path = save(tmp_path, tiny_model(), tiny_tokenizer())
-    exact, total, dtype = gradient_of_an_update(path, monkeypatch, dtype="float32")
-    assert dtype == torch.float32 and (total - exact).norm() < 1e-6 * exact.norm()
-    found, total, dtype = gradient_of_an_update(path, monkeypatch, dtype="bfloat16")
-    assert dtype == torch.bfloat16 and torch.equal(found, total)
-    assert 0 < (found - exact).norm() < 0.03 * exact.norm()
-
-
-def test_in_bfloat16_the_policy_samples_by_what_the_master_has_learned(train, tiny, monkeypatch):
-    improved = spy(monkeypatch, "improve")
-    train(dtype="bfloat16")
-    (_, policy, master, *_), _ = improved[-1]
-    before = AutoModelForCausalLM.from_pretrained(tiny / "sft", dtype=torch.bfloat16)
-    learned = [weight.bfloat16() for weight in master.parameters()]
-    assert all(map(torch.equal, learned, policy.parameters()))
-    assert not any(map(torch.equal, learned, before.parameters()))
+def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path):
+    args = Args(sft_model_path=save(tmp_path, tiny_model()), dtype="bfloat16", device="cpu", kl_coef=0.0)
+    master, policy, _ = rloo.load_models(args, None)
+    total = 0.0
+    for prompts in torch.arange(4).split(1):
+        logprobs, _ = rloo.completion_logprobs(policy, random_batch().select(slice(None), prompts), 0.7)
+        total = total + flat_grad(logprobs.sum(), policy).float()
+        logprobs.sum().backward()
+    assert torch.equal(torch.cat([weight.grad.flatten() for weight in master.parameters()]), total)
+    assert all(weight.dtype == torch.bfloat16 and weight.grad is None for weight in policy.parameters())
 
 
 def test_no_forward_pass_is_repeated(train, monkeypatch):
-    """Old log-probs cost one only if there are several optimizer steps. Without a KL no reference is loaded. With
-    --gradient_checkpointing backward repeats the layers of the policy."""
+    """... but those of layers, with --gradient_checkpointing. Without a KL no reference is loaded."""
     monkeypatch.setattr(rloo, "check_model", lambda *inputs: None)
     halves = {"num_mini_batches": 2, "per_device_train_batch_size": 8, "local_rollout_forward_batch_size": 16}
     loads, seen, rollouts = (spy(monkeypatch, name) for name in ("read_model", "completion_logprobs", "decode"))
@@ -1172,16 +977,19 @@ def test_no_forward_pass_is_repeated(train, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
-def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings(layout, tmp_path):
-    """The model's own generation config asks for top-k, a repetition penalty and another temperature: all are ignored,
-    and the frequencies of the sampled tokens are those of the softmax that scores them."""
+def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings(layout, tmp_path, monkeypatch):
+    """The model's own generation config is ignored: the frequencies of sampled tokens are those of the softmax that
+    scores them. Random numbers have 53 bits: in 24 most tokens of a long tail could never be drawn."""
     path, example, n = save(tmp_path, tiny_model(vocab_size=6)), {"prompt_ids": [3, 4, 5]}, 10_000
     hidden = {"top_k": 1, "repetition_penalty": 3.0, "temperature": 0.1, "do_sample": True, "eos_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(hidden))
     args = Args(sft_model_path=path, dtype="float32", device="cpu", response_length=2, layout=layout, kl_coef=0.0)
     _, model, _ = rloo.load_models(args, None)
+    drawn = spy(monkeypatch, "draw_tokens")
     torch.manual_seed(0)
     batch, sampled = sample_batch(model, [example] * 10, n // 10, 1.7, 2, [0], local_rollout_forward_batch_size=n)
+    numbers = torch.cat([inputs[2] for inputs, _ in drawn])
+    assert numbers.dtype == torch.double and (numbers.float().double() != numbers).any()
     with torch.no_grad():
         completions, model = enumerate_completions(6, 2), tiny_model(vocab_size=6, layout="plain")
         assert torch.allclose(sampled, rloo.completion_logprobs(model, batch, 1.7)[0], atol=1e-5)
@@ -1193,35 +1001,19 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
     assert chi2 < freedom + 5 * math.sqrt(2 * freedom)  # five standard deviations of the chi-squared distribution
 
 
-@pytest.mark.parametrize("layout", ["group", "plain"])
-def test_any_token_may_be_sampled_however_large_the_vocabulary(layout, monkeypatch):
-    """`generate` keeps the likeliest 50 by default. Random numbers have the 53 bits of float64: in 24 bits most tokens
-    of a long tail could never be drawn."""
-    drawn = spy(monkeypatch, "draw_tokens")
-    model = tiny_model(vocab_size=100, layout=layout)
-    model.get_output_embeddings().weight.data.mul_(0.01)  # nearly alike
-    torch.manual_seed(0)
-    batch, _ = sample_batch(model, [{"prompt_ids": [3]}], 1000, 1.0, 2, [0], local_rollout_forward_batch_size=1000)
-    assert len(set(batch.responses[..., 0].flatten().tolist())) == 100
-    numbers = torch.cat([inputs[2] for inputs, _ in drawn])
-    assert len(drawn) == 2 and numbers.dtype == torch.double and (numbers.float().double() != numbers).any()
-
-
 def test_each_token_has_its_share_of_the_random_numbers_also_one_of_a_long_tail():
     """10,000 tokens of probability 1e-10, which in float32 would add nothing to the sum of the others."""
-    logits = torch.tensor([[0.0] + [math.log(1e-10)] * 10_000])
+    logits = torch.cat([torch.zeros(1), math.log(1e-10) - torch.linspace(0, 0.1, 10_000)])[None]
     exact = logits.double().softmax(-1).cumsum(-1)[0]
     for token in (0, 1, 2, 5_000, 9_999, 10_000):
         begin = exact[token - 1].item() if token else 0.0
         inside = (begin + exact[token].item()) / 2
         found, logprob = rloo.draw_tokens(logits, 1.0, torch.tensor([[inside]], dtype=torch.double))
         assert abs(found.item() - token) <= 1e-4 * token, (found, token)  # rounding of the probabilities to float32
-        assert logprob.item() == pytest.approx(logits[0, token].item(), abs=1e-5)
+        assert logprob.item() == pytest.approx(logits[0, token].item(), abs=1e-4)
 
 
 def test_a_token_of_probability_0_is_never_drawn():
-    """Neither the first at the smallest random number, nor the last at the largest, nor one where a sum ends exactly at
-    the number."""
     largest = 1 - 2**-53
     for n in (4, 20_000):
         logits = torch.zeros(3, n)
@@ -1256,62 +1048,32 @@ def test_stop_ids_come_from_the_generation_config_and_the_tokenizer_if_the_model
 
     assert ids([7, 9]) == ids([7, 9], "eos") == [0, 7, 9]
     assert ids([7, 9], " c") == tokenizer("c")["input_ids"]  # as it is decoded after another word
-    with pytest.raises(InputError, match="--stop_token"):
-        ids([7, 9], " a b")
     texts = Args(stop_token=" the"), Args(stop_token="s")  # of tokens that begin a word and that do not
     assert [rloo.stop_token_ids(args, model, llama_tokenizer()) for args in texts] == [[5], [7]]
     tokenizer.eos_token = None
     assert ids(3) == ids([16, -1, 3]) == [3]
-    for configured in (16, [16, 17], None):
-        with pytest.raises(InputError, match="no token ends a completion: .*; give --stop_token"):
-            ids(configured)
+    with pytest.raises(InputError, match="no token ends a completion: .*; give --stop_token"):
+        ids([16, 17])
 
 
-def collected(scores: list[list[float]], monkeypatch, kl=None, **flags):
-    """What is collected of prompts of like length with the scores (k, B), NaN: None; kl (k, B, T)."""
-    scores = torch.tensor(scores)
-    k, B = scores.shape
-    model, batch = tiny_model(), random_batch(k=k, B=B)
-    kl = torch.zeros(batch.response_mask.shape) if kl is None else kl * batch.response_mask
-    monkeypatch.setattr(rloo, "rollout", lambda *inputs: (batch, kl))
-    monkeypatch.setattr(rloo, "chunked_logprobs", lambda *inputs: torch.zeros_like(kl))
-    args = Args(rloo_k=k, **flags)
-    return rloo.collect(args, model, model, {"r": lambda batch: scores}, batch.examples, [0])
-
-
-def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_not_none(monkeypatch):
+def test_unscorable_completions_leave_the_baseline_none_is_not_zero_and_zero_is_not_none():
     """Their own advantage is exactly 0, and so is that of a completion without others, whatever their KL."""
-    nan, kl = math.nan, torch.rand(4, 4, 6)
-    scores = [[1.0, nan, 0.0, nan], [4.0, nan, nan, 5.0], [nan, 2.0, 3.0, nan], [0.0, 1.0, 2.0, nan]]
-    experience = collected(scores, monkeypatch, kl, kl_coef=0.0)
+    nan = math.nan
+    scores = torch.tensor([[1.0, nan, 0.0, nan], [4.0, nan, nan, 5.0], [nan, 2.0, 3.0, nan], [0.0, 1.0, 2.0, nan]])
+    mask = random_batch(k=4, B=4).response_mask
     first, third = [1 - 2.0, 4 - 0.5, 0.0, 0 - 2.5], [0 - 2.5, 0.0, 3 - 1.0, 2 - 1.5]
-    found = experience.advantages[..., 0]
+    found = advantages_of(scores, torch.zeros(4, 4, 6), mask)[..., 0]
     assert found[:, 0].tolist() == pytest.approx(first) and found[:, 2].tolist() == pytest.approx(third)
     assert found[:, 1].tolist() == [0, 0, 1, -1] and found[:, 3].tolist() == [0, 0, 0, 0]
     for token_level, normalize in itertools.product((False, True), (False, True)):
         flags = {"kl_coef": 1.0, "token_level_kl": token_level, "normalize_advantage": normalize}
-        found = collected(scores, monkeypatch, kl, **flags).advantages != 0
-        assert torch.equal(found.any(-1), ~torch.tensor(scores).isnan() & (torch.arange(4) < 3))
-        assert not collected([[nan] * 4] * 4, monkeypatch, kl, **flags).advantages.any()
-
-    a, b = torch.tensor([[0.0, nan, nan]]), torch.tensor([[2.0, 3.0, nan]])
-    total, by_name = rloo.scores_of({"a": lambda batch: a, "b": lambda batch: b}, (1.0, 0.5), None)
-    assert torch.equal(total[0, :2], torch.tensor([1.0, 1.5])) and total[0, 2].isnan()
-    assert by_name == {"a": a, "b": b}
-
-
-def test_scores_count_as_equal_up_to_rounding_and_where_they_are_raw(monkeypatch):
-    """KL, normalization and penalty do not tell them apart, nor does a score that is missing."""
-    nan, kl = math.nan, torch.rand(3, 5, 6)
-    scores = [[0.3, 1.0, 1.0, nan, nan], [0.1 + 0.2, 1.001, 1.0, 2.0, nan], [0.3 + 3e-7, 1.0, nan, 2.0, nan]]
-    flags = {"missing_eos_penalty": 1.0, "normalize_reward": True}
-    metrics = rloo.metrics_of(Args(**flags), collected(scores, monkeypatch, kl, **flags), {"val/ratio": torch.ones(2)})
-    assert metrics["frac_reward_zero_std"] == pytest.approx(4 / 5)
-    assert metrics["objective/scores"] == pytest.approx(torch.tensor(scores).nanmean().item())
+        kl = torch.rand(4, 4, 6) * mask
+        found = advantages_of(scores, kl, mask, **flags) != 0
+        assert torch.equal(found.any(-1), ~scores.isnan() & (torch.arange(4) < 3))
+        assert not advantages_of(scores * nan, kl, mask, **flags).any()
 
 
 def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
-    """A policy whose config asks for half of everything to be dropped ends where one without dropout ends."""
     runs = []
     for name, dropout in (("off", 0.0), ("on", 0.5)):
         model = tiny_model(hidden_dropout=dropout, attention_dropout=dropout)
@@ -1321,12 +1083,9 @@ def test_dropout_is_off_in_rollout_scoring_and_training(train, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(runs[1][1]).config.hidden_dropout == 0.5
 
 
-@pytest.mark.parametrize(
-    "settings, layout",
-    [({"temperature": 0.6, "top_p": 0.9}, "plain"), ({"pad_token_id": -1}, "group"), ({"do_sample": True}, "plain")],
-)
+@pytest.mark.parametrize("settings, layout", [({"top_p": 0.9}, "plain"), ({"pad_token_id": -1}, "group")])
 def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_saved(train, tmp_path, settings, layout):
-    """... by transformers, as the first two, which many released models have."""
+    """... by transformers; many released models have such ones."""
     path, settings = save(tmp_path / "sft", tiny_model(), tiny_tokenizer()), settings | {"eos_token_id": [0, 9]}
     (tmp_path / "sft" / "generation_config.json").write_text(json.dumps(settings))
     _, output = train(sft_model_path=path, layout=layout)
@@ -1338,15 +1097,13 @@ def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_sav
 def resumed_at(output: Path, update: int, to: Path) -> dict:
     """Flags that continue a copy of a run at the checkpoint of an update."""
     shutil.copytree(output, to)
-    for folder in rloo.checkpoints(to):
-        if int(folder.name.removeprefix("checkpoint-")) > update:
-            shutil.rmtree(folder)
+    for newer in range(update + 1, 10):
+        shutil.rmtree(to / f"checkpoint-{newer}", ignore_errors=True)
     return {"output_dir": str(to), "resume": True}
 
 
 def test_a_weight_without_a_gradient_has_no_moments_and_its_run_resumes(train, tmp_path, monkeypatch):
-    """... such as those of an expert without tokens: its first step is as long as in a run that was not resumed. In
-    bfloat16 the first rollout is by the weights of the checkpoint, too."""
+    """... such as that of an expert without tokens. In bfloat16 the first rollout is by the checkpoint, too."""
     updates, step = itertools.count(1), rloo.optimizer_step
 
     def without_the_first(args, optimizer):
@@ -1355,43 +1112,30 @@ def test_a_weight_without_a_gradient_has_no_moments_and_its_run_resumes(train, t
         return step(args, optimizer)
 
     monkeypatch.setattr(rloo, "optimizer_step", without_the_first)
-    flags = {"total_episodes": 48, "save_steps": 1, "save_total_limit": 9, "lr_scheduler_type": "constant"}
-    flags |= {"dtype": "bfloat16"}
+    flags = {"total_episodes": 48, "save_steps": 1, "save_total_limit": 9, "dtype": "bfloat16"}
     metrics, output = train(**flags)
     moments = torch.load(output / "checkpoint-1" / "optimizer.pt", weights_only=True)
-    assert [len(state) for state in moments.values()] == [3] * (len([*tiny_model().parameters()]) - 1)
+    assert len(moments) == len([*tiny_model().parameters()]) - 1
     again, resumed = train(**flags, **resumed_at(output, 1, tmp_path / "again"))
     assert without_times(again) == without_times(metrics)
     assert torch.equal(final_weights(resumed), final_weights(output))
 
 
-ERNIE = SIZE | {"num_key_value_heads": 2, "intermediate_size": 32}
-ERNIE |= {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
-
-
-def named_tensors(model) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
 @torch.no_grad()
 def test_in_bfloat16_the_policy_is_what_transformers_would_load_of_the_master(tmp_path):
-    """... before and after an update: what a model keeps in float32 is not rounded. Ernie has such a tensor for its
-    routers."""
-    model = tiny_model("ernie4_5_moe", **ERNIE)
-    for name, tensor in named_tensors(model).items():
-        if "correction_bias" in name:
-            torch.nn.init.normal_(tensor)
-    args = Args(sft_model_path=save(tmp_path, model), dtype="bfloat16", device="cpu", response_length=4)
+    """... after an update: what a model keeps in float32 is not rounded. Ernie has such a tensor for its routers."""
+    ernie = HEADS | {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
+    args = Args(sft_model_path=save(tmp_path, tiny_model("ernie4_5_moe", **ernie)), dtype="bfloat16", device="cpu")
     master, policy, _ = rloo.load_models(args, None)
-    for change in (0.0, 0.1):
-        for weight in master.parameters():
-            weight.add_(change)
-        rloo.copy_weights(policy, master)
-        master.save_pretrained(tmp_path / "master")
-        expected = named_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "master", dtype=torch.bfloat16))
-        assert any(x.dtype == torch.float32 for name, x in expected.items() if "correction_bias" in name)
-        for name, x in named_tensors(policy).items():
-            assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
+    for weight in master.parameters():
+        weight.add_(0.1)
+    rloo.copy_weights(policy, master)
+    master.save_pretrained(tmp_path / "master")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "master", dtype=torch.bfloat16)
+    expected, found = (dict([*model.named_parameters(), *model.named_buffers()]) for model in (again, policy))
+    assert any(x.dtype == torch.float32 and "correction_bias" in name for name, x in expected.items())
+    for name, x in found.items():
+        assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
 
 
 # ---- Data and rewards ------------------------------------------------------------------------------------------------
@@ -1408,14 +1152,6 @@ def chat_tokenizer(template: str = CHAT) -> PreTrainedTokenizerFast:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
-
-
-def tokenizer_of(vocab: dict[str, int]) -> PreTrainedTokenizerFast:
-    """Like tiny_tokenizer's, with other words."""
-    backend = Tokenizer(models.WordLevel({"<eos>": 0, "[PAD]": 1, "[UNK]": 2} | vocab, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokens = {"eos_token": "<eos>", "pad_token": "[PAD]", "unk_token": "[UNK]"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
 
 
 def llama_tokenizer(add_eos: bool = False):
@@ -1438,8 +1174,7 @@ KWARGS = chat_tokenizer("{{ mood }} a")
 ENDS = chat_tokenizer(TURNS.replace("{% endfor %}", "m {% endfor %}"))  # each turn ends with a token
 NULLS = chat_tokenizer(CHAT.replace("{% endfor %}", "{% if m.x is defined %}{{ 1 / 0 }}{% endif %}{% endfor %}"))
 TEXTS = [  # tokenizer, row, the ids that are read
-    (tiny_tokenizer(), {"prompt": "b c", "completion": " d"}, [4, 5]),
-    (tiny_tokenizer(), {"prompt": "b c", "messages": [ASSISTANT]}, [4, 5]),
+    (tiny_tokenizer(), {"prompt": "b c", "completion": " d", "messages": [ASSISTANT]}, [4, 5]),
     (chat_tokenizer(), {"prompt": "b c"}, [4, 5]),  # a text is read as it is
     (chat_tokenizer(), {"messages": [USER, ASSISTANT]}, [2, 4, 5, 3]),
     (chat_tokenizer(), {"prompt": [USER]}, [2, 4, 5, 3]),
@@ -1447,99 +1182,62 @@ TEXTS = [  # tokenizer, row, the ids that are read
     (chat_tokenizer(), {"prompt": [USER, ASSISTANT, SYSTEM]}, [2, 4, 5, 3, 6, 8, 2, 7, 3]),
     (ENDS, {"prompt": [USER, ASSISTANT]}, [2, 4, 5, 15, 3, 6, 8]),  # it is continued
     (TOOLS, {"prompt": [USER], "tools": [{"x": "e"}]}, [7, 2, 4, 5, 3]),
-    (TOOLS, {"prompt": [USER], "tools": None}, [2, 4, 5, 3]),
     (NO_TOOLS, {"prompt": [USER], "tools": []}, [3]),  # read as none
     (KWARGS, {"prompt": [USER], "chat_template_kwargs": {"mood": "d"}}, [6, 3]),
     (chat_tokenizer(), {"prompt": [{"role": "user", "content": [{"type": "text", "text": "b c"}]}]}, [2, 4, 5, 3]),
     (NULLS, {"prompt": [USER | {"x": None}]}, [2, 4, 5, 3]),  # a table gives each message the keys of all
-    (llama_tokenizer(), {"prompt": "the cats"}, [1, 5, 6, 7]),
     (llama_tokenizer(), {"prompt": "<s> b"}, [1, 8]),
     (llama_tokenizer(add_eos=True), {"prompt": "b"}, [1, 8]),
-    (llama_tokenizer(add_eos=True), {"prompt": "b</s>"}, None),  # ends with its own
     (LLAMA_CHAT, {"prompt": [{"role": "user", "content": " b"}]}, [1, 8, 2]),
 ]
 
 
-def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it():
-    """What is read of a row, in every documented form of rows."""
-    for tokenizer, row, ids in TEXTS:
-        prepared = rloo.prepare_example(row, tokenizer)
-        assert prepared["prompt_ids"] == ids or (ids is None and prepared["prompt_ids"][:3] == [1, 8, 2]), row
-        assert prepared["columns"] == {name: value for name, value in row.items() if name != "prompt"}
-
-
-def test_a_text_is_tokenized_once(monkeypatch):
-    """100,000 prompts take a minute."""
+def test_the_tokenizer_puts_nothing_after_a_prompt_and_no_second_bos_before_it(monkeypatch):
+    """What is read of a row, in every documented form of rows. A text is tokenized once: 100,000 take a minute."""
     texts, call = [], PreTrainedTokenizerFast.__call__
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *x, **y: texts.append(x[1]) or call(*x, **y))
-    for tokenizer in (tiny_tokenizer(), llama_tokenizer()):
-        rloo.prepare_example({"prompt": "b"}, tokenizer)
-    assert texts == ["b", "b"]
-
-
-REFUSING = chat_tokenizer("{{ raise_exception('no system messages') }}")
-BAD_ROWS = {  # a row -> words of the line, and a tokenizer
-    "{'text': 'b'}": ("prompt", tiny_tokenizer()),
-    "{'messages': [ASSISTANT]}": ("user", chat_tokenizer()),
-    "{'prompt': 3}": ("", tiny_tokenizer()),
-    "{'prompt': ''}": ("empty", tiny_tokenizer()),
-    "{'prompt': []}": ("", chat_tokenizer()),
-    "{'prompt': [SYSTEM, USER]}": ("chat_template is not set", tiny_tokenizer()),
-    "{'prompt': [USER], 'a': 1}": ("no system messages", REFUSING),
-    "{'prompt': 'b', 'image': 'x.png'}": ("images", tiny_tokenizer()),
-}
-
-
-@pytest.mark.parametrize("row", BAD_ROWS)
-def test_a_row_that_cannot_be_read_is_named(tmp_path, row):
-    words, tokenizer = BAD_ROWS[row]
-    data = write_rows(tmp_path / "x.jsonl", [{"prompt": "a"}, eval(row)])
-    with pytest.raises(InputError, match=f"x.jsonl, row 2: .*{words}"):
-        rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), tokenizer)
-
-
-def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path, capsys):
-    rows = [{"prompt": "a"}, {"prompt": "b é\u2028"}]  # a line separator inside a text
-    folder, file = str(tmp_path), tmp_path / "x.jsonl"
-    file.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-    write_rows(tmp_path / "validation.jsonl", rows)
-
-    def sizes(**flags) -> list[int]:
-        return [len(part) for part in rloo.load_data(Args(**flags), tiny_tokenizer())]
-
-    assert rloo.load_rows(str(file), "train") == rloo.load_rows(folder, "validation") == rows
-    assert rloo.load_rows(folder, "train") == rloo.load_rows(str(file), "test") == []
-    write_rows(tmp_path / "test.jsonl", rows * 300)
-    assert sizes(dataset_name=folder, dataset_train_split="validation") == [2, 500]
-    assert sizes(dataset_name=folder, dataset_train_split="validation", num_eval_prompts=7) == [2, 7]
-    assert sizes(dataset_name=folder, dataset_train_split="test", dataset_test_split="validation") == [600, 2]
-    assert sizes(dataset_name=folder, dataset_train_split="test") == [540, 60]  # not its own training rows
-
-    write_rows(file, rows * 10)  # without a test split: the last tenth, of at most 100 rows
-    train_rows, test_rows = rloo.load_data(Args(dataset_name=str(file)), tiny_tokenizer())
-    assert [row["prompt"] for row in train_rows + test_rows] == [row["prompt"] for row in rows * 10]
-    assert sizes(dataset_name=str(file)) == [18, 2] and sizes(dataset_name=str(file), num_eval_prompts=0) == [20, 0]
-    assert sizes(dataset_name=str(file), max_prompt_length=1) == [9, 1]  # every second prompt has 2 tokens
-    assert "9 of 18 prompts" in capsys.readouterr().out
-    write_rows(file, rows * 600)
-    assert sizes(dataset_name=str(file)) == [1100, 100]
+    for tokenizer, row, ids in TEXTS:
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        assert rloo.prepare_example(row, tokenizer) == {"prompt": ANY, "prompt_ids": ids, "columns": columns}
+    assert [text for text in texts if text in ("b c", "b")] == ["b c", "b c", "b"]
 
 
 def test_prompts_that_skip_the_chat_template_are_said(tmp_path, capsys):
-    for row in ({"prompt": "a"}, {"prompt": [USER]}):
+    for row, said in (({"prompt": "a"}, True), ({"prompt": [USER]}, False)):
         data = write_rows(tmp_path / "x.jsonl", [row] * 2)
         rloo.load_data(Args(dataset_name=data, num_eval_prompts=0), chat_tokenizer())
-        assert ("prompts are plain text" in capsys.readouterr().out) == (row["prompt"] == "a")
+        assert ("prompts are plain text" in capsys.readouterr().out) == said
+
+
+def test_datasets_from_jsonl_files_folders_and_their_splits(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b é\u2028"}]  # a line separator inside a text
+    file = tmp_path / "validation.jsonl"
+    file.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    assert rloo.load_rows(str(file), "train") == rloo.load_rows(str(tmp_path), "validation") == rows
+    assert rloo.load_rows(str(tmp_path), "train") == rloo.load_rows(str(file), "test") == []
+    write_rows(tmp_path / "test.jsonl", rows * 600)
+    write_rows(tmp_path / "x.jsonl", rows * 10)
+    for name, flags, sizes in (
+        ("", {"dataset_train_split": "validation"}, [2, 500]),
+        ("", {"dataset_train_split": "validation", "num_eval_prompts": 7}, [2, 7]),
+        ("", {"dataset_train_split": "test", "dataset_test_split": "validation"}, [1200, 2]),
+        ("", {"dataset_train_split": "test"}, [1100, 100]),  # not its own training rows: the last tenth, at most 100
+        ("x.jsonl", {"num_eval_prompts": 0}, [20, 0]),
+        ("x.jsonl", {"max_prompt_length": 1}, [9, 1]),  # every second prompt has 2 tokens
+        ("x.jsonl", {}, [18, 2]),
+    ):
+        parts = rloo.load_data(Args(dataset_name=str(tmp_path / name), **flags), tiny_tokenizer())
+        assert [len(part) for part in parts] == sizes
+    assert [row["prompt"] for part in parts for row in part] == [row["prompt"] for row in rows * 10]
 
 
 def test_a_hub_name_goes_to_the_datasets_package(monkeypatch, tmp_path):
     """... whose columns may be anything, such as dates."""
-    row = {"when": datetime.date(2024, 1, 2)}
-    fake = types.SimpleNamespace(load_dataset=lambda name, config: {"train": [row | {"prompt": f"{name} {config}"}]})
+    row = {"prompt": "a", "when": datetime.date(2024, 1, 2)}
+    fake = types.SimpleNamespace(load_dataset=lambda name, config: {"train": [row] if config == "main" else []})
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert rloo.load_rows("someone/something", "test") == []
     rows, _ = rloo.load_data(Args(dataset_name="someone/something", dataset_config="main"), tiny_tokenizer())
-    assert rows[0]["prompt"] == "someone/something main"
     rloo.append(tmp_path / "x.jsonl", rows)
     assert read_metrics(tmp_path, "x")[0]["columns"] == {"when": "2024-01-02"}
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -1549,86 +1247,58 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch, tmp_path):
 
 def test_reward_functions_see_the_completions_of_a_prompt_one_after_the_other():
     """... with prompts, texts, ids and columns in the same order, as in TRL 1.x, so that it can compare siblings."""
-    batch, tokenizer, calls = random_batch(), tiny_tokenizer(), []
+    batch, calls = random_batch(), []
     for i, row in enumerate(batch.examples):
         row.update(prompt=[f"prompt {i}"], columns={"answer": i})
 
-    def reward(prompts, completions, completion_ids, answer, **columns):
-        calls.append((deepcopy(prompts), completions, completion_ids, answer, columns))
-        prompts[0].append("which the next function must not see")
-        assert prompts[1] == ["prompt 0"]  # nor a sibling
+    def reward(prompts, **given):
+        calls.append(given | {"prompts": deepcopy(prompts)})
+        prompts[0].append("which neither a sibling nor the next function must see")
+        assert prompts[1] == ["prompt 0"]
         return [None if i == 3 else i for i in range(12)]
 
-    scores = rloo.function_reward("--reward_fns r", reward, tokenizer, batch)
+    scores = rloo.function_reward("--reward_fns r", reward, tiny_tokenizer(), batch)
     assert scores[0, 1].isnan() and scores[:, 2].tolist() == [6, 7, 8] and scores.shape == (3, 4)
-    ((prompts, completions, completion_ids, answer, columns),) = calls
-    assert prompts == [[f"prompt {b}"] for b in range(4) for _ in range(3)] and columns == {}
-    assert answer == [b for b in range(4) for _ in range(3)]
+    order = [*itertools.product(range(4), range(3))]  # b, j
+    real = [batch.responses[j, b][batch.response_mask[j, b]].tolist() for b, j in order]
+    (given,) = calls
+    assert [text.split() for text in given.pop("completions")] == [[WORDS[i - 3] for i in ids if i] for ids in real]
+    prompts, answers = [[f"prompt {b}"] for b, _ in order], [b for b, _ in order]
+    assert given == {"prompts": prompts, "answer": answers, "completion_ids": real}  # the stop token included
     assert [row["prompt"] for row in batch.examples] == prompts[::3]
-    for b, j in itertools.product(range(4), range(3)):
-        real = batch.responses[j, b][batch.response_mask[j, b]].tolist()
-        assert completion_ids[b * 3 + j] == real  # the stop token included
-        assert completions[b * 3 + j].split() == [WORDS[i - 3] for i in real if i > 0]
-
-
-class SlowTokenizer:
-    """Knows 16 letters; other ids are an IndexError, as those of SentencePiece."""
-
-    def __call__(self, text, **options):
-        return {"input_ids": [3]}
-
-    def get_vocab(self):
-        return {letter: number for number, letter in enumerate("...abcdefghijklm")}
-
-    def batch_decode(self, rows, **options):
-        return ["".join("...abcdefghijklm"[number] for number in row) for row in rows]
 
 
 def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sampled():
     """The stop token may be a word, and tags may be special tokens. A tokenizer that tidies up spaces would make "a ."
     "a.", and SentencePiece drops the space before a text. Ids may have gaps, and models more than tokenizers."""
-    row = {"prompt_ids": [3]}
-    batch = rloo.make_batch([row] * 2, torch.tensor([[[4, 5, 0, 0], [4, 3, 4, 3]]]), stop_ids=[5])
-    assert rloo.completion_texts(batch, tiny_tokenizer()) == [" b", " b a b a"]
+
+    def texts(responses: list, stop_id: int, tokenizer) -> list[str]:
+        examples = [{"prompt_ids": [3]}] * len(responses[0])
+        return rloo.completion_texts(rloo.make_batch(examples, torch.tensor(responses), [stop_id]), tokenizer)
+
+    responses = [[[4, 5, 0, 0], [4, 3, 4, 3]]]
+    assert texts(responses, 5, tiny_tokenizer()) == [" b", " b a b a"]
     tagged = tiny_tokenizer()
     tagged.add_special_tokens({"additional_special_tokens": ["b"]})
-    assert [text.split() for text in rloo.completion_texts(batch, tagged)] == [["b"], ["b", "a", "b", "a"]]
-    tidy = tokenizer_of({".": 3, "a": 4})
+    assert [text.split() for text in texts(responses, 5, tagged)] == [["b"], ["b", "a", "b", "a"]]
+    tidy = tiny_tokenizer(words={".": 3, "a": 4})
     tidy.clean_up_tokenization_spaces = True
-    assert rloo.completion_texts(batch, tidy) == [" a", " a . a ."]
-
-    gaps = tokenizer_of({"a": 3, "b": 40})
-    gaps.add_tokens(["<think>"])
-    think = gaps.convert_tokens_to_ids("<think>")
-    batch = rloo.make_batch([row] * 2, torch.tensor([[[think, 40, 3, 0], [199, 3, 199, 3]]]), stop_ids=[0])
-    assert [text.split() for text in rloo.completion_texts(batch, gaps)] == [["<think>", "b", "a"], ["a", "a"]]
-    batch = rloo.make_batch([row], torch.tensor([[[4, 99, 3, 0]]]), stop_ids=[0])
-    assert rloo.completion_texts(batch, SlowTokenizer()) == ["ba"]
-
-    tokenizer = llama_tokenizer()
-    responses = torch.tensor([[[5, 6, 2, 0], [6, 7, 5, 6]], [[7, 5, 2, 0], [2, 0, 0, 0]]])
-    batch = rloo.make_batch([{"prompt_ids": [1, 6], "columns": {}}] * 2, responses, [2])
-    assert tokenizer.decode([5, 6]) == "the cat"
-    assert rloo.completion_texts(batch, tokenizer) == [" the cat", " cats the cat", "s the", ""]
-    (sample, *_) = rloo.records_of(batch, {}, tokenizer)
-    assert (sample["prompt"].split(), sample["completion"]) == (["<s>", "cat"], " the cat")  # prompts are as read
+    assert texts(responses, 5, tidy) == [" a", " a . a ."]
+    gaps = tiny_tokenizer(words={"a": 3, "b": 40})
+    assert [text.split() for text in texts([[[40, 3, 0, 0], [199, 3, 199, 3]]], 0, gaps)] == [["b", "a"], ["a", "a"]]
+    slow, letters = tiny_tokenizer(), ["", "", "", *WORDS]  # other ids are an IndexError, as those of SentencePiece
+    slow.batch_decode = lambda rows, **options: ["".join(letters[i] for i in row) for row in rows]
+    assert texts([[[4, 99, 3, 0]]], 0, slow) == ["ba"]
+    responses = [[[5, 6, 2, 0], [6, 7, 5, 6]], [[7, 5, 2, 0], [2, 0, 0, 0]]]
+    assert texts(responses, 2, llama_tokenizer()) == [" the cat", " cats the cat", "s the", ""]
 
 
-def wants_n_and_m(prompts, completions, completion_ids, n, m):
-    return n
-
-
-def test_every_row_has_all_columns_of_the_dataset(train, tmp_path):
-    """... so that a function is always called with the same names, None where a row has nothing. The two rows with m
-    are those to evaluate on."""
+def test_every_row_has_all_columns_of_the_dataset(tmp_path):
+    """... so that a function is always called with the same names, None where a row has nothing."""
     rows = [{"prompt": "a b"}] * 18 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    loaded = rloo.load_data(Args(dataset_name=data), tiny_tokenizer())
+    loaded = rloo.load_data(Args(dataset_name=write_rows(tmp_path / "rows.jsonl", rows)), tiny_tokenizer())
     columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
     assert [row["columns"] for part in loaded for row in part] == columns
-    functions = {"reward_fns": (spec("wants_n_and_m"),), "reward_model_path": None, "num_eval_prompts": 9}
-    (metrics,), output = train(dataset_name=data, per_device_train_batch_size=38, total_episodes=38, **functions)
-    assert metrics["rewards/wants_n_and_m/mean"] == 1 and len(read_metrics(output, "completions")) == 8
 
 
 @functools.cache
@@ -1666,124 +1336,89 @@ def test_what_a_reward_function_may_not_return(returned):
         rloo.function_reward("--reward_fns r", lambda **kw: returned, tiny_tokenizer(), random_batch())
 
 
-USERS_FILES = {  # content of a file, the error that its use shows, the line where it is
-    "import nowhere_to_be_found\n": (ModuleNotFoundError, 1),
-    "import json\n\ndef f(completions, **columns):\n    return json.loads('{')\n": (json.JSONDecodeError, 4),
-}
-
-
 @pytest.mark.parametrize("flag", ["reward_fns", "eval_fns"])
-@pytest.mark.parametrize("content", USERS_FILES)
-def test_an_error_in_a_users_function_is_raised_as_it_is(train, tmp_path, flag, content):
+def test_an_error_in_a_users_function_is_raised_as_it_is(train, tmp_path, flag):
     """... with the trace down to the line of the user's file, and beyond."""
     file = tmp_path / "my_functions.py"
-    file.write_text(content)
-    error, line = USERS_FILES[content]
-    with pytest.raises(error) as raised:
+    file.write_text("import json\n\ndef f(completions, **columns):\n    return json.loads('{')\n")
+    with pytest.raises(json.JSONDecodeError) as raised:
         train(num_eval_prompts=2, **{flag: (f"{file}:f",)})
-    assert (file, line) in [(Path(str(place.path)), place.lineno + 1) for place in raised.traceback]
+    assert (file, 4) in [(Path(str(place.path)), place.lineno + 1) for place in raised.traceback]
 
 
-def leaves(**columns):
-    sys.exit(0)
-
-
-async def leaves_later(**columns):
-    sys.exit(0)
-
-
-@pytest.mark.parametrize("name", ["leaves", "leaves_later", "at import"])
-def test_code_of_the_user_that_exits_is_an_error(tiny, tmp_path, name):
+def test_code_of_the_user_that_exits_is_an_error(tiny, tmp_path):
     """... not the end of the run, as if it were complete; nor does an async function leave it waiting."""
+
+    async def leaves_later(**columns):
+        sys.exit(0)
+
     (tmp_path / "quits.py").write_text("import sys; sys.exit(0)")
-    function = f"{tmp_path}/quits.py:f" if name == "at import" else spec(name)
-    with pytest.raises(SystemExit, match="^rloo.py: a reward function called sys.exit"):
-        rloo.command_line(command(tiny, tmp_path / "out", reward_fns=function))
-
-
-def switches_gradients_off(completions, **columns):
-    torch.set_grad_enabled(False)
-    return [1.0] * len(completions)
+    functions = flag_of(leaves=lambda **columns: sys.exit(0), leaves_later=leaves_later)
+    for number, function in enumerate([*functions, f"{tmp_path}/quits.py:f"]):
+        with pytest.raises(SystemExit, match="^rloo.py: a reward function called sys.exit"):
+            rloo.command_line(command(tiny, tmp_path / f"out{number}", reward_fns=function))
 
 
 def test_a_reward_function_that_switches_gradients_off_does_not_change_training(train):
+    def switches_gradients_off(completions, **columns):
+        torch.set_grad_enabled(False)
+        return [1.0] * len(completions)
+
+    functions = spec("constant_reward"), *flag_of(switches_gradients_off=switches_gradients_off)
     with torch.enable_grad():
-        weights = [final_weights(train(reward_fns=(spec(name),))[1]) for name in ("constant_reward", SWITCH)]
+        weights = [final_weights(train(reward_fns=(function,))[1]) for function in functions]
     assert torch.equal(*weights)
 
 
-SWITCH = switches_gradients_off.__name__
-
-
-def never(prompts, completions, completion_ids, **columns):
-    return [None] * len(prompts)
-
-
 def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train):
-    functions = {"reward_fns": (spec("never"), spec("constant_reward")), "reward_weights": (1.0, 0.0)}
-    (metrics,), _ = train(reward_model_path=None, kl_coef=0.0, **functions)
+    functions = *flag_of(never=lambda prompts, **columns: [None] * len(prompts)), spec("constant_reward")
+    (metrics,), _ = train(reward_model_path=None, kl_coef=0.0, reward_fns=functions, reward_weights=(1.0, 0.0))
     assert metrics["rewards/constant_reward/mean"] == 1
     assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
 
 
+def reward_model(path, tokenizer=None, **flags):
+    args = Args(reward_model_path=str(path), device="cpu", response_length=6, **{"dtype": "float32"} | flags)
+    return rloo.load_reward_model(args, tokenizer or tiny_tokenizer(), prompts_of(9))["reward_model"]
+
+
 def test_a_reward_model_reads_the_policys_tokens_or_is_refused(tmp_path):
-    """It has the policy's tokenizer, with or without [PAD]: another one would read other words."""
-
-    def reward(policy_tokenizer):
-        args = Args(reward_model_path=str(tmp_path), device="cpu", response_length=6, dtype="float32")
-        return rloo.load_reward_model(args, policy_tokenizer, prompts_of(9))["reward_model"]
-
-    save(tmp_path, tiny_model(classifier=True))
-    with pytest.raises(InputError, match=f"{tmp_path}: (has another|its) tokenizer"):
-        reward(tiny_tokenizer())
-    save(tmp_path, tiny_tokenizer())
-    vocab = {word: i for word, i in tiny_tokenizer().get_vocab().items() if word != "[PAD]"}
-    unpadded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab)), eos_token="<eos>")
-    other_pad = tiny_tokenizer()
+    """It has the policy's tokenizer, with any pad token: another one would read other words."""
+    save(tmp_path, tiny_model(classifier=True), tiny_tokenizer())
+    other_pad, more = tiny_tokenizer(), tiny_tokenizer()
     other_pad.add_special_tokens({"pad_token": "<pad>"})
-    scores = [reward(tokenizer)(random_batch()) for tokenizer in (unpadded, tiny_tokenizer(), other_pad)]
-    assert torch.equal(*scores[:2]) and torch.equal(*scores[1:]) and scores[0].shape == (3, 4)
-    more = tiny_tokenizer()
     more.add_tokens(["more"])
-    for other in (more, tokenizer_of({word: i for i, word in enumerate(reversed(WORDS), 3)}), tokenizer_of({"z": 3})):
+    scores = [reward_model(tmp_path, tokenizer)(random_batch()) for tokenizer in (tiny_tokenizer(), other_pad)]
+    assert torch.equal(*scores) and scores[0].shape == (3, 4)
+    for other in (more, tiny_tokenizer(words={word: i for i, word in enumerate(reversed(WORDS), 3)})):
         with pytest.raises(InputError, match=f"{tmp_path}: has another tokenizer"):
-            reward(other)
+            reward_model(tmp_path, other)
 
 
 def test_a_reward_model_without_a_score_head_gets_a_random_one_which_depends_on_the_seed_alone(tiny):
     scores = []
     for seed, before in ((1, 3), (1, 5), (2, 3)):
         torch.manual_seed(before)
-        args = Args(reward_model_path=str(tiny / "sft"), device="cpu", dtype="float32", seed=seed)
-        scores.append(rloo.load_reward_model(args, tiny_tokenizer(), prompts_of(9))["reward_model"](random_batch()))
+        scores.append(reward_model(tiny / "sft", seed=seed)(random_batch()))
     assert torch.equal(*scores[:2]) and not torch.equal(*scores[1:])
 
 
 def test_scores_of_siblings_in_bfloat16_are_told_apart(tmp_path):
-    """... where the scores' mean is large and their deviation small: bfloat16 has 32 numbers between 8 and 10. The mean
-    is one feature, which is 1 in all hidden states, and its weight, 11.1, which bfloat16 rounds."""
+    """bfloat16 has 32 numbers between 8 and 10. One feature, 1 in all hidden states, of weight 11.1, is the mean."""
     reward = tiny_model(classifier=True)
     torch.nn.init.normal_(reward.score.weight, std=0.01)
     norm = reward.base_model.final_layer_norm
     norm.weight.data[0], norm.bias.data[0], reward.score.weight.data[0, 0] = 0.0, 1.0, 11.1
-    path = save(tmp_path, reward, tiny_tokenizer())
-    scores = {}
-    for dtype in ("float32", "bfloat16"):
-        args = Args(reward_model_path=path, device="cpu", response_length=6, dtype=dtype)
-        reward = rloo.load_reward_model(args, tiny_tokenizer(), prompts_of(9))["reward_model"]
-        scores[dtype] = reward(random_batch(k=8, B=8))
-    found = scores["bfloat16"]
+    path, batch = save(tmp_path, reward, tiny_tokenizer()), random_batch(k=8, B=8)
+    exact, found = (reward_model(path, dtype=dtype)(batch) for dtype in ("float32", "bfloat16"))
     assert found.dtype == torch.float32 and found.std() < 0.3 and len(found.unique()) > 60
-    assert (found - scores["float32"]).abs().max() < 0.1
+    assert (found - exact).abs().max() < 0.1
 
 
 def test_padding_repeats_a_token_of_its_row():
     """Gemma 3n's gradient is NaN at an embedding of zeros, masked or not: that of a pad token, which may be id 0."""
     ids, mask = rloo.pad([[5, 6], [7, 8, 9]], left=True)
     assert ids.tolist() == [[5, 5, 6], [7, 8, 9]] and mask.tolist() == [[False, True, True], [True] * 3]
-    known = random_batch()
-    batch = rloo.make_batch(known.examples, known.responses.masked_fill(known.responses == 0, 15), stop_ids=[15])
-    assert not batch.response_mask.all() and batch.responses.all() and batch.prompt_ids.all()
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
@@ -1806,44 +1441,26 @@ SAME += "--reward_fns x.py:f --normalize_advantage"
 
 
 def test_commands_of_trls_documentation_parse_and_mean_the_same():
-    """Those of 0.19: benchmark/trl/commands_test.py."""
     args = resolved("--model_name_or_path x --dataset_name y")
     assert args.sft_model_path == "x" and args.eval_fns == ()
     assert parsed(TRL_1) == parsed(SAME) != Args()
 
 
-DEFAULTS = (  # other ones than TRL 0.19 has; those that it has; and what it has no flag for, since it always does so
-    "--rloo_k 4 --kl_coef 0.02 --num_ppo_epochs 1 --num_sample_generations 4 --save_steps 100 --seed 1 "
-    "--reward_clip_range None --adam_eps 1e-8 --cliprange 0.2 --lr_scheduler_type linear --max_grad_norm 1.0 "
-    "--missing_eos_penalty None --no_normalize_advantage --no_normalize_reward --num_mini_batches 1 --warmup_ratio 0 "
-    "--response_length 53 --temperature 0.7 --no_token_level_kl --no_trust_remote_code --weight_decay 0 "
-    "--no_mask_truncated_completions"
-)
-
-
-def test_defaults_are_those_of_trl_or_depend_on_what_is_trained(tiny, train):
-    assert parsed(DEFAULTS) == Args()
+def test_defaults_depend_on_what_is_trained(tiny, train):
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cpu"
     bundled, *others = map(resolved, ("", own, f"--sft_model_path {tiny}/sft --device cpu"))
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert {(args.learning_rate, args.total_episodes, args.dtype) for args in others} == {(1e-6, None, "float32")}
     assert resolved("--reward_fns x.py:f").reward_model_path is None
     assert resolved("--total_episodes 0").total_episodes == 0  # only evaluates
-    with pytest.raises(InputError, match="^no reward: "):
-        rloo.check_args(resolved(f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --output_dir {tiny}/out"))
-    assert resolved("--exp_name x --seed 3").output_dir.startswith("runs/x__3__")
-
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
-    written = json.loads((output / "args.json").read_text())
-    assert metrics[0]["lr"] == written["learning_rate"] == 1e-6 and written["torch"] == torch.__version__
+    assert metrics[0]["lr"] == json.loads((output / "args.json").read_text())["learning_rate"] == 1e-6
     assert [update["episode"] for update in train(total_episodes=17)[0]] == [16, 32]  # whole updates
 
 
 def test_devices_and_that_on_a_gpu_attention_is_never_cudnns(tiny, monkeypatch):
-    """bfloat16 is the default of one's own task on a GPU that has it; a T4 or V100 emulates it, slowly. Each process of
-    torchrun has a GPU of its own, unless --device gives a number. The backward pass of cuDNN's attention gives NaN with
-    some masks."""
+    """A T4 or V100 only emulates bfloat16. The backward pass of cuDNN's attention gives NaN with some masks."""
     own = f"--dataset_name {tiny}/data --sft_model_path {tiny}/sft --reward_fns x.py:f --device cuda"
     for native, dtype in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True, x=native: x)
@@ -1858,10 +1475,11 @@ def test_devices_and_that_on_a_gpu_attention_is_never_cudnns(tiny, monkeypatch):
 
 
 BROKEN_FILES = {  # what the next test finds in the folder {x}
-    "empty.jsonl": "",
     "broken.jsonl": '{"prompt": "a"}\n{"prompt": }\n',
-    "list.jsonl": "[1]\n",
-    "rows.json": '[{"prompt": "a"}]',
+    "text.jsonl": '{"prompt": "a"}\n{"text": "b"}\n',
+    "empty.jsonl": '{"prompt": "a"}\n{"prompt": ""}\n',
+    "chat.jsonl": '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b"}]}\n',
+    "image.jsonl": '{"prompt": "b", "image": "x.png"}',
     "completions.jsonl": '{"prompt": "a", "completions": "b"}',
     "fns.py": "def boom(**kw): 1 / 0\ndef sum(a, **kw): 0\ndef few(n): 0\ndef score(**kw): 0\n",
 }
@@ -1875,49 +1493,43 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "must be whole groups of": "--per_device_train_batch_size 1 --gradient_accumulation_steps 3",
     "--warmup_ratio": "--warmup_ratio 2; --warmup_ratio 1",
     "must be 1 numbers": "--reward_weights 1 2",
-    "the name boom is taken": "--reward_fns {x}/fns.py:boom {x}/fns.py:boom",
     "the name score is taken": "--eval_fns {x}/fns.py:score",
     "there is no file {x}/no.py": "--reward_fns {x}/no.py:f",
     "there is no g in {x}/fns.py": "--reward_fns {x}/fns.py:g",
     "must be file.py:function or module:function": "--reward_fns fns; --eval_fns fns",
     "add **columns": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; --reward_fns {x}/fns.py:sum",
-    "multiple values for keyword argument 'completions'": "--reward_fns {x}/fns.py:boom "
-    "--dataset_name {x}/completions.jsonl",
+    "multiple values for keyword": "--reward_fns {x}/fns.py:boom --dataset_name {x}/completions.jsonl",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
-    "no .jsonl file, folder of them, or Hub id (needs `pip install datasets`)": "--dataset_name {x}/nowhere.jsonl; "
-    "--dataset_name ./nowhere; --dataset_name nobody/nothing; --dataset_name {x}/rows.json",
+    "--dataset_name {x}/nowhere.jsonl: ": "--dataset_name {x}/nowhere.jsonl",
     "has no rows in its split dev": "--dataset_train_split dev",
     "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
-    "line 1 must be a JSON object like": "--dataset_name {x}/list.jsonl",
     "line 2 must be a JSON object like": "--dataset_name {x}/broken.jsonl",
-    "empty.jsonl: has no rows in its split train": "--dataset_name {x}/empty.jsonl",
+    "text.jsonl, row 2: has no readable `prompt`": "--dataset_name {x}/text.jsonl",
+    "the prompt is empty": "--dataset_name {x}/empty.jsonl",
+    "chat_template is not set": "--dataset_name {x}/chat.jsonl",
     "no prompt is within --max_prompt_length 1": "--max_prompt_length 1",
     "tokenizer cannot be loaded": "--sft_model_path /nowhere; --model_name_or_path nobody/nothing",
     "needs --layout plain": "--attn_implementation eager",
-}
-OF_MODELS = {  # those that only models show
     "no token ends a completion": "--stop_token a:b",
-    "has 128 positions": "--response_length 125",
+    "images are not supported": "--dataset_name {x}/image.jsonl",
     "cannot be loaded": "--reward_model_path {x}; --sft_model_path {x} --model_name_or_path {sft}",
     "lacks weights": "--sft_model_path {reward}",
 }
 
 
-@pytest.mark.parametrize("message", MISTAKES | OF_MODELS)
+@pytest.mark.parametrize("message", MISTAKES)
 def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monkeypatch, capfd):
     for name, content in BROKEN_FILES.items():
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)  # where runs/ would be
-    if message not in OF_MODELS:
-        monkeypatch.setattr(rloo, "read_model", lambda *inputs: pytest.fail("a model is loaded"))
 
     def snapshot() -> dict[Path, bytes]:
         files = [path for folder in (tiny, tmp_path) for path in folder.rglob("*") if path.is_file()]
         return {path: path.read_bytes() for path in files if "__pycache__" not in str(path) and path.name != ".lock"}
 
     before, line = snapshot(), command(tiny, "out")
-    for text in (MISTAKES | OF_MODELS)[message].split("; "):
+    for text in MISTAKES[message].split("; "):
         flags = text.format(x=tmp_path, sft=tiny / "sft", reward=tiny / "reward").split()
         with pytest.raises(SystemExit) as end:
             rloo.command_line((line[:-2] if flags == ["--resume"] else line) + flags)
@@ -1928,49 +1540,28 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monk
     assert snapshot() == before
 
 
-@pytest.mark.parametrize(
-    "flag, rank", [("--rloo_k three", 0), ("--attn_implementation flash_attention_2", 0), ("--nonsense 3", 1)]
-)
-def test_a_flag_that_does_not_parse_is_named_by_the_first_process(monkeypatch, capsys, flag, rank):
-    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
-    monkeypatch.setenv("RANK", str(rank))
-    with pytest.raises(SystemExit) as end:
+@pytest.mark.parametrize("flag", ["--rloo_k three", "--attn_implementation flash_attention_2", "--nonsense 3"])
+def test_a_flag_that_does_not_parse_is_named(capsys, flag):
+    with pytest.raises(SystemExit, match="2"):
         rloo.command_line(flag.split())
-    said = "".join(capsys.readouterr())
-    assert end.value.code == 2 and (said == "" if rank else flag.split()[0] in said)
+    assert flag.split()[0] in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("change", ["no tokenizer", "three labels", "more than a head", "adapters"])
-def test_a_model_that_cannot_be_used_is_refused(train, tiny, tmp_path, monkeypatch, change):
-    flags = {f"{name}_model_path": str(shutil.copytree(tiny / name, tmp_path / name)) for name in ("sft", "reward")}
-    kind = type(tiny_model(classifier=True))
-    if change == "no tokenizer":
-        words = "prompt is empty|tokenizer cannot be loaded"
-        for file in (tmp_path / "sft").glob("*token*"):
-            file.unlink()
-    elif change == "three labels":
-        words = "cannot be loaded"
-        save(tmp_path / "reward", kind.from_pretrained(tiny / "reward", num_labels=3, ignore_mismatched_sizes=True))
-    elif change == "more than a head":
-        words = "results in group rows are off by"
-
-        def scaled(self, *inputs, forward=kind.forward, **options):
-            output = forward(self, *inputs, **options)
-            output.logits = (output.logits - 1) * 20
-            return output
-
-        monkeypatch.setattr(kind, "forward", scaled)
-    else:  # with peft installed, transformers adds those beside a model, and would save only them
-        words = "adapters; merge them"
-        monkeypatch.setattr(type(tiny_model()), "peft_config", {}, raising=False)
-    with pytest.raises(InputError, match=words):
-        train(**flags)
+def test_a_model_that_cannot_be_used_is_refused(train, tiny, tmp_path, monkeypatch):
+    """A reward model with three labels or a sliding window; adapters, which would be saved without the model."""
+    labels = type(tiny_model(classifier=True)).from_pretrained(tiny / "sft", num_labels=3)
+    window = tiny_model("mistral", classifier=True, layout="plain")
+    for model, words in ((labels, "cannot be loaded"), (window, "results in group rows are off by")):
+        with pytest.raises(InputError, match=words):
+            train(reward_model_path=save(tmp_path / words, model, tiny_tokenizer()))
+    monkeypatch.setattr(type(tiny_model()), "peft_config", {}, raising=False)
+    with pytest.raises(InputError, match="adapters; merge them"):
+        train()
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
 def test_a_tokenizer_needs_no_pad_token_and_may_have_more_tokens_than_prompts_use(train, tiny, tmp_path, layout):
-    """The numbers are the same, and it is saved as it was. Gemma 3's text models have one embedding fewer than their
-    tokenizer has tokens: that of an image."""
+    """Gemma 3's text models have one embedding fewer than their tokenizer has tokens: that of an image."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["x", "y"])
     tokenizer.pad_token = None
@@ -1988,59 +1579,49 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(schedule):
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1.0)
     for warmup, ratio in ((0, 0.0), (3, 0.3), (3, 0.21)):  # 2.1 updates are 3
         name = "constant_with_warmup" if schedule == "constant" else schedule
-        (factor,) = get_scheduler(name, optimizer, warmup, 10).lr_lambdas
+        (factor,) = transformers.get_scheduler(name, optimizer, warmup, 10).lr_lambdas
         expected = [(i + 1) / (warmup + 1) for i in range(warmup)] + [factor(i) for i in range(warmup, 10)]
         args = Args(lr_scheduler_type=schedule, warmup_ratio=ratio)
         assert [rloo.share_of_peak(args, done, 10) for done in range(10)] == pytest.approx(expected, rel=1e-12)
 
 
 def test_each_group_of_an_optimizer_of_ones_own_follows_the_schedule_from_its_own_rate(train, monkeypatch):
+    rates = []
+
     def two_groups(args, master):
         first, *others = master.parameters()
-        return torch.optim.AdamW([{"params": [first], "lr": 1e-3}, {"params": others}], args.learning_rate)
+        optimizer = torch.optim.AdamW([{"params": [first], "lr": 1e-3}, {"params": others}], args.learning_rate)
+        optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        return optimizer
 
     monkeypatch.setattr(rloo, "make_optimizer", two_groups)
-    steps = spy(monkeypatch, "optimizer_step", lambda inputs, _: [group["lr"] for group in inputs[1].param_groups])
-    monkeypatch.setattr(
-        rloo, "optimizer_step", lambda *inputs, step=rloo.optimizer_step: torch.tensor(step(*inputs)[0])
-    )
     train(total_episodes=64)
-    assert [rates for _, rates in steps] == [pytest.approx([1e-3 * x, 1e-2 * x]) for x in (1, 3 / 4, 2 / 4, 1 / 4)]
+    assert rates == [pytest.approx([1e-3 * x, 1e-2 * x]) for x in (1, 3 / 4, 2 / 4, 1 / 4)]
 
 
-def test_seed_and_kernel_in_a_run(train, tmp_path):
-    """Other flags: the random updates above."""
+def test_another_seed_is_another_run(train, tmp_path):
     one_prompt = write_rows(tmp_path / "x.jsonl", [{"prompt": "a b"}] * 16)  # whatever their order, the seed is seen
     assert not torch.equal(*(final_weights(train(dataset_name=one_prompt, seed=seed)[1]) for seed in (1, 2)))
-    base = {"adam_eps": 1e-3, "layout": "plain"}
-    eager, sdpa = (final_weights(train(**base, attn_implementation=x)[1]) for x in ("eager", None))
-    assert 0 < (eager - sdpa).abs().max() < 1e-3  # by rounding
-
-
-def of_reward_model(inputs, hidden):
-    return hidden * math.nan if hasattr(inputs[0], "score") else hidden
 
 
 SPOILED = {  # what is spoiled in the second update: a function, its output -> what the line calls it
-    "logits of the policy": ("final_logits", lambda inputs, out: out * math.nan, "a log-prob"),
-    "log-probs of the reference": ("chunked_logprobs", lambda inputs, out: out * math.nan, "a log-prob"),
-    "a score": ("completion_hidden", of_reward_model, "a score"),  # it is not taken for one that is not given
-    "the loss": ("policy_loss", lambda inputs, out: (out[0] * math.inf, *out[1:]), "a gradient"),
-    "a gradient": ("policy_loss", lambda inputs, out: (out[0] + (out[0] * 0).sqrt(), *out[1:]), "a gradient"),
+    "logits of the policy": ("final_logits", lambda _, out: out * math.nan, "a log-prob"),
+    "log-probs of the reference": ("chunked_logprobs", lambda _, out: out * math.nan, "a log-prob"),
+    "a score": ("completion_hidden", lambda x, out: out * math.nan if hasattr(x[0], "score") else out, "a score"),
+    "the loss": ("policy_loss", lambda _, out: (out[0] * math.inf, *out[1:]), "a gradient"),
+    "a gradient": ("policy_loss", lambda _, out: (out[0] + (out[0] * 0).sqrt(), *out[1:]), "a gradient"),
 }
 
 
 @pytest.mark.parametrize("kind", SPOILED)
 def test_numbers_that_are_not_finite_stop_the_run_before_they_are_saved(train, tmp_path, monkeypatch, kind):
-    """The checkpoint of the first update stays the newest."""
     name, spoil, called = SPOILED[kind]
     output = tmp_path / "out"
     metrics = output / "metrics.jsonl"
     spy(monkeypatch, name, lambda inputs, found: spoil(inputs, found) if metrics.exists() else found)
     with pytest.raises(FloatingPointError, match=f"^{called}.* is not finite"):
-        train(output_dir=str(output), total_episodes=48, save_steps=1)
-    assert len(read_metrics(output)) == 1 and saved_updates(output) == [1]
-    assert final_weights(output / "checkpoint-1").isfinite().all()
+        train(output_dir=str(output), total_episodes=48)
+    assert len(read_metrics(output)) == 1 and saved_updates(output) == []
 
 
 # ---- Evaluations -----------------------------------------------------------------------------------------------------
@@ -2063,13 +1644,7 @@ def test_one_grade_has_a_mean_and_no_error():
 
 def test_the_clock_of_the_bar_never_runs_backwards(train, monkeypatch):
     starts = []
-
-    class Bar(rloo.tqdm):
-        def update(self, n=1):
-            starts.append(self.start_t)
-            return super().update(n)
-
-    monkeypatch.setattr(rloo, "tqdm", Bar)
+    monkeypatch.setattr(rloo.tqdm, "update", lambda bar, n=1: starts.append(bar.start_t))
     train(total_episodes=48, num_eval_prompts=2, num_sample_generations=2)
     assert len(starts) == 3 and len(set(starts)) == 1
 
@@ -2080,40 +1655,35 @@ def two_by_length(prompts, completions, completion_ids, n, **columns):
 
 
 def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
-    """A completion of each of five prompts, then the greedy ones; at learning rate 1e-20, so that every evaluation
-    finds the same: all draw the same random numbers. A grade that is no number is left out of the means. The score is
-    that of training, with its weights."""
+    """Of five prompts; at learning rate 1e-20, so that every evaluation finds the same: all draw the same random
+    numbers. A grade that is None is left out of the means. The score is that of training, with its weights."""
     functions = {"reward_fns": (spec("two_by_length"),), "eval_fns": (spec("count_tokens"),), "reward_weights": (1, 3)}
     flags = {"num_eval_prompts": 5, "num_sample_generations": 1, "total_episodes": 64, "learning_rate": 1e-20}
-    metrics, output = train(**flags, **functions)
+    _, output = train(**flags, **functions)
     rows = read_metrics(output, "completions")
-    held_out = [json.loads(line) for line in (tiny / "data" / "test.jsonl").read_text().splitlines()][:5]
+    held_out = read_metrics(tiny / "data", "test")[:5]
     expected = [(0, "sampled"), (0, "greedy"), (2, "sampled"), (4, "sampled"), (4, "greedy")]
-    expected = [(*when, row) for when in expected for row in held_out]
-    names = {"length", "score", "rewards/reward_model", "rewards/two_by_length", "count_tokens"}
-    for row, (update, mode, of_data) in zip(rows, expected, strict=True):
+    for row, ((update, mode), of_data) in zip(rows, itertools.product(expected, held_out), strict=True):
         assert {*row} == {"update", "mode", "prompt", "completion", "grades", "columns"}
         assert (row["update"], row["mode"]) == (update, mode)
         assert row["columns"] | {"prompt": row["prompt"]} == of_data
-        grades, scored = row["grades"], of_data["n"] % 2 == 1
-        assert {*grades} == (names if scored else names - {"rewards/two_by_length"})
-        of_function = grades["length"] if scored else 0.0
-        assert grades["count_tokens"] == grades["length"] and grades.get("rewards/two_by_length", 0.0) == of_function
-        assert len(row["completion"].split()) in (grades["length"], grades["length"] - 1)
-        assert grades["score"] == pytest.approx(grades["rewards/reward_model"] + 3 * of_function)
+        grades, length = row["grades"], row["grades"]["length"]
+        of_function = {"rewards/two_by_length": length} if of_data["n"] % 2 else {}
+        score = grades["rewards/reward_model"] + 3 * sum(of_function.values())
+        known = {"length": length, "count_tokens": length, "rewards/reward_model": grades["rewards/reward_model"]}
+        assert grades == known | of_function | {"score": pytest.approx(score)}
+        assert len(row["completion"].split()) in (length, length - 1)
     completions = [row["completion"] for row in rows]
     assert completions[:10] == completions[15:] and completions[:5] == completions[10:15] != completions[5:10]
 
     first, middle, last = read_metrics(output, "evaluations")
-    ends = ("", "_stderr", "_count")
+    names, ends = [*known, "score", "rewards/two_by_length"], ("", "_stderr", "_count")
     sampled, greedy = ({f"{mode}/{name}{end}" for name in names for end in ends} for mode in ("sampled", "greedy"))
     assert {*middle} == {"update", "episode"} | sampled and {*first} == {*last} == {*middle} | greedy
     for name in names:  # over those that have one
         own = [row["grades"][name] for row in rows[:5] if name in row["grades"]]
         found = [first[f"sampled/{name}{end}"] for end in ends]
         assert found == pytest.approx([mean(own), stdev(own) / len(own) ** 0.5, len(own)]), name
-    assert first["sampled/rewards/two_by_length_count"] in (2, 3) and first["sampled/score_count"] == 5
-    assert len(metrics) == 4 and not any("eval" in name for update in metrics for name in update)
     screen = capsys.readouterr().out
     assert re.search(rf"\nsampled/score .*{first['sampled/score']:.3f}.*{last['sampled/score']:.3f}", screen)
     assert completions[0].strip() in screen
@@ -2126,19 +1696,12 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train):
     assert metrics == [] and not [*output.glob("*.safetensors"), *output.glob("checkpoint-*")]
     (evaluated,) = read_metrics(output, "evaluations")
     assert evaluated["sampled/count_tokens"] == evaluated["sampled/length"] and "sampled/score" not in evaluated
-    with pytest.raises(InputError, match="is not empty"):  # its result is not overwritten
-        train(total_episodes=0, output_dir=str(output), **graded)
-    assert read_metrics(output, "evaluations") == [evaluated]
     train(total_episodes=32, output_dir=str(output), resume=True, **graded)
     before, after = read_metrics(output, "evaluations")
     assert before["sampled/count_tokens"] == evaluated["sampled/count_tokens"] and after["update"] == 2
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
-
-
-def count_a(prompts, completions, completion_ids, **columns):
-    return [text.split().count("a") for text in completions]
 
 
 @pytest.fixture(scope="session")
@@ -2154,7 +1717,6 @@ def alone(tiny, tmp_path_factory):
 
 
 def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(alone):
-    """Importing it has no side effect."""
     folder, process = alone
     said, errors = process.communicate()
     assert process.returncode == 0, errors
@@ -2172,10 +1734,8 @@ def test_the_main_command_runs_on_the_bundled_task(tmp_path, monkeypatch, capfd)
     monkeypatch.chdir(tmp_path)
     splits = "--dataset_train_split validation --dataset_test_split test"
     rloo.command_line(f"--total_episodes 32 --num_eval_prompts 8 {splits}".split())
-    screen = capfd.readouterr().out
-    assert "\nsampled/gold_win_rate " in screen
+    assert "\nsampled/gold_win_rate " in capfd.readouterr().out
     (output,) = (tmp_path / "runs").iterdir()
-    assert AutoModelForCausalLM.from_pretrained(output).config.model_type == "gpt_neox"
     (metrics,) = read_metrics(output)
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 2.5e-4
 
@@ -2187,18 +1747,17 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, mo
         init=lambda **flags: started.append(flags),
         define_metric=lambda name, step_metric: steps.append((name, step_metric)),
         log=logged.append,
-        Table=lambda columns, rows: (columns, rows),
+        Table=lambda columns, rows: rows,
     )
     monkeypatch.setitem(sys.modules, "wandb", service)
     flags = {"track": True, "num_eval_prompts": 4, "output_dir": str(tmp_path / "out"), "total_episodes": 32}
     metrics, output = train(**flags, wandb_project_name="project", wandb_entity="team")
     assert started[0].items() >= {"project": "project", "entity": "team", "name": "out"}.items()
     assert [x["update"] for x in logged] == [0, 1, 2, 2] and logged[1:3] == metrics
-    samples = [x for x in read_metrics(output, "completions") if x["mode"] == "sampled"]
-    for found, evaluation in zip(logged[::3], read_metrics(output, "evaluations"), strict=True):
-        assert found.items() >= {f"eval/{name}": x for name, x in evaluation.items()}.items()
-        texts = [[x["prompt"], x["completion"]] for x in samples if x["update"] == evaluation["update"]]
-        assert [row[:2] for row in found["samples"][1]] == texts
+    first, last = read_metrics(output, "evaluations")
+    assert logged[3].items() >= {f"eval/{name}": x for name, x in last.items()}.items()
+    sample, *_ = read_metrics(output, "completions")
+    assert logged[0]["samples"][0][:2] == [sample["prompt"], sample["completion"]]
     train(**flags | {"total_episodes": 48}, resume=True)
     train(**flags | {"output_dir": str(tmp_path / "other")})
     one, resumed, other = (flags["id"] for flags in started)
@@ -2206,35 +1765,24 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, mo
     assert steps == [("*", "update")] * 3
 
 
-def without_a_key(**flags):
-    raise RuntimeError("No API key configured.\nUse `wandb login`.")
-
-
-def test_a_service_that_does_not_start_is_one_line_before_models_load(tiny, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=without_a_key))
-    monkeypatch.setattr(rloo, "read_model", lambda *inputs: pytest.fail("a model is loaded"))
-    with pytest.raises(
-        SystemExit, match=r"^rloo.py: --track: .*wandb login.*\(RuntimeError: No API key configured.\)$"
-    ):
-        rloo.command_line([*command(tiny, tmp_path / "out"), "--track"])
-
-
-def test_a_file_copied_without_the_bundled_task_says_which_flags_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(rloo, "MINI_TLDR", tmp_path / "mini_tldr")
-    with pytest.raises(SystemExit, match=f"^rloo.py: the bundled task is not at {tmp_path}.*; give --sft_model_path, "):
-        rloo.command_line(["--output_dir", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_ctrl_c_while_models_load_is_one_line(tiny, tmp_path, monkeypatch):
+def test_what_else_ends_with_one_line(tiny, tmp_path, monkeypatch):
+    """Ctrl-C while models load; before that a service that does not start; rloo.py without the bundled task."""
     monkeypatch.setattr(rloo, "load_models", lambda *inputs: signal.default_int_handler(signal.SIGINT, None))
-    with pytest.raises(SystemExit, match="^rloo.py: interrupted$"):
-        rloo.command_line(command(tiny, tmp_path / "out"))
+    monkeypatch.setattr(rloo, "MINI_TLDR", tmp_path / "mini_tldr")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **flags: [].pop()))
+    line, other = command(tiny, tmp_path / "out"), tmp_path / "other"
+    for flags, words in (
+        ([*line, "--track"], "--track: .*wandb login.*IndexError: pop from empty list.*"),
+        (line, "interrupted"),
+        (["--output_dir", str(other)], f"the bundled task is not at {tmp_path}.*; give --sft_model_path, .*"),
+    ):
+        with pytest.raises(SystemExit, match=f"^rloo.py: {words}$"):
+            rloo.command_line(flags)
+    assert not other.exists()
 
 
 def test_a_reward_function_may_be_anywhere(tmp_path, monkeypatch):
-    """In a package of the working directory, in a file that imports what lies beside it, and in one whose name Python
-    has taken or cannot import. Two files of one name are refused."""
+    """... also in a file whose name Python has taken or cannot import. Two files of one name are refused."""
     monkeypatch.chdir(tmp_path)
     for file, content in {
         "rewards/__init__.py": "",
@@ -2258,17 +1806,10 @@ def test_a_reward_function_may_be_anywhere(tmp_path, monkeypatch):
 # ---- Killed, resumed, told to stop, out of space ---------------------------------------------------------------------
 
 # Evaluations at 0, 3 and 6 of six updates, with two optimizer steps each; checkpoints at 2, 4 and 6.
-LONG = {
-    "missing_eos_penalty": 0.5,
-    "log_completions": True,
-    "total_episodes": 96,
-    "num_mini_batches": 2,
-    "per_device_train_batch_size": 8,
-    "learning_rate": 3e-3,
-}
-LONG |= {"lr_scheduler_type": "cosine", "warmup_ratio": 0.3, "save_steps": 2, "save_total_limit": 9}
-LONG |= {"num_eval_prompts": 4, "num_sample_generations": 1, "eval_fns": (spec("count_tokens"),)}
-LONG |= {"reward_fns": (spec("noise"),)}
+LONG = {"total_episodes": 96, "num_mini_batches": 2, "per_device_train_batch_size": 8, "log_completions": True}
+LONG |= {"learning_rate": 3e-3, "lr_scheduler_type": "cosine", "warmup_ratio": 0.3, "missing_eos_penalty": 0.5}
+LONG |= {"save_steps": 2, "save_total_limit": 9, "num_eval_prompts": 4, "num_sample_generations": 1}
+LONG |= {"eval_fns": (spec("count_tokens"),), "reward_fns": (spec("noise"),)}
 
 
 def noise(prompts, completions, completion_ids, **columns):
@@ -2283,13 +1824,8 @@ def run(tiny: Path, output: Path, **flags) -> Path:
 
 def end_of(output: Path) -> dict:
     """What a finished run leaves: weights, metrics without times, evaluations and all completions."""
-    return {
-        "weights": (output / "model.safetensors").read_bytes(),
-        "metrics": without_times(read_metrics(output)),
-        "evaluations": (output / "evaluations.jsonl").read_bytes(),
-        "completions": (output / "completions.jsonl").read_bytes(),
-        "training": (output / "training_completions.jsonl").read_bytes(),
-    }
+    files = ("model.safetensors", "evaluations.jsonl", "completions.jsonl", "training_completions.jsonl")
+    return {name: (output / name).read_bytes() for name in files} | {"metrics": without_times(read_metrics(output))}
 
 
 def saved_updates(output: Path) -> list[int]:
@@ -2298,7 +1834,6 @@ def saved_updates(output: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory) -> Path:
-    """A run that nothing interrupts."""
     return run(tiny, tmp_path_factory.mktemp("whole") / "out")
 
 
@@ -2313,73 +1848,51 @@ def test_a_run_repeats_itself_and_its_checkpoints_are_models(whole, tiny, tmp_pa
     run(tiny, tmp_path / "from a checkpoint", sft_model_path=str(whole / "checkpoint-4"), total_episodes=16)
 
 
-def test_training_completions_have_the_numbers_that_training_learned_from(whole, train, monkeypatch):
+def test_training_completions_have_the_numbers_that_training_learned_from(whole):
     lines, updates = read_metrics(whole, "training_completions"), read_metrics(whole)
+    assert len(lines) == 16 * len(updates) and {line["mode"] for line in lines} == {"training"}
+    of_means = {"score": "objective/scores", "kl": "objective/kl", "rewards/noise": "rewards/noise/mean"}
     for metrics in updates:
-        own = [line for line in lines if line["update"] == metrics["update"]]
-        assert len(own) == 16 and {line["mode"] for line in own} == {"training"}
-        for name, metric in (
-            ("score", "objective/scores"),
-            ("kl", "objective/kl"),
-            ("rewards/noise", "rewards/noise/mean"),
-        ):
-            assert mean(line["grades"][name] for line in own) == pytest.approx(metrics[metric], abs=1e-5)
+        own = [line["grades"] for line in lines if line["update"] == metrics["update"]]
+        for name, metric in of_means.items():
+            assert mean(grades[name] for grades in own) == pytest.approx(metrics[metric], abs=1e-5)
         for one, other in zip(own[::2], own[1::2]):  # k = 2: siblings, one after the other, have opposite advantages
-            assert one["prompt"] == other["prompt"]
-            assert one["grades"]["advantage"] == pytest.approx(-other["grades"]["advantage"], abs=1e-6)
-    assert len(lines) == 16 * len(updates) and any(line["grades"]["advantage"] > 0 for line in lines)
+            assert one["advantage"] == pytest.approx(-other["advantage"], abs=1e-6) != 0
 
 
-def error(*inputs, **options):
-    raise ZeroDivisionError
-
-
-def no_space(*inputs):
-    raise OSError(28, "No space left on device")
-
-
-def ctrl_c(*inputs):
-    signal.raise_signal(signal.SIGINT)
-
-
-def ctrl_c_twice(*inputs):
-    signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)
-    pytest.fail("the second one did not end it")
-
-
-INTERRUPTED = {  # the starts of one run: a function, its call in this start, what happens there, the newest checkpoint
-    "before the first checkpoint": ("policy_loss", 4, error, []),  # half of update 2 is done
-    "a reward": ("scores_of", 4, error, [1]),
-    "Ctrl-C in an update": ("improve", 1, ctrl_c, [2]),
-    "Ctrl-C twice in a reward": ("scores_of", 1, ctrl_c_twice, [2]),
-    "an evaluation's reward": ("scores_of", 2, error, [2]),
-    "between the files of an evaluation": ("append", 4, no_space, [2]),
-    "a full disk": ("torch.save", 1, no_space, [2]),
-    "before a checkpoint has its name": ("Path.rename", 1, error, [2]),
-    "a rollout": ("rollout", 3, no_space, [3]),
-    "between two steps": ("policy_loss", 2, error, [3]),
-    "Ctrl-C in an evaluation": ("evaluate", 1, ctrl_c, [4]),
-    "the last evaluation": ("scores_of", 3, error, [6]),
-    "a full disk at the end": ("save_policy", 1, no_space, [6]),
+ERROR, FULL = ZeroDivisionError(), OSError(28, "No space left on device")
+INTERRUPTED = {  # starts of one run: a function, its call, what happens there (so many Ctrl-C), the newest checkpoint
+    "before the first checkpoint": ("policy_loss", 4, ERROR, []),  # half of update 2 is done
+    "a reward": ("scores_of", 4, ERROR, [1]),
+    "Ctrl-C in an update": ("improve", 1, 1, [2]),
+    "Ctrl-C twice in a reward": ("scores_of", 1, 2, [2]),
+    "an evaluation's reward": ("scores_of", 2, ERROR, [2]),
+    "between the files of an evaluation": ("append", 4, FULL, [2]),
+    "a full disk": ("torch.save", 1, FULL, [2]),
+    "before a checkpoint has its name": ("Path.rename", 1, ERROR, [2]),
+    "a rollout": ("rollout", 3, FULL, [3]),
+    "between two steps": ("policy_loss", 2, ERROR, [3]),
+    "Ctrl-C in an evaluation": ("evaluate", 1, 1, [4]),
+    "the last evaluation": ("scores_of", 3, ERROR, [6]),
+    "a full disk at the end": ("save_policy", 1, FULL, [6]),
 }
 
 
-def test_a_run_that_is_interrupted_and_resumed_again_and_again_ends_like_a_whole_one(
-    whole, tiny, tmp_path, monkeypatch
-):
+def test_a_run_that_is_interrupted_and_resumed_again_ends_like_a_whole_one(whole, tiny, tmp_path, monkeypatch):
     """... in which each update is once in all files. What was saved says how to go on."""
     output, handler = tmp_path / "out", signal.getsignal(signal.SIGINT)
     to_continue = f"to continue, repeat the command with --resume --output_dir {output}"
     for where, (name, call, event, newest) in INTERRUPTED.items():
         owner = {"torch": torch, "Path": Path}.get(name.rpartition(".")[0], rloo)
         name, calls = name.rpartition(".")[2], itertools.count(1)
-
         original = getattr(owner, name)
 
         def interrupted(*inputs, original=original, calls=calls, call=call, event=event, **options):
             if next(calls) == call:
-                event()
+                if isinstance(event, Exception):
+                    raise event
+                for _ in range(event):
+                    signal.raise_signal(signal.SIGINT)
             return original(*inputs, **options)
 
         with monkeypatch.context() as patch, pytest.raises((Exception, SystemExit, KeyboardInterrupt)) as end:
@@ -2388,10 +1901,9 @@ def test_a_run_that_is_interrupted_and_resumed_again_and_again_ends_like_a_whole
         assert saved_updates(output)[:1] == newest, where
         if where in ("a reward", "a rollout"):
             assert to_continue in "".join(end.value.__notes__), where
-        if event == ctrl_c:
-            assert end.value.code == f"stopped and saved; {to_continue}", where
-        if where == "between the files of an evaluation":
-            assert '"update": 3' in (output / "completions.jsonl").read_text()
+        if isinstance(event, int):
+            said = f"stopped and saved; {to_continue}" if event == 1 else ""  # the second one ends it at once
+            assert str(end.value) == said, where
         if where == "between two steps":
             (output / "metrics.jsonl").open("a").write('{"update": 6, "obj')  # cut when the power failed
         assert signal.getsignal(signal.SIGINT) == handler, where
@@ -2399,40 +1911,32 @@ def test_a_run_that_is_interrupted_and_resumed_again_and_again_ends_like_a_whole
     assert not (output / "unfinished-checkpoint").exists()
 
 
-def kill_and_resume(tiny: Path, folder: Path, whole: Path, kills: int):
-    """Kills runs at random moments and resumes each until it has ended like a whole one."""
-    draw = random.Random(1)
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_runs_that_are_killed_at_random_moments_and_resumed_end_like_a_whole_one(tiny, tmp_path, whole, request, kills):
+    """SIGKILL, also during a save. The first run, which nothing kills, says how long one takes."""
+    if kills == 100 and request.config.getoption("markexpr") != "slow":
+        pytest.skip("takes minutes: -m slow")
+    draw, done, seconds = random.Random(1), 0, None
     for n in itertools.count():
-        output, exitcode = folder / f"run{n}", None
+        output, exitcode = tmp_path / f"run{n}", None
         while exitcode != 0:
             process = forkserver().Process(target=run, args=(tiny, output), kwargs={"resume": True, "save_steps": 1})
+            begin = time.perf_counter()
             process.start()
-            process.join(draw.uniform(0, 2) if kills > 0 else None)
+            process.join(draw.uniform(0, seconds) if seconds and done < kills else None)
+            seconds = seconds or time.perf_counter() - begin
             if process.is_alive():
                 process.kill()
                 process.join()
-                kills -= 1
+                done += 1
             exitcode = process.exitcode
             assert exitcode in (0, -signal.SIGKILL)
         assert end_of(output) == end_of(whole)
-        if kills <= 0:
+        if done == kills:
             return
 
 
-def test_runs_that_are_killed_at_random_moments_and_resumed_end_like_a_whole_one(tiny, tmp_path, whole):
-    """SIGKILL, also during a save."""
-    kill_and_resume(tiny, tmp_path, whole, kills=2)
-
-
-@pytest.mark.slow
-def test_100_kills(tiny, tmp_path, whole, request):
-    if request.config.getoption("markexpr") != "slow":
-        pytest.skip("takes minutes: -m slow")
-    kill_and_resume(tiny, tmp_path, whole, kills=100)
-
-
 def test_the_old_checkpoint_is_removed_when_the_new_one_has_its_name_and_is_on_the_disk(train, tmp_path, monkeypatch):
-    """With --save_total_limit 1 there is always one to resume from."""
     output, synced, renames, rename = tmp_path / "out", set(), [], Path.rename
 
     def fsync(file):
@@ -2452,20 +1956,11 @@ def test_the_old_checkpoint_is_removed_when_the_new_one_has_its_name_and_is_on_t
     assert all(missed == set() and n > 4 for _, missed, n in renames)
 
 
-def run_by(flags: str, file: str):
-    try:
-        rloo.main(Args(**json.loads(flags)))
-        said = "nothing"
-    except InputError as error:
-        said = str(error)
-    Path(file).write_text(said)
-
-
 def run_the_same(prompts, **columns):
     """Starts a second run with --resume on the folder of this one."""
-    process = forkserver().Process(target=run_by, args=(os.environ["SAME_FLAGS"], os.environ["SAID"]))
-    process.start()
-    process.join()
+    with forkserver().Pool(1) as pool, pytest.raises(InputError, match="another run writes to it") as error:
+        pool.apply(rloo.main, [Args(**json.loads(os.environ["SAME_FLAGS"]))])
+    assert "\n" not in str(error.value)
     return [0.0] * len(prompts)
 
 
@@ -2473,20 +1968,17 @@ def test_one_run_at_a_time_writes_to_a_folder(train, tiny, tmp_path, monkeypatch
     """A second one gets a line, and has cut no file by then. The lock ends with its process, see the kills."""
     output = tmp_path / "out"
     flags = {"reward_fns": (spec("run_the_same"),), "reward_weights": (1, 0), "total_episodes": 32, "save_steps": 1}
-    monkeypatch.setenv("SAID", str(tmp_path / "said"))
     monkeypatch.setenv("SAME_FLAGS", json.dumps(run_flags(tiny, output, **flags, resume=True)))
     metrics, _ = train(output_dir=str(output), **flags)
     assert [x["update"] for x in metrics] == [1, 2]
-    said = (tmp_path / "said").read_text()
-    assert said.startswith(f"--output_dir {output}: another run writes to it") and "\n" not in said
     assert json.loads((output / "args.json").read_text())["resume"] is False
 
 
 def test_a_process_that_is_killed_while_it_cuts_a_file_leaves_all_of_it(tmp_path, monkeypatch):
     file = tmp_path / "metrics.jsonl"
     before = write_rows(file, [{"update": 1}, {"update": 2}]) and file.read_bytes()
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Path, "replace", error)
+    with monkeypatch.context() as patch, pytest.raises(AttributeError):
+        patch.delattr(Path, "replace")
         rloo.keep_lines(file, 1)
     assert file.read_bytes() == before
     assert rloo.keep_lines(file, 1) == [{"update": 1}] == read_metrics(tmp_path)
@@ -2496,16 +1988,15 @@ def test_a_process_that_is_killed_while_it_cuts_a_file_leaves_all_of_it(tmp_path
 def test_a_run_resumed_with_other_flags_says_so_and_goes_on_by_them(whole, tiny, tmp_path, capsys):
     output = shutil.copytree(whole, tmp_path / "out")
     changed = {"total_episodes": 144, "save_steps": 9, "learning_rate": 1e-3, "rloo_k": 4, "seed": 7}
-    run(tiny, output, resume=True, **changed, reward_fns=(spec("count_a"),))
+    run(tiny, output, resume=True, **changed, reward_fns=(spec("count_tokens"),), eval_fns=())
     assert "resumed with other flags: rloo_k 2 -> 4, seed 1 -> 7\n" in capsys.readouterr().out
     (before,) = output.glob("args-until-*.json")
     assert [json.loads(file.read_text())["rloo_k"] for file in (before, output / "args.json")] == [2, 4]
-    metrics, old = read_metrics(output), read_metrics(whole)
-    assert metrics[:6] == old and [update["update"] for update in metrics] == [*range(1, 10)]
+    metrics = read_metrics(output)
+    assert metrics[:6] == read_metrics(whole) and [update["update"] for update in metrics] == [*range(1, 10)]
     lrs = [1e-3 * (0.5 - 0.5 * math.cos(math.pi * left / 6)) for left in (3, 2, 1)]  # of nine updates, not of three
     assert [update["lr"] for update in metrics[6:]] == pytest.approx(lrs)
-    evaluations = read_metrics(output, "evaluations")
-    assert evaluations[:2] == read_metrics(whole, "evaluations")[:2] and evaluations[-1]["update"] == 9
+    assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 3, 9]
 
 
 def test_a_run_resumed_with_another_batch_ends_at_its_number_of_episodes(whole, tiny, tmp_path, monkeypatch):
@@ -2519,37 +2010,16 @@ def test_a_run_resumed_with_another_batch_ends_at_its_number_of_episodes(whole, 
     assert [inputs[2] for inputs, _ in drawn] == [16, 20, 24, 28, 16, 16]
 
 
-class RunsCode:
-    """Its pickle runs code when it is loaded: here it stops."""
-
-    def __reduce__(self):
-        return sys.exit, ("code of a checkpoint was run",)
-
-
-def saved(thing) -> bytes:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    return file.getvalue()
-
-
-def smaller(moments: dict) -> dict:
-    return {number: {name: x[:1] if x.dim() else x for name, x in state.items()} for number, state in moments.items()}
-
-
-def more(moments: dict) -> dict:
-    return moments | {len(moments): moments[0]}
-
-
-DAMAGED = {  # what happens to a file of the newest checkpoint; None: it is removed
-    "model.safetensors": lambda content: content[:-100],
-    "optimizer.pt": lambda content: content[:-100],
-    "state.json": lambda content: b"{",
-    "config.json": None,
-    "state.json of another version": lambda content: b'{"update": 6}',
-    "optimizer.pt that runs code": lambda content: saved(RunsCode()),
+DAMAGED = {  # what happens to a file of the newest checkpoint
+    "model.safetensors": lambda file: os.truncate(file, file.stat().st_size - 100),
+    "optimizer.pt": lambda file: os.truncate(file, file.stat().st_size - 100),
+    "state.json": lambda file: file.write_text("{"),
+    "config.json": lambda file: file.unlink(),
+    "state.json of another version": lambda file: file.write_text('{"update": 6}'),
+    "optimizer.pt with code": lambda file: torch.save(os.getcwd, file),
     # That of another kind of run, such as one with adapters: AdamW would write beyond its moments.
-    "optimizer.pt of other shapes": lambda content: saved(smaller(torch.load(io.BytesIO(content)))),
-    "optimizer.pt of more weights": lambda content: saved(more(torch.load(io.BytesIO(content)))),
+    "optimizer.pt of other shapes": lambda file: torch.save({0: {"exp_avg": torch.zeros(1)}}, file),
+    "optimizer.pt of more weights": lambda file: torch.save({99: {"exp_avg": torch.zeros(1)}}, file),
 }
 
 
@@ -2558,11 +2028,9 @@ def test_a_damaged_checkpoint_is_not_loaded_and_the_one_before_goes_on(whole, ti
     for damage, change in DAMAGED.items():
         file = output / "checkpoint-6" / damage.split()[0]
         content = file.read_bytes()
-        file.unlink()
-        if change:
-            file.write_bytes(change(content))
+        change(file)
         errors = InputError if " of " in damage else (RuntimeError, ValueError, pickle.UnpicklingError)
-        with pytest.raises(errors):  # not the SystemExit of its code
+        with pytest.raises(errors):
             run(tiny, output, resume=True)
         file.write_bytes(content)
     file.parent.rename(tmp_path / "away")
@@ -2575,8 +2043,6 @@ def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, t
     for episodes in (96, 16):
         run(tiny, output, resume=True, total_episodes=episodes)
         assert not collected and end_of(output) == end_of(whole)
-    with pytest.raises(InputError, match="is not empty; choose another, or --resume the run in it"):
-        run(tiny, output)
     for name in ("checkpoint-100", "checkpoint-10", "checkpoint-x", "unfinished-checkpoint"):
         (output / name).mkdir()
     assert saved_updates(output) == [100, 10, 6, 4, 2]
@@ -2589,15 +2055,11 @@ def test_seeds_are_told_apart_not_added_up_and_every_epoch_is_each_prompt_once()
         rloo.set_seed(*numbers)
         drawn.add((torch.rand(1).item(), random.random()))
     assert len(drawn) == len({x for x, _ in drawn}) == 4**3
-    orders = {
-        tuple(rloo.examples_of_update([*range(50)], seed, 50 * epoch, 50)) for seed in range(5) for epoch in range(5)
-    }
-    assert len(orders) == 5**2
-
-    rows = [*range(10)]  # every epoch is each prompt once, and small datasets cycle
-    drawn = sum((rloo.examples_of_update(rows, 1, begin, 4) for begin in range(0, 40, 4)), [])
-    assert all(sorted(drawn[i : i + 10]) == rows for i in range(0, 40, 10))
-    assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7
+    pairs, rows = [*itertools.product(range(5), repeat=2)], [*range(50)]
+    assert len({tuple(rloo.examples_of_update(rows, seed, 50 * epoch, 50)) for seed, epoch in pairs}) == 5**2
+    drawn = sum((rloo.examples_of_update(rows, 1, begin, 20) for begin in range(0, 200, 20)), [])
+    assert all(sorted(drawn[i : i + 50]) == rows for i in range(0, 200, 50))
+    assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7  # small datasets cycle
 
 
 # ---- More than one process -------------------------------------------------------------------------------------------
@@ -2632,8 +2094,10 @@ TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one proce
     "two": (ONE["one"], "one"),
     "two, tokens": (TOKENS | {"gradient_checkpointing": True}, "one, tokens"),
     "two, resumed": ({}, "one"),  # from checkpoint 2 of "one"
-    # The one below equals no other.
-    "two, one held-out row": ({"layout": "plain", "total_episodes": 16, "num_eval_prompts": 1}, None),
+    "two, one held-out row": (
+        {"layout": "plain", "total_episodes": 16, "num_eval_prompts": 1},
+        None,
+    ),
 }
 
 
@@ -2682,7 +2146,6 @@ def begun(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_processes(begun):
-    """The folder of these runs, and what the two processes printed."""
     folder, wait = begun
     return folder, wait()
 
@@ -2698,13 +2161,11 @@ def assert_equal_runs(one: Path, other: Path):
 
 
 def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(two_processes, tiny, monkeypatch):
-    """Three updates on the same prompts and completions, or two and one after a checkpoint."""
     folder, _ = two_processes
     assert (final_weights(folder / "one") - final_weights(tiny / "sft")).abs().max() > 1e-3
     assert all(0 < x["completions/clipped_ratio"] < 1 for x in read_metrics(folder / "one"))
     for update in read_metrics(folder / "one") + read_metrics(folder / "two"):  # completions of all ranks per second
         seconds = sum(x for name, x in update.items() if name.startswith("time/"))
-        assert len([name for name in update if name.startswith("time/")]) == 4
         assert update["eps"] == pytest.approx(16 / seconds)
     for name, (_, one) in TWO_PROCESSES.items():
         if one:
@@ -2717,19 +2178,14 @@ def test_two_processes_equal_one_and_their_checkpoints_fit_each_other(two_proces
 
 
 def test_a_gradient_is_the_mean_over_ranks_where_one_without_it_counts_as_0(two_processes):
-    """... such as that of an expert without tokens."""
     for log in two_processes[1]:
         assert "gradients [[1.0, 1.0], [0.5, 0.5], [0.0, 0.0]]\n" in log.read_text()
 
 
-def test_with_fewer_held_out_rows_than_processes_nothing_is_evaluated(two_processes):
-    folder, _ = two_processes
-    assert read_metrics(folder / "two, one held-out row", "evaluations") == []
-    assert len(read_metrics(folder / "two, one held-out row")) == 1
-
-
 def test_processes_train_on_different_prompts_and_one_of_them_speaks(two_processes, tiny):
     folder, logs = two_processes
+    one_row = folder / "two, one held-out row"  # fewer than processes: nothing is evaluated
+    assert len(read_metrics(one_row)) == 1 and read_metrics(one_row, "evaluations") == []
     mains = len(TWO_PROCESSES)  # which are not silenced
     first, second = (log.read_text() for log in logs)
     assert (first.count("\nresults: "), second.count("\nresults: ")) == (mains + 1, mains)
