@@ -384,6 +384,8 @@ def test_tokens_that_the_policy_did_not_write_are_read_but_not_learned_from():
         assert all(torch.allclose(part, full * mask, atol=1e-6) for part, full in zip(logprobs, whole))
     advantages = advantages_of(scores, torch.rand(3, 4, 6) * mask, mask, token_level_kl=True)
     assert torch.equal(advantages != 0, mask)
+    zeros, ones = torch.zeros(3, 4, 6), torch.ones(3, 4, 6)
+    assert torch.equal(rloo.policy_loss(zeros, zeros, ones, mask, 0.2, 0.2)[0], -mask.sum(-1).float())
 
 
 def enumerate_completions(vocab: int, T: int) -> list[list[int]]:
@@ -2102,7 +2104,6 @@ TWO_PROCESSES = {  # a run on two processes: its flags, and the run on one proce
 
 
 def several_runs(runs: list[dict], last: list[str], notes: Path):
-    """Does the runs one after the other, then a command line."""
     os.environ["NOTES"] = str(notes)
     rollout = rloo.rollout
     rloo.rollout = ranked_rollout
@@ -2151,7 +2152,6 @@ def two_processes(begun):
 
 
 def assert_equal_runs(one: Path, other: Path):
-    """Weights, metrics, evaluations and completions, up to rounding."""
     assert (final_weights(one) - final_weights(other)).abs().max() < 1e-5, other.name
     for name in ("metrics", "evaluations"):
         for ours, theirs in zip(*(without_times(read_metrics(x, name)) for x in (one, other)), strict=True):
