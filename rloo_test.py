@@ -256,7 +256,7 @@ def on_two_processes(folder: Path, function, *inputs):
     both = [(rank, port, log, function, inputs) for rank, log in enumerate(logs)]
     processes = [forkserver().Process(target=one_of_two, args=x, daemon=False) for x in both]
     starting = threading.Thread(target=lambda: [process.start() for process in processes])
-    starting.start()  # waits until the server has imported what it needs
+    starting.start()  # in a thread: starting waits until the server has imported what it needs
 
     def wait() -> list[Path]:
         starting.join()
@@ -1923,8 +1923,8 @@ def test_runs_that_are_killed_at_random_moments_and_resumed_end_like_a_whole_one
         output, exitcode = tmp_path / f"run{n}", None
         while exitcode != 0:
             process = forkserver().Process(target=run, args=(tiny, output), kwargs={"resume": True, "save_steps": 1})
+            process.start()  # waits until the server has imported what it needs
             begin = time.perf_counter()
-            process.start()
             process.join(draw.uniform(0, seconds) if seconds and done < kills else None)
             seconds = seconds or time.perf_counter() - begin
             if process.is_alive():
