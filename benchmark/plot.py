@@ -96,20 +96,20 @@ def courses(panels: dict[str, dict[str, list[dict]]], over: str, output: Path):
     save(figure, output)
 
 
-def scatter(points: dict[str, list[tuple[float, float, float]]], names: Sequence[str], output: Path):
-    """Draws a point for each label, [x, y], each a mean and the ends of its interval. Labels stand on the right, in the
-    order of the points and so far apart that none covers another."""
+def scatter(points: dict[str, list[tuple[float, float, float]]], names: Sequence[str], ours: str, output: Path):
+    """Draws a point for each label, [x, y], each a mean and the ends of its interval; that of `ours` stands out. Labels
+    stand on the right, in the order of the points and so far apart that none covers another."""
     figure, ((axis,),) = canvas(1, 1, height=5)
     figure.set_size_inches(8, 5)
     order = sorted(points, key=lambda label: points[label][1][0])
     for number, label in enumerate(order):
         (x, *x_ends), (y, *y_ends) = points[label]
-        color = f"C{number % 10}"
+        color, size, weight = ("C3", 8, "bold") if label == ours else ("0.35", 5, "normal")
         axis.plot(x_ends, [y, y], [x, x], y_ends, color=color, lw=1.2)
-        axis.plot(x, y, "o", ms=5, color=color)
+        axis.plot(x, y, "o", ms=size, color=color)
         height = (number + 0.5) / len(order)
         axis.annotate(
-            label, (x, y), (1.04, height), textcoords="axes fraction", va="center", color=color,
+            label, (x, y), (1.04, height), textcoords="axes fraction", va="center", color=color, weight=weight,
             arrowprops={"arrowstyle": "-", "lw": 0.5, "color": color},
         )  # fmt: skip
     title = "Means and 95% intervals\nover seeds if there are three or more, else over prompts"
