@@ -7,7 +7,7 @@
 
 benchmark/requirements.txt says how to make the environments. Defaults are those of rloo.py for mini TL;DR. A flag that
 would change the objective is refused if the trainer has no setting for it. PPO samples one completion per prompt,
-whatever --rloo_k says.
+whatever --rloo_k says, and begins its value model as the reward model.
 
 The folder gets the policy, with the tokenizer and the configuration that it had before, and metrics.jsonl: a line for
 each update with its score, the seconds since the previous update and, on a GPU, the peak memory. The folder appears
@@ -65,7 +65,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--sft_model_path", type=Path, default=TASK / "sft")
     parser.add_argument("--reward_model_path", type=Path, default=TASK / "reward")
-    parser.add_argument("--value_model_path", type=Path, help="ppo: initial value model. Default: the reward model")
     parser.add_argument("--reward_fns", help="1.x: file.py:function, which gets texts, in place of the reward model")
     parser.add_argument("--reward_by", choices=["ids", "text"], default="ids", help="1.x: what a reward model reads")
     parser.add_argument("--dataset_name", type=Path, default=TASK, help="folder with train.jsonl")
@@ -253,9 +252,7 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, **theirs):
         options |= {"attn_implementation": "sdpa", "torch_dtype": getattr(torch, dtype)}
         return auto_class.from_pretrained(folder / "models" / name, **options)
 
-    paths = {"policy": args.sft_model_path, "reward": args.reward_model_path}
-    paths["value"] = args.value_model_path or args.reward_model_path
-    for name, path in paths.items():
+    for name, path in (("policy", args.sft_model_path), ("reward", args.reward_model_path)):
         write_for_transformers_4(path, folder / "models" / name)
     tokenizer = AutoTokenizer.from_pretrained(folder / "models" / "policy", padding_side="left")
     data = data.map(lambda row: tokenizer(row["prompt"]), remove_columns=data.column_names)
@@ -266,7 +263,7 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, **theirs):
     if args.trainer == "rloo":
         given["ref_policy"] = given.pop("ref_model")
         return trainer(config=config, policy=policy, **given)
-    given["value_model"] = load("value", "float32", num_labels=1)
+    given["value_model"] = load("reward", "float32", num_labels=1)
     given["eval_dataset"] = data.select(range(1))  # required, but unused
     return trainer(args=config, model=policy, **given)
 
