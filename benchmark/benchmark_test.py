@@ -578,6 +578,7 @@ def test_flags_become_settings_of_trls_trainers():
 @pytest.mark.parametrize("words, trainer, version, said", [
     (["--token_level_kl"], "rloo", 1, "no setting for --token_level_kl"),
     (["--missing_eos_penalty=1", "--reward_by=text"], "rloo", 1, "no setting for --missing_eos_penalty"),
+    (["--reward_fns=a.py:b"], "rloo", 0, "no setting for --reward_fns"),
     (["--normalize_reward"], "grpo", 1, "no setting"), ([], "ppo", 1, "not a trainer of TRL 1.x"),
 ])  # fmt: skip
 def test_a_flag_that_a_trainer_lacks_is_refused(words, trainer, version, said):

@@ -92,6 +92,8 @@ def config_of(args, version: int) -> dict:
     if version == 1 and (args.reward_by == "ids" or args.reward_fns):
         known.add("missing_eos_penalty")  # see with_penalty
     unknown = [name for name, off in OFF.items() if getattr(args, name) != off and name not in known]
+    if version == 0 and args.reward_fns:
+        unknown.append("reward_fns")
     if unknown:
         raise SystemExit(f"trl_run.py: {args.trainer} of this TRL has no setting for --{', --'.join(unknown)}")
     same = ("seed", "temperature", "learning_rate", "lr_scheduler_type", "max_grad_norm")
@@ -139,7 +141,7 @@ def write_for_transformers_4(source: Path, target: Path):
     found = json.loads(config.read_text())
     rope = found["rope_parameters"]
     found |= {"torch_dtype": "float32", "rope_theta": rope["rope_theta"], "rotary_emb_base": rope["rope_theta"]}
-    config.write_text(json.dumps(found | {"rotary_pct": rope["partial_rotary_factor"]}))
+    config.write_text(json.dumps(found | {"rotary_pct": rope.get("partial_rotary_factor", 1.0)}))
     more = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | more))
 
@@ -236,9 +238,15 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, **theirs):
     config = config_of(args, version) | {"output_dir": str(folder)} | theirs
     config = getattr(trl, f"{args.trainer.upper()}Config")(**config)
     trainer = getattr(trl, f"{args.trainer.upper()}Trainer")
+    source = args.sft_model_path
+    if version == 0:
+        for name, path in (("policy", args.sft_model_path), ("reward", args.reward_model_path)):
+            write_for_transformers_4(path, folder / "models" / name)
+        source = folder / "models" / "policy"
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+    rows = [row for row in rows if prompt_length(tokenizer, row["prompt"]) <= args.max_prompt_length]
     data = datasets.Dataset.from_list(rows)
     if version == 1:
-        tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path, padding_side="left")
         if args.reward_fns:
             reward = score_by_function(args.reward_fns)
         else:
@@ -252,9 +260,6 @@ def trainer_of(args, folder: Path, rows: list[dict], callback, **theirs):
         options |= {"attn_implementation": "sdpa", "torch_dtype": getattr(torch, dtype)}
         return auto_class.from_pretrained(folder / "models" / name, **options)
 
-    for name, path in (("policy", args.sft_model_path), ("reward", args.reward_model_path)):
-        write_for_transformers_4(path, folder / "models" / name)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "models" / "policy", padding_side="left")
     data = data.map(lambda row: tokenizer(row["prompt"]), remove_columns=data.column_names)
     policy = load("policy", "float32", AutoModelForCausalLM)
     given = {"ref_model": load("policy", args.dtype, AutoModelForCausalLM), "train_dataset": data}
@@ -273,10 +278,7 @@ def main(args: argparse.Namespace):
     out = args.output_dir.with_name(args.output_dir.name + ".unfinished")
     shutil.rmtree(out, ignore_errors=True)  # left by a run that was stopped
     out.mkdir(parents=True)
-    tokenizer = AutoTokenizer.from_pretrained(args.sft_model_path)
-    rows = lines(args.dataset_name / "train.jsonl")
-    rows = [row for row in rows if prompt_length(tokenizer, row["prompt"]) <= args.max_prompt_length]
-    trainer = trainer_of(args, out, rows, Marks(out, args.device))
+    trainer = trainer_of(args, out, lines(args.dataset_name / "train.jsonl"), Marks(out, args.device))
     trainer.train()
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy = getattr(policy, "policy", policy)  # PPO's model has a value model as well
