@@ -51,12 +51,17 @@ def maxrl(rewards):
     return (rewards - mean) / mean.where(mean > 0, 1.0)
 
 
+def advantage(rewards):
+    return {"none": none, "raft": raft, "maxrl": maxrl}[chosen](rewards)
+
+
 def resolve_args(args):
-    rloo.advantage = {"none": none, "raft": raft, "maxrl": maxrl}[args.advantages]
+    global chosen
+    chosen = args.advantages
     return resolve_flags(args)
 
 
-rloo.Args, rloo.resolve_args = Args, resolve_args
+rloo.Args, rloo.resolve_args, rloo.advantage = Args, resolve_args, advantage
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -48,7 +48,8 @@ def load_models(args, resumed):
     """Also loads the critic, in float32."""
     global critic
     path = args.value_model_path or args.sft_model_path
-    critic = rloo.read_model(args, path, torch.float32, AutoModelForSequenceClassification, num_labels=1)
+    options = {"num_labels": 1, "may_lack": ["score.weight"]}
+    critic = rloo.read_model(args, path, torch.float32, AutoModelForSequenceClassification, **options)
     if not args.value_model_path:
         torch.nn.init.zeros_(critic.score.weight)
     if resumed:

@@ -173,7 +173,13 @@ def reward(args, tokenizer):
 
 def read_judge(path, dtype, **options):
     return rloo.read_model(
-        flags(), path, dtype, transformers.AutoModelForSequenceClassification, num_labels=1, **options
+        flags(),
+        path,
+        dtype,
+        transformers.AutoModelForSequenceClassification,
+        num_labels=1,
+        may_lack=["score.weight"],
+        **options,
     )
 
 
