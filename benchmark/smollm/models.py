@@ -133,13 +133,15 @@ def sft(args, tokenizer):
 # ---- The reward model ------------------------------------------------------------------------------------------------
 
 
-def samples_of(model, examples: list[dict], tokenizer, k: int) -> list[tuple[dict, list[list[int]], list[str]]]:
+def samples_of(
+    model, examples: list[dict], tokenizer, k: int, temperature: float = 1.0
+) -> list[tuple[dict, list[list[int]], list[str]]]:
     """Each example with the token ids and texts of k completions."""
     found = []
     for begin in range(0, len(examples), 100):
         rloo.set_seed(1, begin)
         some = sorted(examples[begin : begin + 100], key=lambda example: len(example["prompt_ids"]))
-        batch, _ = rloo.rollout(flags(k=k), model, some, k, 1.0, [STOP])
+        batch, _ = rloo.rollout(flags(k=k), model, some, k, temperature, [STOP])
         ids, texts = batch.completion_ids(), rloo.completion_texts(batch, tokenizer)
         found += [(example, ids[b :: len(some)], texts[b :: len(some)]) for b, example in enumerate(some)]
     return found
@@ -210,7 +212,9 @@ def best_of(args, tokenizer, n: int = 16):
     judge = read_judge(folder, torch.bfloat16)
     judge.score.float()
     policy = rloo.read_model(flags(), args.source, torch.bfloat16)
-    items = samples_of(policy, examples_of(["test"], tokenizer), tokenizer, n)
+    examples = examples_of(["test"], tokenizer)
+    items = samples_of(policy, examples, tokenizer, n, temperature=0.7)
+    items.sort(key=lambda item: examples.index(item[0]))
     texts = []
     for begin in range(0, len(items), 8):
         some = items[begin : begin + 8]
