@@ -191,8 +191,8 @@ def test_code_that_the_page_prints(run):
     assert rloo.advantage(torch.tensor([[[1.0]], [[0.0]], [[0.0]], [[0.0]]])).flatten().tolist() == [0.75] + [-0.25] * 3
     assert run()[0][0]["grad_norm"] > 0
     printed("from benchmark.extensions import")
-    (metrics,), output, _ = run(lora_rank=2, loss_mean="tokens")
-    assert metrics["val/rollout_weight"] == pytest.approx(1, abs=1e-3) and (output / "adapter").is_dir()
+    (metrics,), output, experience = run(lora_rank=2)
+    assert metrics["grad_norm"] > 0 and hasattr(experience, "returns") and (output / "adapter").is_dir()
     printed("rewards_of_tokens", rewards_of_tokens=lambda batch: batch.response_mask.float())
     *_, experience = run(kl_coef=0.0, token_level_kl=True)
     to_go = experience.batch.response_mask.flip(-1).cumsum(-1).flip(-1)  # each token gets 1
