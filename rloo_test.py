@@ -1506,6 +1506,8 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "tokenizer cannot be loaded": "--sft_model_path /nowhere; --model_name_or_path nobody/nothing",
     "needs --layout plain": "--attn_implementation eager",
     "no token ends a completion": "--stop_token a:b",
+    "torch finds no GPU": "--device cuda",
+    "is not empty": "--output_dir {x}/text.jsonl",
     "images are not supported": "--dataset_name {x}/image.jsonl",
     "cannot be loaded": "--reward_model_path {x}; --sft_model_path {x} --model_name_or_path {sft}",
     "lacks weights": "--sft_model_path {reward}; --reward_model_path {sft}",
