@@ -110,7 +110,7 @@ def scatter(points: dict[str, list[tuple[float, float, float]]], names: Sequence
         height = (number + 0.5) / len(order)
         axis.annotate(
             label, (x, y), (1.04, height), textcoords="axes fraction", va="center", color=color, weight=weight,
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": color},
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": color, "relpos": (0, 0.5)},
         )  # fmt: skip
     title = "Means and 95% intervals\nover seeds if there are three or more, else over prompts"
     axis.set(xlabel=names[0], ylabel=names[1], title=title)
