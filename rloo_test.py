@@ -1859,16 +1859,16 @@ def test_training_completions_have_the_numbers_that_training_learned_from(whole)
 ERROR, FULL = ZeroDivisionError(), OSError(28, "No space left on device")
 INTERRUPTED = {  # starts of one run: a function, its call, what happens there (so many Ctrl-C), the newest checkpoint
     "before the first checkpoint": ("policy_loss", 4, ERROR, []),  # half of update 2 is done
-    "a reward": ("scores_of", 2, ERROR, [1]),
+    "a reward": ("scores_of", 4, ERROR, [1]),
     "Ctrl-C in an update": ("improve", 1, 1, [2]),
     "Ctrl-C twice in a reward": ("scores_of", 1, 2, [2]),
     "an evaluation's reward": ("scores_of", 2, ERROR, [2]),
     "between the files of an evaluation": ("append", 4, FULL, [2]),
     "a full disk": ("torch.save", 1, FULL, [2]),
     "before a checkpoint has its name": ("Path.rename", 1, ERROR, [2]),
+    "a rollout": ("rollout", 3, FULL, [3]),
+    "between two steps": ("policy_loss", 2, ERROR, [3]),
     "Ctrl-C in an evaluation": ("evaluate", 1, 1, [4]),
-    "a rollout": ("rollout", 2, FULL, [5]),
-    "between two steps": ("policy_loss", 2, ERROR, [5]),
     "the last evaluation": ("scores_of", 3, ERROR, [6]),
     "a full disk at the end": ("save_policy", 1, FULL, [6]),
 }
