@@ -82,7 +82,11 @@ def test_intervals_are_welchs_and_students():
     assert low == pytest.approx(4 - 3.92 * 0.7106, abs=0.01)  # Bonferroni
     assert runs.interval([1.0, 2.0, 6.0], of=2)[2] == pytest.approx(3 + 6.205 * 1.5275, abs=5e-3)
     assert runs.interval([1.0, 2.0, 6.0]) == pytest.approx((3, 3 - 4.303 * 1.5275, 3 + 4.303 * 1.5275), abs=5e-3)
-    assert runs.mean_and_error([1.0, 2.0, 6.0]) == pytest.approx((3, 1.5275), abs=1e-4)
+
+
+def test_an_error_is_over_three_or_more_seeds_else_over_prompts():
+    assert runs.mean_and_error([[1.0, 9], [2.0, 9], [6.0, 9]]) == pytest.approx((3, 1.5275), abs=1e-4)
+    assert runs.mean_and_error([[1.0, 0.2], [2.0, 0.4]]) == pytest.approx((1.5, 0.3))
 
 
 # ---- study.py --------------------------------------------------------------------------------------------------------
@@ -122,13 +126,13 @@ def test_fresh_posts_avoid_the_facts_of_bundled_ones_and_are_always_the_same(tmp
     monkeypatch.setattr(mini_tldr, "sample_row", spy)
     monkeypatch.setattr(study, "POSTS", {"validation": 3, "test": 3})
     monkeypatch.setattr(study, "RUNS", tmp_path)
-    for missing in ([], ["test"], ["validation", "test"]):
-        for split in missing:
-            (tmp_path / "posts" / f"{split}.jsonl").unlink()
+    for _ in range(2):
         study.fresh_posts()
+        study.fresh_posts()  # which finds both files
         found.append([runs.lines(tmp_path / "posts" / f"{split}.jsonl") for split in ("validation", "test")])
-    assert found[0] == found[1] == found[2] and [len(rows) for rows in found[0]] == [3, 3]
-    assert avoided == [*range(11_000, 11_006)] * 3  # the facts of bundled posts, and of each fresh one before
+        (tmp_path / "posts" / "validation.jsonl").unlink()
+    assert found[0] == found[1] and [len(rows) for rows in found[0]] == [3, 3]
+    assert avoided == [*range(11_000, 11_006)] * 2  # the facts of bundled posts, and of each fresh one before
 
 
 @pytest.fixture
@@ -146,6 +150,7 @@ def written_down(elsewhere, monkeypatch):
         samples = [{"update": 20, "mode": "greedy", "grades": {"win": x}} for x in (0.25, 0.75)]
         (folder / "completions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in samples))
         (folder / "done").write_text(json.dumps({"rloo.py": "abc", "date": "today"}))
+        return folder
 
     monkeypatch.setattr(runs, "run", run)
     rows = {
@@ -159,9 +164,8 @@ def written_down(elsewhere, monkeypatch):
 
 def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(written_down, elsewhere, capsys):
     for _ in range(2):
-        study.main("mini", rows=("ours", "trl"), seeds=1)
-    assert "trl: skipped, since --trl0 is not given" in capsys.readouterr().out
-    sft, ours, graded = written_down
+        study.main("mini", rows=("ours",), seeds=1)
+    sft, _, ours, graded = written_down
     folder = str(elsewhere / "runs" / "mini" / "ours__1")
     assert sft[1:] == ["rloo.py", "--resume", "--save_total_limit", "1", "--seed", "1"]
     assert ours[2:4] == ["--sft_model_path", str(elsewhere / "runs" / "mini" / "sft__1")]
@@ -172,34 +176,23 @@ def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(writt
             "command": "rloo.py --sft_model_path {sft} --seed 1",
             "seconds": 40.0,
             "kl": 18.5,
-            "greedy/win": [0.53, 0.1],
+            "greedy/win": [0.54, 0.1],
             "made": {"rloo.py": "abc", "date": "today"},
         }
     }
     written_down.clear()
-    study.main("mini", rows=("ours",), seeds=1, again=True)  # the SFT model is there already
-    assert [words[words.index("--sft_model_path") + 1] for words in written_down] == [
-        str(elsewhere / "runs" / "mini" / "sft__1"),
-        str(elsewhere / "runs" / "again" / "mini" / "ours__1"),
-    ]
-    assert "ours__1, greedy/win: recorded [0.53, 0.1], now [0.52, 0.1]" in capsys.readouterr().out
+    capsys.readouterr()
+    study.main("mini", rows=("ours",), seeds=1, again=True)
+    assert written_down[-1][-3] == str(elsewhere / "runs" / "again" / "mini" / "ours__1")
+    assert "ours__1, greedy/win: recorded [0.54, 0.1], now" in capsys.readouterr().out
 
 
-def test_another_rows_run_has_the_same_seed_or_else_its_first(elsewhere, monkeypatch):
-    rows = {"sft": study.Row("SFT", "rloo.py", (1, 3)), "ours": study.Row("RLOO", "rloo.py --sft_model_path {sft}")}
-    monkeypatch.setitem(study.STUDIES, "mini", study.Study(rows, "", {}))
-    for seed, other in ((3, 3), (2, 1)):
-        needed, trained, _ = study.commands("mini", "ours", seed, elsewhere, {"": "python"}).items()
-        assert needed[0] == elsewhere / "runs" / "mini" / f"sft__{other}" and needed[1][-1] == str(other)
-        assert trained[0] == elsewhere / f"ours__{seed}" and str(needed[0]) in trained[1]
-
-
-def test_dry_prints_the_commands_and_runs_nothing(written_down, capsys):
-    study.main("mini", rows=("ours", "trl"), seeds=1, dry=True)
+def test_dry_prints_each_command_once_and_runs_nothing(written_down, capsys):
+    study.main("mini", dry=True, trl0="other/python")
     printed = [shlex.split(line)[:-2] for line in capsys.readouterr().out.splitlines()]
-    assert written_down == [] and printed[-2][:2] == ["trl0", "run.py"]
+    assert written_down == [] and len(printed) == 2 * 4 and printed[-2][:2] == ["other/python", "run.py"]
     study.main("mini", rows=("ours",), seeds=1)
-    assert printed[:3] == written_down
+    assert printed[:4] == written_down
 
 
 def test_the_course_of_a_run_has_the_kl_around_each_evaluation():
@@ -212,25 +205,16 @@ def test_the_course_of_a_run_has_the_kl_around_each_evaluation():
     assert study.course(evaluations, updates) == expected
 
 
-def test_gaps_are_by_seed_by_prompt_or_welchs():
-    grades = {"greedy/win": "wins, %"}
-    paired, welch = study.Study({}, "", grades, paired=True), study.Study({}, "", grades)
-    three, other = ([{"greedy/win": [x, 0]} for x in values] for values in ((0.1, 0.2, 0.6), (0.0, 0.1, 0.2)))
-    one = [{"greedy/win": [0.1, 0], "by_prompt": [0.0, 0.2, 0.1]}]
-    another = [{"greedy/win": [0.5, 0], "by_prompt": [0.5, 0.5, 0.5]}]
-    assert study.gap_between(paired, three, other, 1) == pytest.approx(runs.interval([10.0, 10.0, 40.0]))
-    assert study.gap_between(paired, three, one, 1) == pytest.approx(runs.interval([0.0, 10.0, 50.0]))
-    assert study.gap_between(paired, one, another, 2) == pytest.approx(runs.interval([-50.0, -30.0, -40.0], 2))
-    assert study.gap_between(welch, three, other, 1) == pytest.approx(runs.difference([10, 20, 60], [0, 10, 20]))
-    two = three[:2]
-    for tried, ours, theirs in (
-        (welch, three, one),
-        (welch, one, another),
-        (paired, two, three),
-        (paired, two, two[:]),
-    ):
-        assert study.gap_between(tried, ours, theirs) is None
-    assert study.gap_between(paired, one, one) is None  # a row and itself
+def test_gaps_are_of_pairs_of_seeds_or_welchs_and_hold_together():
+    points = {"a": [10.0, 20, 60], "b": [0.0, 10, 20], "one": [5.0], "two": [1.0, 2.0]}
+    points = {name: np.array(values) for name, values in points.items()}
+    paired, welch = (study.Study({}, "", {}, base="b", paired=paired) for paired in (True, False))
+    found = study.gaps_from_base(paired, points)
+    assert found.keys() == {"a", "one"} and found["a"] == pytest.approx(runs.interval([10.0, 10.0, 40.0], 2))
+    assert found["one"] == pytest.approx(runs.interval([5.0, -5.0, -15.0], 2))
+    found = study.gaps_from_base(welch, points | {"c": points["b"] + 1})
+    assert found.keys() == {"a", "c"} and found["a"] == pytest.approx(runs.difference([10, 20, 60], [0, 10, 20], 2))
+    assert not study.gaps_from_base(paired, {"a": points["a"], "b": points["one"]})
 
 
 def test_the_best_of_n_is_that_with_the_highest_score(monkeypatch, tmp_path):
@@ -260,8 +244,8 @@ def test_proxies_are_trained_once_on_labels_of_the_judge(tmp_path, monkeypatch):
         return train(name, model, pairs, *rest)
 
     monkeypatch.setattr(mini_tldr, "train_on_comparisons", train_on)
-    study.proxies(study.mini.rows["sft"])
-    assert not trained and not (tmp_path / "proxies").exists()  # its rows need none
+    study.proxies(study.fooled.rows["feelings"])  # which needs none
+    assert not trained and not (tmp_path / "proxies").exists()
     for _ in range(2):
         study.proxies(study.fooled.rows["500"], sizes=(4, 12), start_posts=8, seen=16)
     assert [(name, len(pairs)) for name, pairs in trained] == [("4", 4), ("12", 12)]
@@ -421,7 +405,7 @@ def test_scores_of_tldr_are_minus_1_without_a_stop_token():
 
 
 def test_the_page_of_tldr_has_the_hours_and_the_memory_that_dry_prints():
-    hours, peak = re.search(r"([\d.]+) hours; at most (\d+) GiB", study.tldr_on_an_h100()).groups()
+    hours, peak = re.search(r"([\d.]+) hours; at most (\d+) GiB", study.tldr.takes).groups()
     page = (HERE / "tldr" / "README.md").read_text(encoding="utf-8")
     assert f"{hours} hours" in page and f"{peak} GiB" in page
 

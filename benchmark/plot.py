@@ -8,7 +8,6 @@ study.py draws its pictures with `courses` and `scatter`.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,98 +37,96 @@ def save(figure, file: Path):
     print(f"picture: {file}")
 
 
+# ---- Studies ---------------------------------------------------------------------------------------------------------
+
+
+Titles = dict[str, str]  # row -> title
+Records = dict[str, list[dict]]  # row -> records of its seeds
+
+
+def courses(titles: Titles, records: Records, file: Path, panels: dict[str, list[str]], over: str):
+    """Draws how runs went, seeds thin and their mean thick: a row of panels for each title, with score, wins and, over
+    episodes, KL. panels: title -> rows; over: "episode", or "kl" for √KL."""
+    shown = COURSE if over == "kl" else COURSE | {"kl": "KL from SFT, nats"}
+    figure, axes = canvas(len(panels), len(shown))
+    for (title, names), line in zip(panels.items(), axes):
+        for (measure, name), axis in zip(shown.items(), line):
+            factor = 100 if "%" in name else 1
+            for number, row in enumerate(names):
+                x, y = (np.array([record["course"][key] for record in records[row]]) for key in (over, measure))
+                x, y = np.sqrt(x) if over == "kl" else x, factor * y
+                axis.plot(x.T, y.T, lw=0.6, alpha=0.5, color=f"C{number}")
+                axis.plot(x.mean(0), y.mean(0), lw=2, color=f"C{number}", label=titles[row].strip("`"))
+            if "%" in name:
+                axis.axhline(y[:, 0].mean(), ls="--", lw=1.2, color="black")
+            label = "√KL from SFT, KL in nats" if over == "kl" else "episodes (completions)"
+            axis.set(title=title, ylabel=name, xlabel=label, ylim=(0, None) if "%" in name else None)
+        line[0].legend(fontsize=8)
+    figure.suptitle("Sampled summaries of held-out posts. Thin: seeds, thick: their mean, dashed: wins before training")
+    save(figure, file)
+
+
+def scatter(titles: Titles, records: Records, file: Path, axes: dict[str, str], ours: str):
+    """Draws two grades of each row with 95% intervals; the row `ours` stands out. Labels stand on the right, in the
+    order of the points and so far apart that none covers another. axes: grade -> title."""
+    figure, ((axis,),) = canvas(1, 1, height=5)
+    figure.set_size_inches(8, 5)
+    points = {row: [interval([x[grade] for x in found]) for grade in axes] for row, found in records.items()}
+    for number, row in enumerate(sorted(points, key=lambda row: points[row][1])):
+        (x, *x_ends), (y, *y_ends) = points[row]
+        color, size, weight = ("C3", 8, "bold") if row == ours else ("0.35", 5, "normal")
+        axis.plot(x_ends, [y, y], [x, x], y_ends, color=color, lw=1.2)
+        axis.plot(x, y, "o", ms=size, color=color)
+        place = (1.04, (number + 0.5) / len(points))
+        line = {"arrowstyle": "-", "lw": 0.5, "color": color, "relpos": (0, 0.5)}
+        style = {"va": "center", "color": color, "weight": weight, "arrowprops": line}
+        axis.annotate(titles[row], (x, y), place, textcoords="axes fraction", **style)
+    title = "Means and 95% intervals\nover seeds if there are three or more, else over prompts"
+    axis.set(title=title, **dict(zip(("xlabel", "ylabel"), axes.values())))
+    save(figure, file)
+
+
+def interval(grades: list[list[float]]) -> tuple[float, float, float]:
+    """Returns the mean of a grade, in points, and the ends of its 95% interval, see runs.mean_and_error."""
+    mean, error = (100 * x for x in runs.mean_and_error(grades))
+    half = error * (runs.t_quantile(len(grades) - 1, 0.05) if len(grades) > 2 else 1.96)
+    return mean, mean - half, mean + half
+
+
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
-def side_by_side(folders: Sequence[Path], output: Path):
-    """Draws a panel for each metric of training and for each grade, with a color for each run."""
-    evaluations = [runs.lines(folder / "evaluations.jsonl") for folder in folders]
-    names = dict.fromkeys(name for lines in evaluations for line in lines for name in line if name != "sampled/length")
+def main(folders: tyro.conf.Positional[tuple[Path, ...]], output: Path = Path("plot.png")):
+    """Draws runs side by side: a panel for each metric of training and for each grade, with a color for each run.
+
+    Args:
+        folders: output folders of rloo.py; folders without metrics are left out
+        output: the picture
+    """
+    found = {folder: runs.lines(folder / "metrics.jsonl") for folder in folders if (folder / "metrics.jsonl").is_file()}
+    if not found:
+        sys.exit("plot.py: name output folders of rloo.py")
+    evaluations = {folder: runs.lines(folder / "evaluations.jsonl") for folder in found}
+    names = dict.fromkeys(name for lines in evaluations.values() for line in lines for name in line)
     grades = [name for name in names if name.startswith("sampled/") and f"{name}_stderr" in names]
+    grades = {name: f"{name.removeprefix('sampled/')}, held-out prompts" for name in grades if name != "sampled/length"}
     figure, (axes,) = canvas(1, len(TRAINING) + len(grades), height=4)
-    for number, folder in enumerate(folders):
-        style = {"color": f"C{number}", "label": folder.resolve().name}
-        for axis, name in zip(axes, TRAINING):
-            lines = [line for line in runs.lines(folder / "metrics.jsonl") if name in line]  # no KL without a reference
-            width = max(1, len(lines) // SMOOTHED)
-            if lines:
-                means = np.convolve([line[name] for line in lines], np.ones(width) / width, "valid")
-                axis.plot([line["episode"] for line in lines[width - 1 :]], means, **style)
-        for axis, name in zip(axes[len(TRAINING) :], grades):
-            found = [
-                [line[x] for x in ("episode", name, f"{name}_stderr")] for line in evaluations[number] if name in line
-            ]
-            if found:
-                axis.errorbar(*np.transpose(found), marker="o", ms=4, capsize=2, **style)
-    titles = [*TRAINING.values(), *(f"{name.removeprefix('sampled/')}, held-out prompts" for name in grades)]
-    for axis, title in zip(axes, titles):
+    for axis, (name, title) in zip(axes, (TRAINING | grades).items()):
         axis.set(title=title, xlabel="episodes (completions)")
+        for number, folder in enumerate(found):
+            style = {"color": f"C{number}", "label": folder.resolve().name}
+            lines = [line for line in (found if name in TRAINING else evaluations)[folder] if name in line]
+            x, y = ([line[key] for line in lines] for key in ("episode", name))
+            if name in grades:
+                axis.errorbar(x, y, [line[f"{name}_stderr"] for line in lines], marker="o", ms=4, capsize=2, **style)
+            elif lines:  # no KL without a reference
+                width = max(1, len(lines) // SMOOTHED)
+                axis.plot(x[width - 1 :], np.convolve(y, np.ones(width) / width, "valid"), **style)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(
         f"Training: mean over 1/{SMOOTHED} of the updates. Held out: sampled, ± standard error over prompts"
     )
     save(figure, output)
-
-
-# ---- Studies ---------------------------------------------------------------------------------------------------------
-
-
-def courses(panels: dict[str, dict[str, list[dict]]], over: str, output: Path):
-    """Draws how runs went, seeds thin and their mean thick: a row of panels for each title, with score, wins and, over
-    episodes, KL. panels: title -> label -> course of each seed, see study.course."""
-    shown = COURSE if over == "kl" else COURSE | {"kl": "KL from SFT, nats"}
-    figure, axes = canvas(len(panels), len(shown))
-    for (title, found_of), row in zip(panels.items(), axes):
-        for (measure, name), axis in zip(shown.items(), row):
-            factor = 100 if "%" in name else 1
-            for number, (label, found) in enumerate(found_of.items()):
-                x, y = (np.array([course[key] for course in found]) for key in (over, measure))
-                x, y = np.sqrt(x) if over == "kl" else x, factor * y
-                axis.plot(x.T, y.T, lw=0.6, alpha=0.5, color=f"C{number}")
-                axis.plot(x.mean(0), y.mean(0), lw=2, color=f"C{number}", label=label)
-            if "%" in name:
-                axis.axhline(y[:, 0].mean(), ls="--", lw=1.2, color="black")
-            label = "√KL from SFT, KL in nats" if over == "kl" else "episodes (completions)"
-            axis.set(title=title, ylabel=name, xlabel=label, ylim=(0, None) if "%" in name else None)
-        row[0].legend(fontsize=8)
-    figure.suptitle("Sampled summaries of held-out posts. Thin: seeds, thick: their mean, dashed: wins before training")
-    save(figure, output)
-
-
-def scatter(points: dict[str, list[tuple[float, float, float]]], names: Sequence[str], ours: str, output: Path):
-    """Draws a point for each label, [x, y], each a mean and the ends of its interval; that of `ours` stands out. Labels
-    stand on the right, in the order of the points and so far apart that none covers another."""
-    figure, ((axis,),) = canvas(1, 1, height=5)
-    figure.set_size_inches(8, 5)
-    order = sorted(points, key=lambda label: points[label][1][0])
-    for number, label in enumerate(order):
-        (x, *x_ends), (y, *y_ends) = points[label]
-        color, size, weight = ("C3", 8, "bold") if label == ours else ("0.35", 5, "normal")
-        axis.plot(x_ends, [y, y], [x, x], y_ends, color=color, lw=1.2)
-        axis.plot(x, y, "o", ms=size, color=color)
-        height = (number + 0.5) / len(order)
-        axis.annotate(
-            label, (x, y), (1.04, height), textcoords="axes fraction", va="center", color=color, weight=weight,
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": color, "relpos": (0, 0.5)},
-        )  # fmt: skip
-    title = "Means and 95% intervals\nover seeds if there are three or more, else over prompts"
-    axis.set(xlabel=names[0], ylabel=names[1], title=title)
-    save(figure, output)
-
-
-def main(folders: tyro.conf.Positional[tuple[Path, ...]], output: Path = Path("plot.png")):
-    """Draws runs of rloo.py side by side.
-
-    Args:
-        folders: output folders of runs
-        output: the picture
-    """
-    complete = [x for x in folders if (x / "args.json").is_file() and (x / "metrics.jsonl").is_file()]
-    for folder in set(folders) - set(complete):
-        print(f"{folder}: left out; it has no args.json or no metrics.jsonl")
-    if not complete:
-        sys.exit("plot.py: name output folders of rloo.py")
-    side_by_side(complete, output)
 
 
 if __name__ == "__main__":

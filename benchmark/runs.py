@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -86,10 +87,8 @@ class Records(dict):
 
     def add(self, name: str, **found):
         if self.again:
-            for key, now in found.items():
-                if key == "made":
-                    continue
-                print(f"{name}, {key}: recorded {self.get(name, {}).get(key)}, now {now}", flush=True)
+            for key in [key for key in found if key != "made"]:
+                print(f"{name}, {key}: recorded {self.get(name, {}).get(key)}, now {found[key]}", flush=True)
             return
         self[name] = {"name": name, **found}
         self[name].setdefault("made", provenance())
@@ -99,22 +98,26 @@ class Records(dict):
 
 def made_by(records: Sequence[dict]) -> str:
     """Returns a sentence about the commits, dates and old gradings of records, most frequent first."""
-    kinds = []
-    for record in records:
-        made = record.get("made", {})
-        kind = f"rloo.py {made.get('rloo.py', 'unknown')}, {made.get('date', 'no date')}"
-        kinds.append(f"{kind}, {made['graded']}" if "graded" in made else kind)
-    counts = sorted({(-kinds.count(kind), kind) for kind in kinds})
-    return "Records: " + "; ".join(f"{-count} of {kind}" for count, kind in counts) + "."
+    kinds = Counter()
+    for made in (record["made"] for record in records):
+        graded = f", {made['graded']}" if "graded" in made else ""
+        kinds[f"rloo.py {made['rloo.py']}, {made['date']}{graded}"] += 1
+    return (
+        "Records: "
+        + "; ".join(f"{kinds[kind]} of {kind}" for kind in sorted(kinds, key=lambda kind: (-kinds[kind], kind)))
+        + "."
+    )
 
 
 # ---- Means and intervals over seeds ----------------------------------------------------------------------------------
 
 
-def mean_and_error(values) -> tuple[float, float]:
-    """Returns the mean and its standard error, which is NaN for fewer than three values."""
-    values = np.asarray(values, float)
-    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 2 else math.nan
+def mean_and_error(grades: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Returns the mean and standard error of a grade over seeds, or with fewer than three seeds over prompts. grades:
+    mean and standard error over prompts, for each seed."""
+    means, errors = np.transpose(grades)
+    error = means.std(ddof=1) / len(means) ** 0.5 if len(means) > 2 else errors.mean()
+    return float(means.mean()), float(error)
 
 
 def t_quantile(freedom: float, outside: float) -> float:
@@ -146,12 +149,6 @@ def difference(ours: Sequence[float], theirs: Sequence[float], of: int = 1) -> t
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
-
-
-def plus_minus(values, decimals: int = 1) -> str:
-    """Returns "mean ± standard error" over seeds, without an error for fewer than three."""
-    mean, error = mean_and_error(values)
-    return f"{mean:.{decimals}f}" + ("" if math.isnan(error) else f" ± {error:.{decimals}f}")
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
