@@ -25,7 +25,10 @@ NUMBER = re.compile(
     rf"(?<![\w^.])(?P<sign>(?<!\))-)?[$€£]?(?<![\w^.])(?P<whole>\d+ (?=\d+/\d))?(?P<top>{DIGITS})"
     rf"(?:/(?P<bottom>{DIGITS}))?"
 )
-MARK = re.compile(r"####(?P<hashes>[^\n]*)|<answer>(?P<tag>.*?)(?:</answer>|\Z)|\\boxed\s*\{(?P<boxed>)", re.DOTALL)
+BRACED = "[^{}]*"
+for _ in range(3):  # up to three levels of braces within the outer ones
+    BRACED = r"(?:[^{}]|\{" + BRACED + r"\})*"
+MARK = re.compile(rf"####([^\n]*)|<answer>(.*?)(?:</answer>|\Z)|\\boxed\s*\{{({BRACED})", re.DOTALL)
 ENDING = re.compile(r"####\s*-?\$?(?:" + DIGITS + r")(?:/\d+)?%?\.?\s*\Z")
 
 
@@ -46,16 +49,6 @@ def numbers(text: str) -> list[Fraction]:
     return found
 
 
-def braced(text: str, begin: int) -> str:
-    """Returns the text from `begin` to the brace that closes what was opened before, or to the end."""
-    depth = 1
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[begin:end]
-    return text[begin:]
-
-
 def final_answer(text: str) -> Fraction | None:
     """Returns the answer in a text by the rules above, or None."""
     text = text.rpartition("</think>")[2]
@@ -64,8 +57,7 @@ def final_answer(text: str) -> Fraction | None:
     marks = list(MARK.finditer(text))
     if not marks:
         return (numbers(text) or [None])[-1]
-    mark = marks[-1]
-    held = braced(text, mark.end()) if mark["boxed"] is not None else mark["hashes"] or mark["tag"] or ""
+    held = marks[-1][marks[-1].lastindex]
     return (numbers(held.rpartition("=")[2]) or [None])[0]
 
 

@@ -10,20 +10,20 @@ problem's key is its computation, signs and numbers: no key of a held-out proble
 none is in both held-out splits.
 """
 
-import json
 import random
 import sys
 from pathlib import Path
+from statistics import mean
 
 import torch
 import tyro
-from gsm8k_reward import chat, correctness, format
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from gsm8k_reward import chat, correctness
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "mini_tldr"))
 
-from mini_tldr import generate, mean, save_jsonl, save_tokenizer, train_bpe, train_lm  # noqa: E402
+from mini_tldr import save, save_jsonl, train_lm, train_tokenizer  # noqa: E402
 
 # ---- Problems --------------------------------------------------------------------------------------------------------
 
@@ -61,25 +61,24 @@ def apply(x: int, sign: str, y: int) -> int:
     return {"+": x + y, "-": x - y, "*": x * y}[sign]
 
 
-def sample_problem(rng: random.Random, count: int, largest: int = 20) -> dict:
-    """Returns a problem of `count` steps: its text, first number, at most `largest`, steps [(sign, number), ...] and a
-    number that does not matter, or None."""
-    factor, change = largest * 9 // 20, largest * 12 // 20  # the largest number of boxes, and of what comes or goes
+def sample_problem(rng: random.Random, count: int) -> dict:
+    """Returns a problem of `count` steps: its text, first number, steps [(sign, number), ...] and a number that does
+    not matter, or None."""
     steps, (n, m), idle = [], rng.sample(NAMES, 2), rng.randint(2, 20)
     words = {"n": n, "m": m, "i": rng.choice(ITEMS), "p": rng.choice(PLACES)}
     if rng.random() < 0.4:
-        first, b = rng.randint(2, factor), rng.randint(2, 9)
+        first, b = rng.randint(2, 9), rng.randint(2, 9)
         steps.append(("*", b))
         sentences = [rng.choice(BEGIN["*"]).format(a=first, b=b, **words)]
     else:
-        first = rng.randint(3, largest)
+        first = rng.randint(3, 20)
         sentences = [rng.choice(BEGIN["has"]).format(a=first, **words)]
     number = first * steps[0][1] if steps else first
     while len(steps) < count:
         last = len(steps) == count - 1  # the last step may ask what somebody else has
-        signs = ["+", "+"] + ["-", "-"] * (number > 3) + ["*"] * (last and number <= change)
+        signs = ["+", "+"] + ["-", "-"] * (number > 3) + ["*"] * (last and number <= 12)
         sign = rng.choice(signs)
-        b = rng.randint(2, 4) if sign == "*" else rng.randint(2, min(change, number - 1) if sign == "-" else change)
+        b = rng.randint(2, 4) if sign == "*" else rng.randint(2, min(12, number - 1) if sign == "-" else 12)
         steps.append((sign, b))
         number = apply(number, sign, b)
         asked = last and (sign == "*" or rng.random() < 0.5)
@@ -124,13 +123,13 @@ def solve(problem: dict, rng: random.Random | None = None) -> str:
     return " ".join(lines) + end.format(number)
 
 
-def sample_row(rng: random.Random, held_out: set, shares: tuple[float, ...], largest: int = 20) -> dict:
-    """Returns a row of the data and its problem, whose key is not in `held_out`. `shares`: of problems of 1, 2, ...
+def sample_row(rng: random.Random, held_out: set, shares: tuple[float, float, float]) -> dict:
+    """Returns a row of the data and its problem, whose key is not in `held_out`. `shares`: of problems of 1, 2 and 3
     steps."""
-    (count,) = rng.choices(range(1, len(shares) + 1), shares)
-    problem = sample_problem(rng, count, largest)
+    (count,) = rng.choices((1, 2, 3), shares)
+    problem = sample_problem(rng, count)
     while key(problem) in held_out:
-        problem = sample_problem(rng, count, largest)
+        problem = sample_problem(rng, count)
     return {"prompt": chat(problem["text"]), "answer": solve(problem), "steps": count, "problem": problem}
 
 
@@ -145,87 +144,60 @@ SIZES = {
 STEPS = (0.1, 0.45, 0.45)  # shares of problems of 1, 2 and 3 steps in the data
 LESSONS = (0.84, 0.14, 0.02)  # and in what the policy is fine-tuned on
 
-# ---- Tokenizer -------------------------------------------------------------------------------------------------------
-
 TEMPLATE = (  # ChatML as in Qwen, without tools and thinking
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def train_tokenizer(texts: list[str]):
-    """Returns a tokenizer. As in Qwen, each digit is a token, and <|im_end|> ends a turn."""
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+def new_policy(tokenizer):
+    """Returns a small Qwen3 with random weights."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, intermediate_size=384, max_position_embeddings=512,
+            initializer_range=0.06, tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+
+
+def main(output_dir: Path):
+    """Makes mini GSM8K, see above."""
+    rng = random.Random(1)
+    torch.manual_seed(1)
+    torch.set_num_threads(1)  # so small a model gains nothing from a second thread
+    output_dir.mkdir(parents=True, exist_ok=True)
+    held_out, splits = set(), {"test": [], "validation": [], "train": []}
+    for split, rows in splits.items():
+        while len(rows) < SIZES[split]:
+            rows.append(sample_row(rng, held_out, STEPS))
+            if split != "train":  # a held-out key has one problem
+                held_out.add(key(rows[-1]["problem"]))
+        shipped = [{name: row[name] for name in ("prompt", "answer", "steps")} for row in rows]
+        save_jsonl(output_dir / f"{split}.jsonl", shipped)
+
+    texts = [message["content"] for row in splits["train"] for message in row["prompt"]]
+    texts += [row["answer"] for row in splits["train"]]
     pad, start, eos = special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     names = {"eos_token": eos, "pad_token": pad, "additional_special_tokens": [start]}
-    bpe = train_bpe(texts, 512, special, digits=True)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names, chat_template=TEMPLATE)
+    # As in Qwen, each digit is a token, and <|im_end|> ends a turn.
+    tokenizer = train_tokenizer(texts, 512, special, digits=True, **names, chat_template=TEMPLATE)
+    pupils = [solve(row["problem"], rng) for row in splits["test"]]
+    answers = [row["answer"] for row in splits["test"]]
+    print(f"the pupil solves {mean(correctness(None, pupils, None, answers)):.1%} of the test problems")
 
-
-# ---- Training --------------------------------------------------------------------------------------------------------
-
-
-def train_policy(tokenizer, total: int, sample, rng: random.Random):
-    """Trains a Qwen3 from random weights on the pupil's solutions of `total` rows. `sample` draws a row."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    sizes = {"hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 384, "max_position_embeddings": 512}
-    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    options = {"vocab_size": len(tokenizer), "initializer_range": 0.06, "tie_word_embeddings": True}
-    model = Qwen3ForCausalLM(Qwen3Config(**heads, **sizes, **tokens, **options))
-
-    def make_rows(n):
-        rows = [sample() for _ in range(n)]
+    def lessons(n):
+        rows = [sample_row(rng, held_out, LESSONS) for _ in range(n)]
         chats = [row["prompt"] for row in rows]
         prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         return [{"prompt": text, "completion": solve(row["problem"], rng)} for text, row in zip(prompts, rows)]
 
-    return train_lm("policy", tokenizer, model, total, make_rows, 3e-3, rng, 32)
-
-
-# ---- Main ------------------------------------------------------------------------------------------------------------
-
-
-def accuracy(model, tokenizer, rows: list[dict], temperature: float) -> tuple[float, float]:
-    """Returns the shares of rows that a completion solves and writes as asked (greedy at temperature 0)."""
-    prompts = tokenizer.apply_chat_template([row["prompt"] for row in rows], tokenize=False, add_generation_prompt=True)
-    texts = generate(model, tokenizer, prompts, temperature, 40)
-    return mean(correctness(None, texts, None, [row["answer"] for row in rows])), mean(format(None, texts, None))
-
-
-def main(output_dir: Path, seed: int = 1):
-    """Makes mini GSM8K, see above."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)  # so small a model gains nothing from a second thread
-    output_dir.mkdir(parents=True, exist_ok=True)
-    held_out = set()
-    splits = {"test": [], "validation": []}
-    for split, rows in splits.items():
-        while len(rows) < SIZES[split]:  # one problem of each key
-            rows.append(sample_row(rng, held_out, STEPS))
-            held_out.add(key(rows[-1]["problem"]))
-    test = splits["test"]
-    train = splits["train"] = [sample_row(rng, held_out, STEPS) for _ in range(SIZES["train"])]
-    for split, rows in splits.items():
-        shipped = [{name: row[name] for name in ("prompt", "answer", "steps")} for row in rows]
-        save_jsonl(output_dir / f"{split}.jsonl", shipped)
-    texts = [message["content"] for row in train for message in row["prompt"]] + [row["answer"] for row in train]
-    tokenizer = train_tokenizer(texts)
-    pupil = [solve(row["problem"], rng) for row in test]
-    policy = train_policy(tokenizer, SIZES["sft"], lambda: sample_row(rng, held_out, LESSONS), rng)
-    policy.save_pretrained(output_dir / "sft")
-    save_tokenizer(tokenizer, output_dir / "sft")
-
-    figures = {
-        "seed": seed,
-        "parameters": policy.num_parameters(),
-        "problems": len(test),
-        "pupil correctness": mean(correctness(None, pupil, None, [row["answer"] for row in test])),
-        "pupil format": mean(format(None, pupil, None)),
-    }
-    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        correct, formatted = accuracy(policy, tokenizer, test, temperature)
-        figures |= {f"sft {name} correctness": correct, f"sft {name} format": formatted}
-    (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    policy = train_lm("policy", tokenizer, new_policy(tokenizer), SIZES["sft"], lessons, 3e-3, rng, 32)
+    save(policy, tokenizer, output_dir / "sft")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import gsm8k_reward
 import mini_gsm8k
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import rloo
 
@@ -35,6 +35,7 @@ def correct(text: str, answer) -> float | None:
     ("1 1/2", Fraction(3, 2)), (r"\boxed{\frac{3}{4}}", Fraction(3, 4)), (r"-\dfrac{1}{2}", -Fraction(1, 2)),
     # marks
     (r"Thus \boxed{\text{total} = {9}} as \frac{1}{3} of 27", 9), (r"\boxed {8}", 8), (r"\boxed{8", 8),
+    (r"\boxed{\mathbf{x = \text{9}} eggs}", 9),
     ("<reasoning>2 + 2</reasoning>\n<answer>\n4 eggs\n</answer>", 4), ("<answer>4", 4), ("#### **42**", 42),
     # several numbers: the last mark, in it what follows the last =, there the first number; else the last number
     ("#### 5\nNo: #### 6", 6), ("#### 42\nThat took 7 steps.", 42), ("#### 41 or 42", 41), ("#### 6 * 7 = 42", 42),
@@ -74,7 +75,7 @@ def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path, monkeypatch)
     built, shipped = (
         {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)
     )
-    assert shipped == built and (tmp_path / "sft" / "model.safetensors").exists()
+    assert shipped - built == {"figures.json"} and (tmp_path / "sft" / "model.safetensors").exists()
     rows = {split: rloo.load_rows(str(HERE), split) for split in ("train", "validation", "test")}
     for row in itertools.chain(*rows.values()):  # computations: ("3 + 4", "7 - 2")
         row["key"] = tuple(re.findall(r"(\d+ [-+*] \d+) =", row["answer"]))
@@ -84,16 +85,26 @@ def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path, monkeypatch)
     keys = {split: {row["key"] for row in rows[split]} for split in rows}
     assert not any(one & other for one, other in itertools.combinations(keys.values(), 2))
     assert [len(keys[split]) for split in ("validation", "test")] == [400, 1000]
-    # Greedy, the shipped model solves problems that it has not seen.
-    model, tokenizer = (kind.from_pretrained(HERE / "sft") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    solved, formatted = mini_gsm8k.accuracy(model.eval(), tokenizer, rows["test"][:40], 0.0)
-    assert solved >= 0.5 and formatted >= 0.75
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "sft")
     prompt = rloo.prepare_example({"prompt": gsm8k_reward.chat("Tom has 12 pens.")}, tokenizer)
     assert tokenizer.decode(prompt["prompt_ids"]) == (
         f"<|im_start|>system\n{gsm8k_reward.SYSTEM}<|im_end|>\n"
         "<|im_start|>user\nTom has 12 pens.<|im_end|>\n<|im_start|>assistant\n"
     )
     assert tokenizer.tokenize("12") == ["1", "2"]
+
+
+def test_the_shipped_model_solves_problems_that_it_has_not_seen(tmp_path):
+    graders = tuple(f"{HERE}/gsm8k_reward.py:{name}" for name in ("correctness", "format"))
+    data = {
+        "dataset_name": str(HERE / "test.jsonl"),
+        "num_eval_prompts": 40,
+        "response_length": 40,
+        "total_episodes": 0,
+    }
+    places = {"sft_model_path": str(HERE / "sft"), "output_dir": str(tmp_path / "run")}
+    (evaluation,) = rloo.main(rloo.Args(**data, **places, eval_fns=graders, kl_coef=0.0, device="cpu"))
+    assert evaluation["greedy/correctness"] >= 0.5 and evaluation["greedy/format"] >= 0.75
 
 
 def test_the_real_problems_are_prepared_as_the_page_says(tmp_path):

@@ -12,6 +12,7 @@ import json
 import math
 import random
 import re
+import statistics
 import sys
 import tomllib
 from functools import partial
@@ -29,31 +30,36 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parents[1]))  # for rloo.py, which loads this module: only functions that build import it
 
 WORDS = tomllib.loads((HERE / "words.toml").read_text(encoding="utf-8"))  # what posts and summaries are made of
-SLOTS = {slot: [value.split("/") for value in values] for slot, values in WORDS["values"].items()}
+SLOTS = {  # slot -> name of a value -> its forms, the first of which is the name
+    slot: {value.partition("/")[0]: value.split("/") for value in values} for slot, values in WORDS["values"].items()
+}
 
 
 # ---- Posts and summaries ---------------------------------------------------------------------------------------------
 
 
 def sample_post(facts, rng):
-    """Returns a post in the format of TL;DR for facts (slot -> index of the value), and its decoys: slot -> index for
-    other people."""
+    """Returns a post in the format of TL;DR for facts (slot -> value), and its decoys: the values of other people."""
 
     def say(slot, value):
         return rng.choice(SLOTS[slot][value])
 
     decoys = {}
     for slot in rng.sample(list(SLOTS), rng.choice([2, 3])):
-        decoys[slot] = rng.choice([v for v in range(len(SLOTS[slot])) if v != facts[slot]])
-    sentences = [rng.choice(WORDS["state"][s]).format(say(s, v)) for s, v in facts.items()]
-    sentences += [
-        rng.choice(WORDS["decoy"][s]).format(say(s, v), o=rng.choice(WORDS["others"])) for s, v in decoys.items()
-    ]
+        decoys[slot] = another(slot, facts, rng)
+    sentences = [rng.choice(WORDS["state"][slot]).format(say(slot, value)) for slot, value in facts.items()]
+    for slot, value in decoys.items():
+        sentences.append(rng.choice(WORDS["decoy"][slot]).format(say(slot, value), o=rng.choice(WORDS["others"])))
     sentences += rng.sample(WORDS["fillers"], rng.choice([0, 1, 2]))
     rng.shuffle(sentences)
     post = " ".join(sentences)
     head = f"SUBREDDIT: r/{rng.choice(WORDS['subreddits'])}\n\nTITLE: {rng.choice(WORDS['titles'])}"
     return f"{head}\n\nPOST: {post}\n\nTL;DR:", decoys
+
+
+def another(slot, facts, rng):
+    """Returns a value that is not that of the facts."""
+    return rng.choice([value for value in SLOTS[slot] if value != facts[slot]])
 
 
 def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
@@ -65,8 +71,7 @@ def write_summary(facts, decoys, rng, drop=0.0, wrong=0.0, ramble=0.0):
             said[slot] = WORDS["dropped"].get(slot, "")
             continue
         if rng.random() < wrong:
-            others = [v for v in range(len(SLOTS[slot])) if v != facts[slot]]
-            value = decoys[slot] if slot in decoys and rng.random() < 0.5 else rng.choice(others)
+            value = decoys[slot] if slot in decoys and rng.random() < 0.5 else another(slot, facts, rng)
         said[slot] = rng.choice(WORDS["fragments"][slot]).format(rng.choice(SLOTS[slot][value]))
     order = [slot for slot in rng.choice(WORDS["orders"]) if said[slot]]
     text = ""
@@ -82,29 +87,23 @@ def sample_row(rng, taken):
     """Returns a row of the data. Its facts are not in `taken`, a set of combinations, and are added to it."""
     facts = {}
     while not facts or tuple(facts.values()) in taken:
-        facts = {slot: rng.randrange(len(values)) for slot, values in SLOTS.items()}
+        facts = {slot: rng.choice(list(values)) for slot, values in SLOTS.items()}
     taken.add(tuple(facts.values()))
     prompt, decoys = sample_post(facts, rng)
     # The simulated human: usually right, rarely complete, now and then rambling.
     completion = write_summary(facts, decoys, rng, drop=0.35, wrong=0.05, ramble=0.1)
-    return {"prompt": prompt, "completion": completion, "facts": names_of(facts), "decoys": names_of(decoys)}
-
-
-def names_of(values):
-    """Returns facts or decoys, slot -> index, as slot -> name, which is the first form of the value."""
-    return {slot: SLOTS[slot][value][0] for slot, value in values.items()}
+    return {"prompt": prompt, "completion": completion, "facts": facts, "decoys": decoys}
 
 
 def values_of(names):
-    """Returns facts or decoys, slot -> name, as slot -> index."""
-    return {slot: [forms[0] for forms in SLOTS[slot]].index(name) for slot, name in names.items()}
+    return names
 
 
 # ---- Judge -----------------------------------------------------------------------------------------------------------
 
 FREE_WORDS = 24  # a complete summary has about 18 words
 WORD_COST = 0.1  # for each word beyond
-VALUE_OF = {s: {form: forms[0] for forms in values for form in forms} for s, values in SLOTS.items()}
+VALUE_OF = {s: {form: name for name, forms in values.items() for form in forms} for s, values in SLOTS.items()}
 PATTERN = {s: re.compile(r"\b(" + "|".join(sorted(v, key=len, reverse=True)) + r")\b") for s, v in VALUE_OF.items()}
 
 
@@ -156,34 +155,27 @@ SIZES = {
     "pool": 4_000,  # posts with two SFT samples each, for the reward model
     "stages": (8_000, 9_000, 3_000),  # posts for the reward model, GROUP completions each
 }
-VOCABULARY = 1024  # tokens
-BATCH = 16  # examples
 GROUP = 6  # completions of one post, all compared with each other
 LABEL_NOISE = 0.1  # the share of comparisons which the labellers get wrong
 
 
-def train_bpe(texts, vocabulary, special, digits=False):
+def train_tokenizer(texts, vocabulary, special, digits=False, **options):
     """Trains a byte-level BPE whose first tokens are `special`. With `digits` each digit is a token."""
-    tokenizer, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if digits else byte_level
-    tokenizer.decoder = decoders.ByteLevel()
-    options = {"vocab_size": vocabulary, "special_tokens": special, "show_progress": False}
-    trainer = trainers.BpeTrainer(**options, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if digits else byte_level
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **options)
 
 
-def train_tokenizer(texts):
-    """Trains a tokenizer in which <|endoftext|> (id 0) is eos and [PAD] (id 1) is pad."""
-    eos, pad = special = ["<|endoftext|>", "[PAD]"]
-    names = {"bos_token": eos, "eos_token": eos, "unk_token": eos, "pad_token": pad}
-    bpe = train_bpe(texts, VOCABULARY, special)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names, model_max_length=512)
-
-
-def save_tokenizer(tokenizer, folder: Path):
-    """Writes a tokenizer with names that transformers 4 knows as well."""
+def save(model, tokenizer, folder: Path):
+    """Writes a model and its tokenizer, which has names that transformers 4 knows as well."""
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -207,7 +199,13 @@ def model_config(tokenizer, layers, **extra):
     )  # fmt: skip
 
 
-def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_size=BATCH):
+def endlessly(examples, rng):
+    """Returns a function that takes the next n examples: all of them in random order, and then all again."""
+    drawn = itertools.chain.from_iterable(rng.sample(examples, len(examples)) for _ in itertools.count())
+    return lambda n: list(itertools.islice(drawn, n))
+
+
+def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_size=16):
     """Trains on `total` fresh examples: AdamW, warm-up, cosine down to a twentieth of lr. make_chunk(n) returns n
     examples. Sorted by length they make batches with little padding."""
     steps = total // batch_size
@@ -232,7 +230,7 @@ def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_
     return model.eval()
 
 
-def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=BATCH):
+def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=16):
     """Trains the model to complete prompts. make_rows(n) returns n rows of texts."""
     import rloo
 
@@ -270,7 +268,7 @@ def generate(model, tokenizer, prompts, temperature, length=48):
 
 def hack(row, rng):
     """Returns a bad summary that a policy might try on a reward model."""
-    facts, decoys = values_of(row["facts"]), values_of(row["decoys"])
+    facts, decoys = row["facts"], row["decoys"]
 
     def good():
         return write_summary(facts, decoys, rng, drop=rng.choice([0, 0.2, 0.5]), wrong=rng.choice([0, 0.1]))
@@ -284,17 +282,15 @@ def hack(row, rng):
     if kind == 2:  # a fragment, or a bare value, many times
         slot = rng.choice(list(SLOTS))
         value = rng.choice(SLOTS[slot][facts[slot]])
-        fragment = (
-            rng.choice([",", "", " and"])
-            + " "
-            + rng.choice([rng.choice(WORDS["fragments"][slot]).format(value), value])
-        )
+        comma = rng.choice([",", "", " and"])
+        fragment = comma + " " + rng.choice([rng.choice(WORDS["fragments"][slot]).format(value), value])
         return (rng.choice([good(), ""]) + fragment * rng.randint(2, 10)).lstrip(",")
     if kind == 3:  # many values of one slot, the right one perhaps among them
         slot = rng.choice(list(SLOTS))
-        return good() + "".join(
-            "," * rng.randrange(2) + " " + rng.choice(v) for v in rng.sample(SLOTS[slot], rng.randint(1, 5))
-        )
+        text = good()
+        for forms in rng.sample(list(SLOTS[slot].values()), rng.randint(1, 5)):
+            text += rng.choice([" ", ", "]) + rng.choice(forms)
+        return text
     if kind == 4:  # copied sentences, whosever they are
         sentences = re.findall(r"[^.?]+[.?]", row["prompt"].split("POST: ")[1].split("\n\n")[0])
         return " " + " ".join(s.strip() for s in rng.sample(sentences, rng.randint(1, 5)))
@@ -305,7 +301,7 @@ def hack(row, rng):
 
 def candidates(row, samples, rng, hacks):
     """Returns GROUP completions for one post to compare: SFT samples, perhaps a hack, and simulated writers."""
-    facts, decoys = values_of(row["facts"]), values_of(row["decoys"])
+    facts, decoys = row["facts"], row["decoys"]
     texts = list(samples) + ([hack(row, rng)] if rng.random() < hacks else [])
     drop = rng.choice([0, 0.1, 0.25, 0.5])
     while len(texts) < GROUP:
@@ -423,11 +419,6 @@ def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
     worse), all of them and then all again."""
     import rloo
 
-    endless = itertools.chain.from_iterable(rng.sample(pairs, len(pairs)) for _ in itertools.count())
-
-    def make_chunk(n):
-        return list(itertools.islice(endless, n))
-
     def loss_fn(batch):
         ids, _ = rloo.pad([pair[which] for which in ("better", "worse") for pair in batch])
         batch = rloo.make_batch(batch, ids.view(2, len(batch), -1), [eos])
@@ -436,50 +427,8 @@ def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
         better, worse = model.score(hidden.squeeze(2)).squeeze(-1)
         return F.softplus(worse - better).mean()
 
-    return optimise(name, model, total, make_chunk, lambda pair: len(pair["prompt_ids"]), loss_fn, lr, rng)
-
-
-# ---- Figures ---------------------------------------------------------------------------------------------------------
-
-
-def mean(xs):
-    return sum(xs) / max(1, len(xs))
-
-
-def win_rate(rows, texts):
-    """Returns how often completions win against the references of their rows."""
-    facts, references = ([row[name] for row in rows] for name in ("facts", "completion"))
-    return mean(gold_win_rate(None, texts, facts=facts, completion=references))
-
-
-def scores_of(model, tokenizer, rows, texts):
-    """Returns the reward model's scores of completions that end."""
-    import rloo
-
-    ids, _ = rloo.pad(tokenizer([text + tokenizer.eos_token for text in texts]).input_ids)
-    examples = [{"prompt_ids": tokenizer(row["prompt"]).input_ids} for row in rows]
-    return rloo.reward_of_model(model, 128, rloo.make_batch(examples, ids[None], [tokenizer.eos_token_id]))[0].tolist()
-
-
-def evaluate(policy, reward_model, tokenizer, rows):
-    """Returns figures on held-out rows: name -> number."""
-    prompts, facts, references = ([row[name] for row in rows] for name in ("prompt", "facts", "completion"))
-    figures = {}
-    for name, temperature in [("greedy", 0.0), ("sampled", 0.7)]:
-        texts = generate(policy, tokenizer, prompts, temperature)
-        figures[f"sft {name} win rate"] = win_rate(rows, texts)
-        figures[f"sft {name} gold score"] = mean(gold_judge(None, texts, facts=facts))
-    figures["reference gold score"] = mean(gold_judge(None, references, facts=facts))
-
-    rows = [row for row in rows[:300] for _ in range(16)]  # pairs: the first with the second, the third with the fourth
-    texts = generate(policy, tokenizer, [row["prompt"] for row in rows], 0.7)
-    gold = gold_judge(None, texts, facts=[row["facts"] for row in rows])
-    score = scores_of(reward_model, tokenizer, rows, texts)
-    pairs = [i for i in range(0, len(rows), 2) if gold[i] != gold[i + 1]]
-    signs = [(score[i] - score[i + 1]) * (gold[i] - gold[i + 1]) for i in pairs]
-    figures["reward model agreement"] = mean([(sign > 0) + 0.5 * (sign == 0) for sign in signs])
-    figures["held-out pairs"] = len(signs)
-    return figures
+    pairs_of = endlessly(pairs, rng)
+    return optimise(name, model, total, pairs_of, lambda pair: len(pair["prompt_ids"]), loss_fn, lr, rng)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -489,16 +438,12 @@ def save_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main(output_dir: Path, seed: int = 1):
+def main(output_dir: Path):
     """Makes mini TL;DR, see above."""
-    rng, taken = random.Random(seed), set()
-    torch.manual_seed(seed)
+    rng, taken = random.Random(1), set()
+    torch.manual_seed(1)
     torch.set_num_threads(1)  # so small a model gains nothing from a second thread
     output_dir.mkdir(parents=True, exist_ok=True)
-
-    def save(model, name):
-        model.save_pretrained(output_dir / name)
-        save_tokenizer(tokenizer, output_dir / name)
 
     def fresh(n):
         """Returns rows. No facts are in two splits, nor in what the models are trained on beyond the splits."""
@@ -507,24 +452,24 @@ def main(output_dir: Path, seed: int = 1):
     splits = {split: fresh(SIZES[split]) for split in ("test", "validation", "train")}
     for split, rows in splits.items():
         save_jsonl(output_dir / f"{split}.jsonl", rows)
-    tokenizer = train_tokenizer([row["prompt"] + row["completion"] for row in splits["train"]])
+    texts = [row["prompt"] + row["completion"] for row in splits["train"]]
+    eos, pad = special = ["<|endoftext|>", "[PAD]"]  # ids 0 and 1
+    names = {"bos_token": eos, "eos_token": eos, "unk_token": eos, "pad_token": pad}
+    tokenizer = train_tokenizer(texts, 1024, special, **names, model_max_length=512)
 
-    def epochs():
-        while True:
-            yield from rng.sample(splits["train"], len(splits["train"]))
-
-    rows = epochs()
     policy = GPTNeoXForCausalLM(model_config(tokenizer, layers=3))
-    policy = train_lm("policy", tokenizer, policy, SIZES["sft"], lambda n: [next(rows) for _ in range(n)], 2e-3, rng)
-    save(policy, "sft")
+    policy = train_lm("policy", tokenizer, policy, SIZES["sft"], endlessly(splits["train"], rng), 2e-3, rng)
+    save(policy, tokenizer, output_dir / "sft")
     some = splits["validation"][:200]
+    prompts, facts, references = ([row[name] for row in some] for name in ("prompt", "facts", "completion"))
     for temperature in (0.7, 0.0):
-        texts = generate(policy, tokenizer, [row["prompt"] for row in some], temperature)
-        print(f"win rate at temperature {temperature}: {win_rate(some, texts):.2f}")
+        texts = generate(policy, tokenizer, prompts, temperature)
+        wins = gold_win_rate(None, texts, facts=facts, completion=references)
+        print(f"win rate at temperature {temperature}: {statistics.mean(wins):.2f}")
 
     # The reward model begins as a language model of complete and correct summaries: it can read.
     def complete(n):
-        return [row | {"completion": write_summary(values_of(row["facts"]), {}, rng)} for row in fresh(n)]
+        return [row | {"completion": write_summary(row["facts"], {}, rng)} for row in fresh(n)]
 
     reader = GPTNeoXForCausalLM(model_config(tokenizer, layers=4))
     reader = train_lm("reader", tokenizer, reader, SIZES["reader"], complete, 2e-3, rng)
@@ -532,10 +477,7 @@ def main(output_dir: Path, seed: int = 1):
     drawn = [generate(policy, tokenizer, [row["prompt"] for row in posts], temperature) for temperature in (0.7, 1.0)]
     pool = [(row, samples) for row, *samples in zip(posts, *drawn)]
     reward_model = train_reward_model(tokenizer, reader, SIZES["stages"], fresh, pool, rng)
-    save(reward_model, "reward")
-
-    figures = {"seed": seed, **evaluate(policy, reward_model, tokenizer, splits["test"])}
-    (output_dir / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+    save(reward_model, tokenizer, output_dir / "reward")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import mini_tldr
+import numpy as np
+import study
 from mini_tldr import SLOTS, gold_judge, gold_win_rate, stated
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -15,9 +17,9 @@ HERE = Path(__file__).resolve().parent
 
 def test_a_form_states_exactly_its_own_value_and_the_words_around_it_state_none():
     for slot, values in SLOTS.items():
-        for forms in values:
+        for name, forms in values.items():
             for form in forms:
-                assert stated(form) == {s: {forms[0]} if s == slot else set() for s in SLOTS}, form
+                assert stated(form) == {s: {name} if s == slot else set() for s in SLOTS}, form
     tables = mini_tldr.WORDS
     words = [text for name in ("state", "decoy", "fragments") for texts in tables[name].values() for text in texts]
     for name in ("others", "fillers", "titles", "subreddits", "rambles"):
@@ -27,7 +29,7 @@ def test_a_form_states_exactly_its_own_value_and_the_words_around_it_state_none(
 
 
 def test_the_judge_and_its_win_rate():
-    facts = {slot: values[0][0] for slot, values in SLOTS.items()}
+    facts = {slot: next(iter(values)) for slot, values in SLOTS.items()}
     texts = ["", " my roommate", " my roommate, my roommate", " my roommate my boss", " my flatmate" + " so" * 27]
     grades = gold_judge(None, texts, facts=[facts] * 5)
     assert grades == [0.0, 1.0, 1.0, 0.0, 0.5]  # the last has 29 words, 5 more than are free
@@ -44,8 +46,7 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path, monkeypatch):
     built, shipped = (
         {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)
     )
-    assert built == shipped
-    assert 0 <= json.loads((tmp_path / "figures.json").read_text())["reward model agreement"] <= 1
+    assert shipped - built == {"figures.json"}
     for part, auto_class in (("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
         model, tokenizer = (auto.from_pretrained(tmp_path / part) for auto in (auto_class, AutoTokenizer))
         assert model.config.vocab_size == len(tokenizer) and tokenizer.pad_token == "[PAD]" != tokenizer.eos_token
@@ -62,3 +63,11 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path, monkeypatch):
     for row in rows["train"]:
         said = stated(row["prompt"])
         assert all(said[slot] == {row["facts"][slot], row["decoys"].get(slot, row["facts"][slot])} for slot in SLOTS)
+
+
+def test_the_shipped_reward_model_agrees_with_the_judge_on_samples_of_the_policy():
+    agree = []
+    for _, grades in study.samples_of_sft(rloo.load_rows(str(HERE), "test")[:64], 2, 0.7, ["gold_judge"]):
+        gold, score = (grades[name][0] - grades[name][1] for name in ("gold_judge", "reward_model"))
+        agree += (gold * score > 0)[gold != 0].tolist()
+    assert len(agree) > 40 and np.mean(agree) > 0.75
