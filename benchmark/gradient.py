@@ -1,6 +1,6 @@
 """Is each option's gradient right, and how noisy? Exactly, for language models so tiny that all updates can be listed.
 
-    python benchmark/gradient.py                       # prints the table of gradient.md: 15 seconds
+    python benchmark/gradient.py                       # prints the table: 15 seconds
     python benchmark/gradient.py --picture plot.png    # draws it too; needs matplotlib
 
 The policy has a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15 parameters: a row of logits per
@@ -16,12 +16,11 @@ import itertools
 import math
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import runs
 import torch
 import tyro
@@ -38,37 +37,25 @@ SEEDS, KS = range(1, 6), (2, 3)  # models, each with rewards of its own; complet
 B, V, T, BETA = 2, 3, 2, 0.3
 AWAY = 0.5  # nats from the reference of the policies that are not at it
 
-
-@dataclass(frozen=True)
-class Option:
-    """What differs from rloo.py's defaults."""
-
-    kl: str = "k1"  # the estimator of the KL in the reward: k1, k3 or none
-    baseline: bool = True
-    token_level_kl: bool = False
-    grpo: dict | None = None  # flags of grpo.py, whose functions take the place of rloo.py's
-    kl_in_loss: bool = False
-    noise: float = 0.0  # on the logits of the sampler
-    correction: str = "off"  # by correction.py, with its cap of 2
-
-
-SUMS = {"baseline": "rloo", "loss_mean": "completions"}  # flags by which grpo.py has RLOO's advantages and loss
-OPTIONS = {
-    "rloo.py (the defaults)": Option(),
-    "no baseline": Option(baseline=False),
-    "token_level_kl": Option(token_level_kl=True),
-    "Dr. GRPO's baseline": Option(grpo=SUMS | {"baseline": "group"}),
-    "GRPO's baseline": Option(grpo=SUMS | {"baseline": "grpo"}),
-    "GRPO's mean over tokens": Option(grpo=SUMS | {"loss_mean": "tokens-then-completions"}),
-    "k3 in the loss": Option("none", grpo=SUMS, kl_in_loss=True),
-    "k3 in the loss, unbiased_kl": Option("none", grpo=SUMS | {"unbiased_kl": True}, kl_in_loss=True),
-    "k3 in the reward": Option("k3"),
-    "k3 in reward and loss": Option("k3", grpo=SUMS, kl_in_loss=True),
-    "GRPO": Option("none", grpo={}, kl_in_loss=True),
-    "sampler's logits off by 0.3": Option(noise=0.3),
-    "..., correction.py truncate": Option(noise=0.3, correction="truncate"),
-    "..., correction.py mask": Option(noise=0.3, correction="mask"),
-    "..., truncate, token_level_kl": Option(noise=0.3, correction="truncate", token_level_kl=True),
+# Flags by which grpo.py has RLOO's advantages and loss; kl_coef is that of its KL in the loss.
+SUMS = {"baseline": "rloo", "loss_mean": "completions", "kl_coef": 0.0}
+IN_LOSS = SUMS | {"kl_coef": BETA}
+OPTIONS = {  # name -> what differs from rloo.py's defaults, see `estimates`
+    "rloo.py (the defaults)": {},
+    "no baseline": {"baseline": False},
+    "token_level_kl": {"token_level_kl": True},
+    "Dr. GRPO's baseline": {"flags": SUMS | {"baseline": "group"}},
+    "GRPO's baseline": {"flags": SUMS | {"baseline": "grpo"}},
+    "GRPO's mean over tokens": {"flags": SUMS | {"loss_mean": "tokens-then-completions"}},
+    "k3 in the loss": {"kl": "none", "flags": IN_LOSS},
+    "k3 in the loss, unbiased_kl": {"kl": "none", "flags": IN_LOSS | {"unbiased_kl": True}},
+    "k3 in the reward": {"kl": "k3"},
+    "k3 in reward and loss": {"kl": "k3", "flags": IN_LOSS},
+    "GRPO": {"kl": "none", "flags": {"kl_coef": BETA}},
+    "sampler's logits off by 0.3": {"sampler": "off"},
+    "..., correction.py truncate": {"sampler": "off", "correct": "truncate"},
+    "..., correction.py mask": {"sampler": "off", "correct": "mask"},
+    "..., truncate, token_level_kl": {"sampler": "off", "correct": "truncate", "token_level_kl": True},
 }
 
 
@@ -94,42 +81,37 @@ def objective(theta, ref, scores, beta):
     return (logprobs.exp() * (scores - beta * kl)).sum(-1).mean(), (logprobs.exp() * kl).sum(-1).mean()
 
 
-@dataclass
-class Case:
-    """A policy, its reference, and the scores of all completions of both prompts."""
+def exact_gradient(theta, ref, scores, beta):
+    return torch.autograd.functional.jacobian(lambda x: objective(x, ref, scores, beta)[0], theta)
 
-    theta: torch.Tensor  # (d,)
-    ref: torch.Tensor  # (B, n, T)
-    scores: torch.Tensor  # (B, n)
-    seed: int
-    moments: dict = field(default_factory=dict)  # k -> those of rloo.py's defaults
 
-    def __post_init__(self):
-        grad = torch.autograd.functional.jacobian
-        self.logprobs, self.jacobian = logprobs_of(self.theta), grad(logprobs_of, self.theta)
-        self.exact = grad(lambda x: objective(x, self.ref, self.scores, BETA)[0], self.theta)  # g*
-
-    def sampler(self, noise: float):
-        generator = torch.Generator().manual_seed(self.seed)
-        moved = torch.randn(len(self.theta), generator=generator, dtype=torch.float64) * noise / math.sqrt(2)
-        return logprobs_of(self.theta + moved)  # a logit is a sum of two
+def normal(*size: int, seed: int):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def cases(away: bool):
-    """Yields for each seed rewards that are normal, sparse (1 for 2 completions of a prompt), or normal but large."""
+    """Yields policies, each with a reference and scores. For each seed, scores are normal, sparse (1 for 2 completions
+    of a prompt), or normal but large."""
     for seed, kind in itertools.product(SEEDS, ("dense", "sparse", "large mean")):
-        theta, dense = (
-            torch.randn(*size, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
-            for size, s in (((B * V + V * V,), seed), ((B, len(TOKENS)), seed + 1000))
-        )
-        scores = dense + 10 * (kind == "large mean")
+        theta = normal(B * V + V * V, seed=seed)
+        scores = normal(B, len(TOKENS), seed=seed + 1000)
         if kind == "sparse":
-            scores = (dense >= dense.topk(2, dim=-1).values[:, -1:]).double()
+            scores = (scores >= scores.topk(2, dim=-1).values[:, -1:]).double()
+        elif kind == "large mean":
+            scores = scores + 10
         ref = logprobs_of(theta)
         while away and objective(theta, ref, scores, 0.0)[1] < AWAY:  # by exact gradient ascent on the score
-            (step,) = torch.autograd.grad(objective(theta.requires_grad_(), ref, scores, 0.0)[0], theta)
-            theta = (theta + 0.02 * step / step.norm()).detach()
-        yield Case(theta.detach(), ref, scores, seed)
+            step = exact_gradient(theta, ref, scores, 0.0)
+            theta = theta + 0.02 * step / step.norm()
+        moved = theta + normal(len(theta), seed=seed) * 0.3 / math.sqrt(2)  # a logit is a sum of two
+        yield SimpleNamespace(
+            theta=theta,  # (d,)
+            ref=ref,  # (B, n, T)
+            scores=scores,  # (B, n)
+            sampler={"policy": logprobs_of(theta), "off": logprobs_of(moved)},
+            jacobian=torch.autograd.functional.jacobian(logprobs_of, theta),  # (B, n, T, d)
+            exact=exact_gradient(theta, ref, scores, BETA),  # g*
+        )
 
 
 def all_updates(k: int):
@@ -146,75 +128,70 @@ UPDATES = {k: all_updates(k) for k in KS}
 # ---- What the functions of rloo.py make of an update -----------------------------------------------------------------
 
 
-def estimates(case: Case, sampler, index, option: Option):
-    """Returns g (U, d) of updates `index` (k, U, B), which form one batch of U·B prompts."""
+def estimates(case, index, kl="k1", baseline=True, token_level_kl=False, flags=None, sampler="policy", correct=None):
+    """Returns g (U, d) of updates `index` (k, U, B), which form one batch of U·B prompts.
+
+    kl: the estimator of the KL in the reward, k1, k3 or none; flags: of grpo.py, whose functions then take the place of
+    rloo.py's; correct: by correction.py, with its cap of 2.
+    """
     k, U, _ = index.shape
-    of_completions = (case.logprobs, sampler, case.ref, case.scores, MASK.expand(B, -1, -1))
+    of_completions = (case.sampler["policy"], case.sampler[sampler], case.ref, case.scores, MASK.expand(B, -1, -1))
     old, sampled, ref, scores, mask = (x[PROMPTS, index].flatten(1, 2) for x in of_completions)  # (k, U·B, ...)
-    corrected = option.correction != "off"
-    kl = ((old if corrected else sampled) - ref) * mask
-    kl = torch.expm1(-kl) + kl if option.kl == "k3" else kl
-    beta = 0.0 if option.kl == "none" else BETA
-    args = rloo.Args(kl_coef=beta, token_level_kl=option.token_level_kl, cliprange_high=0.2)
-    ended = mask.any(-1)
+    in_reward = ((old if correct else sampled) - ref) * mask
+    if kl == "k3":
+        in_reward = torch.expm1(-in_reward) + in_reward
+    args = rloo.Args(kl_coef=0.0 if kl == "none" else BETA, token_level_kl=token_level_kl, cliprange_high=0.2)
+    batch = SimpleNamespace(policy_mask=mask, ended=mask.any(-1))
     new = old.clone().requires_grad_()
+    functions, centered = rloo, rloo.advantage
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # to which they round
-        functions, baseline = rloo, rloo.advantage
-        rewards = rloo.rewards_of(args, scores, ended, kl)
-        if option.grpo is not None:
-            functions = grpo
-            args = grpo.Args(**option.grpo, kl_coef=BETA if option.kl_in_loss else 0.0, cliprange_high=0.2)
-            baseline = grpo.BASELINES[args.baseline]
-        advantages = baseline(rewards) if option.baseline else rewards
-        advantages = functions.advantages_for_loss(args, advantages, ended, mask)
-        if corrected:
-            per_token = option.token_level_kl
-            advantages = advantages * correction.importance_weight(
-                old, sampled, mask, option.correction, 2.0, per_token
-            )
-        batch = SimpleNamespace(policy_mask=mask, ended=ended)
-        experience = {"batch": batch, "scores": scores, "rewards": rewards, "advantages": advantages}
-        experience = SimpleNamespace(**experience, ref_logprobs=ref)
+        rewards = rloo.rewards_of(args, scores, batch.ended, in_reward)
+        if flags is not None:
+            functions, args = grpo, grpo.Args(**flags, cliprange_high=0.2)
+            centered = grpo.BASELINES[args.baseline]
+        advantages = centered(rewards) if baseline else rewards
+        advantages = functions.advantages_for_loss(args, advantages, batch.ended, mask)
+        if correct:
+            advantages = advantages * correction.importance_weight(old, sampled, mask, correct, 2.0, token_level_kl)
+        experience = SimpleNamespace(batch=batch, rewards=rewards, advantages=advantages, ref_logprobs=ref)
         losses, *_ = functions.completion_loss(args, experience, slice(None), new, old, None)
     (slope,) = torch.autograd.grad(losses.sum() / (k * B), new)
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[PROMPTS, index])
 
 
-def moments(case: Case, k: int, option: Option):
-    """Returns E g (d,) and the trace of the covariance of g."""
-    (index, orders), sampler = UPDATES[k], case.sampler(option.noise)
-    weight = orders * sampler.sum(-1).exp()[PROMPTS, index].prod(0).prod(-1)
-    g = estimates(case, sampler, index, option)
+def bias_and_noise(case, k: int, option: dict) -> tuple[float, float]:
+    """Returns the bias of g, and its noise, which is not yet relative to that of the defaults."""
+    index, orders = UPDATES[k]
+    drawn = case.sampler[option.get("sampler", "policy")].sum(-1).exp()  # (B, n)
+    weight = orders * drawn[PROMPTS, index].prod(0).prod(-1)
+    g = estimates(case, index, **option)
     mean = weight @ g
-    return mean, (weight @ (g - mean).square().sum(-1)).item()
+    variance = weight @ (g - mean).square().sum(-1)  # the trace of the covariance
+    along = (mean @ case.exact / case.exact.norm()).item()
+    noise = variance.item() / along**2 if along > 0 else math.nan
+    return ((mean - case.exact).norm() / case.exact.norm()).item(), noise
 
 
-def bias_and_noise(case: Case, k: int, option: Option) -> tuple[float, float]:
-    def noise(mean, variance):
-        along = (mean @ case.exact / case.exact.norm()).item()
-        return variance / along**2 if along > 0 else math.nan
-
-    if k not in case.moments:
-        case.moments[k] = moments(case, k, Option())
-    mean, variance = moments(case, k, option)
-    return ((mean - case.exact).norm() / case.exact.norm()).item(), noise(mean, variance) / noise(*case.moments[k])
+def spread(values):
+    """Returns the least, the median and the largest of the numbers in the last dimension."""
+    return np.nanquantile(values, [0, 0.5, 1], axis=-1)
 
 
-def draw(found: dict, file: Path):
-    """Draws bias and noise of every option: range and median over all cases."""
+def draw(bias, noise, policies, file: Path):
+    """Draws bias and noise of every option, (options, policies, cases): range and median over all cases."""
     import plot
 
     figure, (panels,) = plot.canvas(1, 2, height=6, sharey=True)
     figure.set_size_inches(11, 6)
-    for panel, kind in zip(panels, ("bias", "noise")):
-        for number, where in enumerate(next(iter(found.values()))):
-            values = [of[where][kind] for of in found.values()]
-            places = [place + 0.32 * number - 0.16 for place in range(len(found))]
+    for right, values in enumerate((bias, noise)):
+        for number, policy in enumerate(policies):
+            least, middle, most = spread(values[:, number])
+            places = np.arange(len(OPTIONS)) + 0.32 * number - 0.16
             style = {"color": ("tab:blue", "tab:orange")[number]}
-            panel.hlines(places, [*map(min, values)], [*map(max, values)], **style, lw=2, label=f"policy {where}")
-            panel.plot([*map(median, values)], places, "o", **style, ms=5)
-        panel.axvline(kind == "noise", color="black", lw=0.8)
-    panels[0].set(xlabel="bias: |E g - g*| / |g*|", yticks=range(len(found)), yticklabels=list(found))
+            panels[right].hlines(places, least, most, **style, lw=2, label=f"policy {policy}")
+            panels[right].plot(middle, places, "o", **style, ms=5)
+        panels[right].axvline(right, color="black", lw=0.8)
+    panels[0].set(xlabel="bias: |E g - g*| / |g*|", yticks=range(len(OPTIONS)), yticklabels=list(OPTIONS))
     panels[0].invert_yaxis()
     panels[1].set(xscale="log", xlabel="noise: variance of g / (part of E g along g*)²,\nrelative to the defaults")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
@@ -225,22 +202,20 @@ def draw(found: dict, file: Path):
 
 def main(picture: Path | None = None):
     """Prints bias and noise of every option, over all cases; draws them into `picture`."""
-    away = f"{AWAY} nats away"
-    policies = {"at the reference": list(cases(away=False)), away: list(cases(away=True))}
-    found = {name: {} for name in OPTIONS}  # option -> policy -> bias and noise -> values of all cases
-    for name, option in OPTIONS.items():
-        for where, some in policies.items():
-            bias, noise = zip(*(bias_and_noise(case, k, option) for case in some for k in KS))
-            found[name][where] = {"bias": bias, "noise": [x for x in noise if not math.isnan(x)]}
-    rows = [["", *(f"bias {where}" for where in policies), f"noise {away}: least, median, most"]]
-    for name, of in found.items():
-        biases = [of[where]["bias"] for where in policies]
-        cells = ["0" if max(bias) < 1e-10 else f"{median(bias):.2g} ({max(bias):.2f})" for bias in biases]
-        noise = of[away]["noise"]
-        rows.append([name, *cells, f"{min(noise):.2f}, {median(noise):.2f}, {max(noise):.2f}"])
+    policies = {"at the reference": list(cases(away=False)), f"{AWAY} nats away": list(cases(away=True))}
+    found = [
+        [[bias_and_noise(case, k, option) for case in some for k in KS] for some in policies.values()]
+        for option in OPTIONS.values()
+    ]
+    bias, noise = np.moveaxis(found, -1, 0)  # (options, policies, cases)
+    noise = noise / noise[0]
+    rows = [["", *(f"bias {policy}" for policy in policies), f"noise {[*policies][1]}: least, median, most"]]
+    for name, biases, noises in zip(OPTIONS, bias, noise):
+        cells = ["0" if x.max() < 1e-10 else f"{np.median(x):.2g} ({x.max():.2f})" for x in biases]
+        rows.append([name, *cells, ", ".join(f"{x:.2f}" for x in spread(noises[1]))])
     print(runs.markdown(rows))
     if picture:
-        draw(found, picture)
+        draw(bias, noise, policies, picture)
 
 
 if __name__ == "__main__":
