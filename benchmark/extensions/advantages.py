@@ -8,13 +8,12 @@
 
 raft   1 for the completion of a prompt with the highest reward, 0 for the rest (Dong et al. 2023, arXiv:2304.06767)
 maxrl  (r - mean) / mean over the prompt's completions, for rewards of 0 and 1 (Tajwar et al. 2026, arXiv:2602.02710)
-
-Replaces `advantage`. Extends `Args` and `resolve_args`. It excludes grpo.py.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -22,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-resolve_flags = rloo.resolve_args
+found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
 
 
 @dataclass
@@ -58,7 +57,7 @@ def advantage(rewards):
 def resolve_args(args):
     global chosen
     chosen = args.advantages
-    return resolve_flags(args)
+    return found.resolve_args(args)
 
 
 rloo.Args, rloo.resolve_args, rloo.advantage = Args, resolve_args, advantage

@@ -4,21 +4,19 @@
 
 The loss of a completion is reduced by --entropy_coef times the entropy of its tokens' distributions, summed over the
 tokens that are learned from.
-
-Replaces `block_logprobs`, whose entropies have no gradient. Extends `Args` and `completion_loss`. Import it after
-grpo.py. It excludes truncate.py.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-loss_without_bonus = rloo.completion_loss
+found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
 
 
 @dataclass
@@ -27,7 +25,7 @@ class Args(rloo.Args):
 
 
 def completion_loss(args, experience, index, logprobs, old_logprobs, entropies):
-    losses, *others = loss_without_bonus(args, experience, index, logprobs, old_logprobs, entropies)
+    losses, *others = found.completion_loss(args, experience, index, logprobs, old_logprobs, entropies)
     if args.mask_truncated_completions:
         entropies = entropies * experience.batch.ended[index][..., None]
     return losses - args.entropy_coef * entropies.sum(-1), *others  # (m, b)

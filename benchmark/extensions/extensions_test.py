@@ -17,18 +17,13 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM
+
+import rloo
+from rloo_test import read_metrics, run_flags, save, spy, tiny_model, tiny_tokenizer, without_times
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
-
-import rloo  # noqa: E402
-
-MINI = ROOT / "benchmark" / "mini_tldr"
-GSM8K = ROOT / "benchmark" / "mini_gsm8k"
 PAGE = HERE.joinpath("README.md").read_text()
 # Commands in docstrings: four spaces, then the command; a line that ends with \ goes on, and # begins a comment.
 COMMAND = re.compile(r"(?m)^    ((?:python|torchrun|TEXT_REWARD_MODEL=\S+) (?:.*\\\n)*[^#\n]*)")
@@ -42,70 +37,52 @@ def load(*names):
     vars(rloo).update(ORIGINAL)
     for name in [name for name in sys.modules if name.startswith("benchmark.extensions")]:
         del sys.modules[name]
-    return [importlib.import_module(f"benchmark.extensions.{name}") for name in names][-1]
-
-
-def write_data(folder: Path) -> str:
-    """Rows with short prompts: the ends of posts."""
-    rows = [json.loads(line) for line in MINI.joinpath("validation.jsonl").read_text().splitlines()[:40]]
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row | {"prompt": row["prompt"][-60:]}) + "\n" for row in rows))
-    return str(file)
-
-
-SMALL = {"response_length": 6, "rloo_k": 2, "per_device_train_batch_size": 8, "total_episodes": 8, "temperature": 1.0}
-SMALL |= {"sft_model_path": f"{MINI}/sft", "reward_model_path": f"{MINI}/reward", "learning_rate": 1e-3}
-SMALL |= {"num_eval_prompts": 0, "device": "cpu"}
+    last = None
+    for name in names:
+        last = importlib.import_module(f"benchmark.extensions.{name}")
+    return last
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tiny, tmp_path, monkeypatch):
     """run(extension, ..., flag=value, ...) -> metrics of each update, the output folder, the last Experience. Without
     an extension it runs what was loaded last."""
     numbers = itertools.count()
-    data = write_data(tmp_path)
 
     def run(*extensions: str, by=None, **flags):
-        flags = SMALL | {"dataset_name": data, "output_dir": str(tmp_path / f"run{next(numbers)}")} | flags
-        if by:
-            flags |= {"reward_fns": (f"{__file__}:{by}",), "reward_model_path": None}
         if extensions:
             load(*extensions)
-        improve, seen = rloo.improve, []
-        rloo.improve = lambda *inputs: [improve(*inputs), seen.append(inputs[4])][0]
-        rloo.main(rloo.Args(**flags))
-        rloo.improve = improve
-        return read(flags["output_dir"]), Path(flags["output_dir"]), seen[-1]
+        if by:
+            flags |= {"reward_fns": (f"{__file__}:{by}",), "reward_model_path": None}
+        output = Path(flags.pop("output_dir", tmp_path / f"run{next(numbers)}"))
+        updates = spy(monkeypatch, "improve")
+        rloo.main(rloo.Args(**run_flags(tiny, output, **flags)))
+        return read_metrics(output), output, updates[-1][0][4]
 
     return run
 
 
-def read(folder, name="metrics") -> list[dict]:
-    return [json.loads(line) for line in Path(folder, f"{name}.jsonl").read_text().splitlines()]
+def models_of(tiny, **flags):
+    """Flags and models of a run, with the extensions that are loaded."""
+    common = {"sft_model_path": str(tiny / "sft"), "device": "cpu", "dtype": "float32", "response_length": 12}
+    args = rloo.resolve_args(rloo.Args(**common | {"temperature": 0.8} | flags))
+    return args, *rloo.load_models(args, None)
 
 
-def without_times(metrics: list[dict]) -> list[dict]:
-    return [{name: x for name, x in row.items() if "time/" not in name and name != "eps"} for row in metrics]
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder, "model.safetensors"))
 
 
 def constant(prompts, **columns):
     return [1.0] * len(prompts)
 
 
-def remainder(completion_ids, **columns):
-    return [sum(ids) % 7 for ids in completion_ids]
-
-
 def some_none(completion_ids, **columns):
     return [None if i % 4 == 0 else sum(ids) % 7 for i, ids in enumerate(completion_ids)]
 
 
-def length_of_some(prompts, completions, **columns):
-    return [len(text) * (ord(prompt[0]) % 2) for prompt, text in zip(prompts, completions, strict=True)]
-
-
 def seven(text):
-    return " 7."
+    return " g"
 
 
 # ---- Files and page --------------------------------------------------------------------------------------------------
@@ -114,75 +91,56 @@ NOT_RUN = {"fsdp", "own_loop", "text_reward", "vllm_rollout"}  # these have test
 
 
 @pytest.mark.parametrize("command", sorted(x for name in FILES.keys() - NOT_RUN for x in COMMANDS[name]))
-def test_each_file_runs_with_its_commands(command, tmp_path, monkeypatch):
-    """What a reader does, but only one small update, on few rows."""
-    words = shlex.split(command.replace("FLAGS OF rloo.py", "").replace("file.py:function", f"{__file__}:seven"))
-    fewer = {"total_episodes": 1, "num_eval_prompts": 0, "output_dir": tmp_path / "out", "response_length": 8}
-    fewer |= {"per_device_train_batch_size": 8, "device": "cpu"}
+def test_each_file_runs_with_its_commands(command, tiny, tmp_path, monkeypatch):
+    """What a reader does, but one update of a tiny model."""
+    script, *words = shlex.split(
+        command.replace("FLAGS OF rloo.py", "").replace("file.py:function", f"{__file__}:seven")
+    )[1:]
+    flags = run_flags(tiny, tmp_path / "out", total_episodes=1)
     if "--dataset_name" in words:
-        fewer |= {"dataset_train_split": "validation"}
-    else:
-        fewer |= {"dataset_name": write_data(tmp_path), "sft_model_path": MINI / "sft"}
-        fewer |= {"reward_model_path": MINI / "reward"}
-    load("own_loop")  # which replaces nothing
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [*words[1:], *(str(x) for name in fewer for x in (f"--{name}", fewer[name]))])
-    runpy.run_path(words[1], run_name="__main__")
-    (metrics,) = read(tmp_path / "out")
+        flags = {"output_dir": tmp_path / "out", "total_episodes": 1, "response_length": 8, "num_eval_prompts": 0}
+        flags |= {"dataset_train_split": "validation", "device": "cpu"}
+    load()
+    monkeypatch.chdir(HERE.parents[1])
+    monkeypatch.setattr(sys, "argv", [script, *(str(x) for name in flags for x in (f"--{name}", flags[name])), *words])
+    runpy.run_path(script, run_name="__main__")
+    (metrics,) = read_metrics(tmp_path / "out")
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0 or "maxrl" in command  # which may find no right answer
-    args = json.loads((tmp_path / "out/args.json").read_text())
-    for flag, value in re.findall(r"--(\w+) ([\d.]+|[a-z]+)(?= |$)", command):
-        assert str(args[flag]) == value or float(args[flag]) == float(value)
 
 
 @pytest.mark.parametrize("name", [name for name, text in FILES.items() if "    rloo.command_line()" in text])
-def test_a_file_changes_what_its_docstring_and_the_page_say(name):
-    docstring = FILES[name].split('"""')[1]
-    replaced, extended = (
-        re.findall(r"`(\w+)`", "".join(re.findall(rf"{x} ([^.]*)\.", docstring))) for x in ("Replaces", "Extends")
-    )
+def test_the_page_says_what_a_file_replaces(name):
+    """A file extends `Args` and those functions whose original it calls."""
     load(name)
-    if "advantage" in replaced:  # these files choose it by a flag
-        rloo.resolve_args(rloo.Args(device="cpu"))
-    temporary = {"rollout"} if name == "correction" else set()
     changed = {x for x in vars(rloo) if vars(rloo)[x] is not ORIGINAL.get(x)}
-    assert changed == {*replaced, *extended} - temporary and changed
+    replaced = {x for x in changed - {"Args"} if not re.search(rf"found\.{x}\b", FILES[name])}
     row = re.search(rf"(?m)^\| \[{name}.py\]\({name}.py\) \|([^|]*)\|", PAGE)
-    assert re.findall(r"`(\w+)`", row[1]) == replaced
+    assert changed and {*re.findall(r"`(\w+)`", row[1])} == replaced
 
 
 def test_the_page_lists_every_file_and_each_begins_with_a_command():
     assert set(re.findall(r"(?m)^\| \[(\w+)\.py\]\(\1\.py\) \|", PAGE)) == FILES.keys() and all(COMMANDS.values())
 
 
-def test_every_function_of_the_page_s_table_is_called_if_it_is_replaced(run, tmp_path):
+def test_every_function_of_the_page_s_table_is_called_if_it_is_replaced(run, tmp_path, monkeypatch):
     """One run and its continuation, with all of them replaced by what notes the call."""
     table = PAGE.partition("| to change | replace |")[2].partition("\n\n")[0]
     names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[2])]
     assert len(names) == len(set(names)) >= 20
-    called = set()
-
-    def noting(name, original):
-        def noted(*inputs, **options):
-            called.add(name)
-            return original(*inputs, **options)
-
-        return noted
-
-    for name in names:
-        setattr(rloo, name, noting(name, getattr(rloo, name)))
-    flags = {"save_steps": 1, "output_dir": str(tmp_path / "out")}
-    run(**flags, total_episodes=16)
-    run(**flags, total_episodes=24, resume=True)
-    assert called == {*names} and len(read(tmp_path / "out")) == 3
+    load()
+    calls = {name: spy(monkeypatch, name) for name in names}
+    flags = {"save_steps": 1, "output_dir": tmp_path / "out"}
+    run(**flags)
+    run(**flags, total_episodes=32, resume=True)
+    assert [name for name in names if not calls[name]] == []
 
 
 def printed(word: str, **names):
     """Runs the block of the page with `word` in it, but for its last line, where these names are known."""
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if word in block]
     assert code.endswith("rloo.command_line()\n")
-    load("own_loop")
+    load()
     exec(code.removesuffix("rloo.command_line()\n"), {"__name__": "mine"} | names)
 
 
@@ -200,30 +158,29 @@ def test_code_that_the_page_prints(run):
     assert torch.allclose(experience.advantages, expected, atol=1e-5)
 
 
-PAIRS = ["lora grpo entropy", "correction lora", "lora correction", "grpo correction", "correction grpo"]
-PAIRS += ["truncate value", "lora truncate", "value correction", "correction value", "lora value"]
-PAIRS += ["turns value", "grpo turns", "lora turns", "advantages correction"]
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_pairs_that_the_page_allows_train(pair, run):
-    """One update with two completions of unequal score, where each file leaves its trace."""
+@pytest.mark.parametrize("files", [
+    "lora grpo entropy correction", "correction lora grpo turns", "lora truncate value correction",
+    "turns correction value", "advantages correction",
+])  # fmt: skip
+def test_files_that_the_page_allows_together_train(files, run):
+    """One update, where each file leaves its trace."""
     flags = {"entropy": {"entropy_coef": 0.5}, "truncate": {"top_k": 5}, "value": {"value_cliprange": 0.1}}
-    flags["turns"] = {"tool": f"{__file__}:seven", "tool_mark": " the", "response_length": 24}
-    flags = {name: x for file in pair.split() for name, x in flags.get(file, {}).items()}
-    (metrics,), output, experience = run(*pair.split(), **flags)
+    flags["turns"] = {"tool": f"{__file__}:seven", "tool_mark": "m", "response_length": 24}
+    flags = {name: x for file in files.split() for name, x in flags.get(file, {}).items()}
+    (metrics,), output, experience = run(*files.split(), **flags)
     assert metrics["grad_norm"] > 0 and all(math.isfinite(x) for x in metrics.values())
+    batch, per_token = experience.batch, experience.advantages.shape[-1] > 1
     traces = {
         "lora": (output / "adapter").is_dir(),
         "correction": abs(metrics.get("val/rollout_weight", 9) - 1) < 1e-3,
-        "value": hasattr(experience, "returns") and experience.advantages.shape[-1] > 1,
-        "turns": metrics.get("tool/tokens", 0) > 0,
+        "value": hasattr(experience, "returns") and per_token,
+        "turns": (batch.response_mask & ~batch.policy_mask).any(),
         "truncate": metrics["objective/entropy"] / metrics["completions/mean_length"] < math.log(5),
-        "grpo": "completions/in_loss" in metrics,
-        "entropy": True,  # see its own test
+        "grpo": "value" not in files and per_token,
+        "entropy": metrics["loss/policy_avg"] < -0.3 * metrics["objective/entropy"],
         "advantages": torch.allclose(experience.advantages, experience.rewards.float(), rtol=1e-3),
     }
-    assert all(traces[name] for name in pair.split()), traces
+    assert all(traces[name] for name in files.split()), traces
 
 
 # ---- grpo.py and advantages.py ---------------------------------------------------------------------------------------
@@ -239,8 +196,8 @@ def experience_of(mask, ended, **fields):
 @pytest.mark.parametrize("baseline", ["grpo", "group", "update", "rloo"])
 @pytest.mark.parametrize("loss_mean", ["tokens-then-completions", "tokens", "completions"])
 def test_grpo_equals_the_loops(ratio, baseline, loss_mean):
-    """One completion has no score, another is truncated, and a group has equal scores: they leave the loss, its KL and
-    its lengths."""
+    """In a micro-batch of two of three lanes. One completion has no score, another is truncated, and a group has equal
+    scores: they leave the loss, its KL and its lengths."""
     load("grpo")
     torch.manual_seed(0)
     mask = torch.arange(5) < torch.randint(1, 6, (3, 4, 1))
@@ -253,7 +210,7 @@ def test_grpo_equals_the_loops(ratio, baseline, loss_mean):
     advantages = rloo.advantages_for_loss(args, rloo.advantage(rewards), ended, mask)
     experience = experience_of(mask, ended, scores=scores, ref_logprobs=ref, rewards=rewards, advantages=advantages)
     prompts = torch.tensor([2, 0, 1])
-    index = slice(0, 3), prompts
+    index = slice(1, 3), prompts
     ours, theirs = new.clone().requires_grad_(), new.clone().requires_grad_()
     losses, log_ratio, clipped = rloo.completion_loss(args, experience, index, ours[index], old[index], None)
 
@@ -282,9 +239,9 @@ def test_grpo_equals_the_loops(ratio, baseline, loss_mean):
         expected[j, b] *= {"tokens-then-completions": 1 / n, "tokens": 12 / counted, "completions": 1}[loss_mean]
     assert torch.allclose(losses, expected[index], atol=1e-5)
     losses.sum().backward()
-    expected.sum().backward()
+    expected[index].sum().backward()
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
-    assert len(log_ratio) == len(clipped) == counted and not log_ratio.requires_grad
+    assert len(log_ratio) == len(clipped) == mask[1:, :2].sum() + mask[1, 2].sum() and not log_ratio.requires_grad
 
 
 def test_the_unbiased_k3_of_grpo_has_the_gradient_of_the_kl():
@@ -302,21 +259,6 @@ def test_the_unbiased_k3_of_grpo_has_the_gradient_of_the_kl():
         assert torch.allclose(losses, ((ref - new).exp() - 1 + new - ref)[..., 0], atol=1e-6)
         (slope,) = torch.autograd.grad((new.detach()[..., 0].exp() * losses).sum(), logits, retain_graph=True)
         assert ((slope - exact).abs().max() < 1e-6) == unbiased
-
-
-def test_groups_of_equal_scores_leave_the_loss_of_a_run(run):
-    """The mean is then over the tokens of the others, which alone have a gradient. Micro-batches of half a group."""
-    flags = {"by": "length_of_some", "kl_coef": 0.0, "max_grad_norm": 0.0, "loss_mean": "tokens", "seed": 3}
-    (plain,), *_ = run("grpo", **flags)
-    (dropped,), *_ = run("grpo", **flags, drop_equal_groups=True)
-    half = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    (again,), *_ = run("grpo", **flags, **half, drop_equal_groups=True)
-    assert 0 < dropped["completions/in_loss"] < 1 == plain["completions/in_loss"]
-    assert dropped["grad_norm"] > plain["grad_norm"] and again["grad_norm"] == pytest.approx(dropped["grad_norm"], 1e-5)
-    (none,), *_ = run("grpo", **flags | {"by": "constant"}, drop_equal_groups=True)
-    assert none["completions/in_loss"] == none["grad_norm"] == none["loss/policy_avg"] == 0
-    with pytest.raises(rloo.InputError, match="--token_level_kl: grpo.py has its KL in the loss"):
-        run("grpo", token_level_kl=True)
 
 
 def test_advantages_equal_the_loops():
@@ -341,7 +283,7 @@ def test_advantages_equal_the_loops():
 
 
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy_and_raises_it(run):
-    """With equal scores and β = 0 there is no other gradient."""
+    """In the run scores are equal and β = 0, so there is no other gradient."""
     entropy = load("entropy")
     logits, tokens = torch.randn(7, 9).requires_grad_(), torch.arange(7)
     rloo.final_logits = lambda model, hidden: hidden
@@ -350,69 +292,48 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy_and_raises_it(run):
     loops = -sum(table[n, v].exp() * table[n, v] for n, v in itertools.product(range(7), range(9)))
     gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (entropies.sum(), loops)]
     assert torch.allclose(*gradients, atol=1e-6) and logprobs.tolist() == table[tokens, tokens].tolist()
-    (first, *_, last), *_ = run("entropy", by="constant", kl_coef=0.0, entropy_coef=0.03, total_episodes=32)
+    flags = {"by": "constant", "kl_coef": 0.0, "entropy_coef": 0.03, "mask_truncated_completions": True}
+    (first, *_, last), *_ = run("entropy", **flags | {"mask_truncated_completions": False}, total_episodes=64)
     assert first["policy/entropy_avg"] + 0.01 < last["policy/entropy_avg"]
     expected = -0.03 * first["completions/mean_length"] * first["policy/entropy_avg"]
     assert first["loss/policy_avg"] == pytest.approx(expected, rel=1e-4)
-    (metrics,), *_ = run("entropy", by="constant", kl_coef=0.0, response_length=2, mask_truncated_completions=True)
-    assert metrics["completions/clipped_ratio"] == 1 and metrics["loss/policy_avg"] == 0
+    (some,), *_ = run("entropy", **flags)
+    assert expected < some["loss/policy_avg"] < 0  # less, without those of truncated completions
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("kind", ["truncate", "mask"])
-def test_weights_of_a_mismatch_equal_the_formula_in_loops(kind, per_token):
-    torch.manual_seed(0)
-    old, sampled, cap = torch.randn(2, 3, 4), torch.randn(2, 3, 4), 1.5
-    mask = torch.arange(4) < torch.randint(1, 5, (2, 3, 1))
-    importance_weight = load("correction").importance_weight
-    weight = importance_weight(old, sampled, mask, kind, cap, per_token)
-    for j, b in itertools.product(range(2), range(3)):
-        logs = (old - sampled)[j, b, mask[j, b]].tolist()
-        exact = [math.exp(x) for x in (logs if per_token else [sum(logs)])]
-        limited = {"truncate": lambda w: min(w, cap), "mask": lambda w: w if 1 / cap <= w <= cap else 0.0}
-        assert weight[j, b, : len(exact)].tolist() == pytest.approx([*map(limited[kind], exact)], rel=1e-5)
-    # e^100 is no float32, and infinity times 0 would be NaN.
-    far = importance_weight(torch.full((2, 1, 1), 100.0), torch.zeros(2, 1, 1), mask[:, :1, :1], kind, cap, False)
-    assert (far == (cap if kind == "truncate" else 0.0)).all()
-
-
-@pytest.mark.parametrize("kind", ["completion", "token", "grpo"])
-def test_a_mismatch_is_corrected_and_logged(kind, run):
-    """A sampler whose log-probs are off by 0.1 to 0.3, which rloo.py alone refuses. Each ratio has a weight."""
-    noise = torch.rand(2, 4, 20, generator=torch.Generator().manual_seed(0)) * 0.2 + 0.1
+@pytest.mark.parametrize("kind, correction", [("completion", "truncate"), ("token", "mask"), ("grpo", "mask")])
+def test_a_mismatch_is_corrected_and_logged(kind, correction, run):
+    """A sampler whose log-probs are off. Each ratio has a weight; the KL is that of the policy."""
+    noise = torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0)) * 2 - 0.7
     off = 0
 
     def noisy(*inputs):
         batch, logprobs = ORIGINAL["rollout"](*inputs)
         return batch, (logprobs - off * noise) * batch.response_mask
 
-    cap = 20.0 if kind == "completion" else 1.25
-    flags = {"kl_coef": 0.3, "response_length": 20, "token_level_kl": kind == "token", "rollout_correction": "mask"}
-    load(*(["grpo", "correction"] if kind == "grpo" else ["correction"]))
+    flags = {"kl_coef": 0.3, "token_level_kl": kind == "token", "rollout_correction": correction}
+    module = load(*(["grpo", "correction"] if kind == "grpo" else ["correction"]))
     rloo.rollout = noisy
-    ((exact,), _, without_noise), off = run(**flags, rollout_correction_cap=cap), 1
-    (metrics,), _, experience = run(**flags, rollout_correction_cap=cap)
+    ((exact,), _, without_noise), off = run(**flags, rollout_correction_cap=1.5), 1
+    (metrics,), _, experience = run(**flags, rollout_correction_cap=1.5)
     mask = experience.batch.response_mask
     log_w = noise * mask
+    assert metrics["val/rollout_kl"] == pytest.approx(-noise[mask].mean().item(), abs=1e-4)
     if kind == "completion":
         log_w, mask = log_w.sum(-1, keepdim=True), mask[..., :1]
-    w = log_w.exp() * (log_w.exp() <= cap)
-    assert (w == 0).any() and (w > 1).any() and metrics["completions/mean_length"] < 20
-    assert torch.allclose(experience.advantages, without_noise.advantages * w, atol=1e-3)  # the KL is the policy's
+    w = log_w.exp()
+    assert (w[mask] > 1.5).any() and (w[mask] < 1 / 1.5).any()
+    w = w.clamp(max=1.5) if correction == "truncate" else w * (w <= 1.5) * (w >= 1 / 1.5)
+    assert torch.allclose(experience.advantages, without_noise.advantages * w, atol=1e-3)
     assert torch.allclose(experience.kl, without_noise.kl, atol=1e-5)
     assert metrics["val/rollout_weight"] == pytest.approx(w[mask].mean().item(), abs=1e-4)
     assert exact["val/rollout_weight"] == pytest.approx(1, abs=1e-4) and metrics["val/ratio"] == 1
-    assert metrics["val/rollout_kl"] == pytest.approx(-0.2, abs=0.02)
+    # e^100 is no float32, and infinity times 0 would be NaN.
+    far = module.importance_weight(torch.full((1, 1, 1), 100.0), torch.zeros(1, 1, 1), True, correction, 1.5, False)
+    assert far.item() == (1.5 if correction == "truncate" else 0.0)
 
 
-PROMPTS = [[5, 9, 14], [20, 31, 44, 52, 60], [7, 8]]
-
-
-def models_of(**flags):
-    """Flags and models of a run of mini TL;DR, with the extensions that are loaded."""
-    common = {"sft_model_path": f"{MINI}/sft", "device": "cpu", "dtype": "float32", "response_length": 12}
-    args = rloo.resolve_args(rloo.Args(**common | {"temperature": 0.8} | flags))
-    return args, *rloo.load_models(args, None)
+PROMPTS = [[5, 9, 14], [10, 3, 4, 12, 6], [7, 8]]
 
 
 def kept_by_hand(logits, top_k, top_p) -> dict[int, float]:
@@ -424,31 +345,35 @@ def kept_by_hand(logits, top_k, top_p) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("layout", ["group", "plain"])
-@pytest.mark.parametrize("limits", [{"top_p": 0.7}, {"top_p": 0.9, "top_k": 20}])
-def test_log_probs_of_the_sampler_and_the_policy_are_those_of_the_kept_tokens(layout, limits):
+@pytest.mark.parametrize("limits", [{"top_p": 0.7, "top_k": 0}, {"top_p": 0.9, "top_k": 5}])
+def test_log_probs_of_the_sampler_and_the_policy_are_those_of_the_kept_tokens(layout, limits, tiny):
     truncate = load("truncate")
-    args, _, policy, reference = models_of(layout=layout, **limits)
+    truncate.limits.update(limits)
+    args, _, policy, reference = models_of(tiny, layout=layout)
     torch.manual_seed(1)
     batch, sampled = rloo.rollout(args, policy, [{"prompt_ids": ids} for ids in PROMPTS], 4, args.temperature, [0])
     trained, _ = rloo.completion_logprobs(policy, batch, args.temperature)
     full = rloo.chunked_logprobs(reference, batch, args.temperature, 64)
-    number = 0
     for row, ids in enumerate(batch.completion_ids()):
         j, b = divmod(row, len(PROMPTS))
         logits = policy(torch.tensor([PROMPTS[b] + ids])).logits[0, len(PROMPTS[b]) - 1 :].detach() / 0.8
         for t, token in enumerate(ids):
-            kept = kept_by_hand(logits[t], args.top_k, args.top_p)
+            kept = kept_by_hand(logits[t], limits["top_k"], limits["top_p"])
             expected = [kept[token], kept[token], logits[t].log_softmax(-1)[token].item()]
             assert [x[j, b, t].item() for x in (trained, sampled, full)] == pytest.approx(expected, abs=1e-4)
-            number += len(kept) > 1
-    assert number > 30
+            assert len(kept) < 16
+    truncate.limits.update(top_k=1)
     ids = torch.tensor([[[3]], [[4]]])  # not both are the most likely one, but a token that was sampled stays
-    rloo.resolve_args(rloo.Args(top_k=1, device="cpu"))
     logprobs, _ = rloo.completion_logprobs(policy, rloo.make_batch([{"prompt_ids": PROMPTS[0]}], ids, [0]), 1.0)
-    assert logprobs.isfinite().all() and (logprobs < 0).any() and truncate.limits["top_k"] == 1
+    assert logprobs.isfinite().all() and (logprobs < 0).any()
 
 
 # ---- value.py --------------------------------------------------------------------------------------------------------
+
+
+def gae_by_hand(r, V, gamma, lam) -> list[float]:
+    delta = [r[i] + gamma * next_V - V[i] for i, next_V in enumerate([*V[1:], 0.0])]
+    return [sum((gamma * lam) ** (i - t) * delta[i] for i in range(t, len(r))) for t in range(len(r))]
 
 
 def test_gae_equals_a_loop_over_the_policys_tokens():
@@ -458,42 +383,35 @@ def test_gae_equals_a_loop_over_the_policys_tokens():
     mask = torch.rand(2, 3, 7) < 0.7
     advantages = value.gae(rewards, values, mask, 0.9, 0.8)
     for j, b in itertools.product(range(2), range(3)):
-        own = mask[j, b].nonzero().flatten().tolist()
-        r, V = rewards[j, b, own].tolist(), [*values[j, b, own].tolist(), 0.0]
-        delta = [r[i] + 0.9 * V[i + 1] - V[i] for i in range(len(own))]
-        A = [sum((0.9 * 0.8) ** (i - t) * delta[i] for i in range(t, len(own))) for t in range(len(own))]
-        assert advantages[j, b, own].tolist() == pytest.approx(A, abs=1e-5)
+        r, V = (x[j, b, mask[j, b]].tolist() for x in (rewards, values))
+        assert advantages[j, b, mask[j, b]].tolist() == pytest.approx(gae_by_hand(r, V, 0.9, 0.8), abs=1e-5)
         assert not advantages[j, b][~mask[j, b]].any()
 
 
-def weights_of(folder) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder, "model.safetensors"))
-
-
-def test_with_a_value_of_0_an_update_is_that_of_reinforce_without_a_baseline(run):
+def test_with_a_value_of_0_an_update_is_that_of_reinforce_without_a_baseline(run, tiny):
     """... with reward-to-go, for γ = λ = 1. Some completions have no score."""
     flags = {"by": "some_none", "kl_coef": 0.1, "normalize_advantage": True, "adam_eps": 1e-5}
     _, ours, _ = run("value", lam=1.0, **flags)
     _, plain, experience = run("advantages", token_level_kl=True, **flags)
     before, ours, plain = (
-        torch.cat([x.flatten() for x in weights_of(y).values()]) for y in (MINI / "sft", ours, plain)
+        torch.cat([x.flatten() for x in weights_of(y).values()]) for y in (tiny / "sft", ours, plain)
     )
     assert (ours - plain).norm() < 1e-3 * (plain - before).norm() and experience.scores.isnan().any()
 
 
-def test_the_critics_loss_and_steps():
+def test_the_critics_loss_and_steps(tiny):
     """Advantages are GAE of the critic's values; its loss is the clipped square, and its steps have a rate and a norm
     of their own."""
     value = load("value")
-    flags = {"value_model_path": f"{MINI}/reward", "value_learning_rate": 0.25, "learning_rate": 1e-3, "kl_coef": 0.3}
+    flags = {"value_model_path": f"{tiny}/reward", "value_learning_rate": 0.25, "learning_rate": 1e-3, "kl_coef": 0.3}
     flags |= {"max_grad_norm": 1e-3, "gamma": 0.9, "lam": 0.7, "value_cliprange": 0.05}
-    args, master, policy, reference = models_of(**flags, rloo_k=2, per_device_train_batch_size=4)
+    args, master, policy, reference = models_of(tiny, **flags, rloo_k=2, per_device_train_batch_size=4)
     optimizer = rloo.make_optimizer(args, master)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.25]
     examples = [{"prompt_ids": ids} for ids in PROMPTS[:2]]
     scores = {"sum": lambda batch: batch.responses.remainder(7).where(batch.response_mask, 0).sum(-1).float()}
-    experience = rloo.collect(args, policy, reference, scores, examples, list(range(0, 500, 8)))
-    batch, V = experience.batch, experience.values
+    experience = rloo.collect(args, policy, reference, scores, examples, [0, 3])
+    batch, V, A = experience.batch, experience.values, experience.advantages
     for row, ids in enumerate(batch.completion_ids()):
         j, b = divmod(row, 2)
         n, prompt = len(ids), PROMPTS[b]
@@ -501,20 +419,17 @@ def test_the_critics_loss_and_steps():
         assert torch.allclose(V[j, b, :n], value.critic.score(hidden).squeeze(-1), atol=1e-4)
         rewards = -0.3 * experience.kl[j, b, :n]
         rewards[-1] += experience.scores[j, b]
-        A = value.gae(rewards, V[j, b, :n], torch.ones(n, dtype=torch.bool), 0.9, 0.7)
-        assert torch.allclose(experience.advantages[j, b, :n], A, atol=1e-4)
-        assert not experience.advantages[j, b, n:].any()
-    value.critic.score.weight.data += (
-        0.3 * value.critic.score.weight.std() * torch.randn(value.critic.score.weight.shape)
-    )
+        by_hand = gae_by_hand(rewards.tolist(), V[j, b, :n].tolist(), 0.9, 0.7)
+        assert A[j, b, :n].tolist() == pytest.approx(by_hand, abs=1e-4) and not A[j, b, n:].any()
+    torch.nn.init.normal_(value.critic.score.weight, std=0.3)
     index = slice(0, 2), torch.tensor([1, 0])
     zeros = torch.zeros(2, 2, batch.responses.shape[-1])
     losses, *_ = rloo.completion_loss(args, experience, index, zeros, zeros, zeros)
-    now, old, returns = (x[index] for x in (value.values_of(batch), V, V + experience.advantages))
+    now, old, returns = (x[index] for x in (value.values_of(batch), V, V + A))
     plain, limited = (now - returns) ** 2, (old + (now - old).clamp(-0.05, 0.05) - returns) ** 2
     assert (limited > plain).any() and (limited < plain).any()
     squares = (torch.maximum(plain, limited) * batch.policy_mask[index]).sum(-1)
-    assert torch.allclose(losses, squares / 2 - experience.advantages[index].sum(-1), atol=1e-3)
+    assert torch.allclose(losses, squares / 2 - A[index].sum(-1), atol=1e-3)
     rloo.improve(args, policy, master, optimizer, experience)
     for model in (master, value.critic):
         moments = [optimizer.state[weight]["exp_avg"] for weight in model.parameters()]
@@ -522,35 +437,30 @@ def test_the_critics_loss_and_steps():
         assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first moment is a tenth of the gradient
 
 
-def test_one_completion_per_prompt_is_enough_and_a_resumed_run_equals_an_uninterrupted_one(run, tmp_path):
-    flags = {"rloo_k": 1, "num_ppo_epochs": 2, "value_model_path": f"{MINI}/reward", "value_learning_rate": 1e-2}
-    flags |= {"per_device_train_batch_size": 7, "save_steps": 1, "lr_scheduler_type": "constant"}
-    whole, folder, _ = run("value", **flags, total_episodes=14)
-    run("value", **flags, total_episodes=7, output_dir=str(tmp_path / "again"))
-    resumed, again, _ = run("value", **flags, total_episodes=14, output_dir=str(tmp_path / "again"), resume=True)
+def resumed_and_whole(run, folder, *files, **flags):
+    """Returns metrics and folders of a run that stopped after one of two updates and was continued, and of one that did
+    not stop. Their metrics are equal."""
+    flags |= {"save_steps": 1, "lr_scheduler_type": "constant"}
+    whole, output, _ = run(*files, **flags, total_episodes=32)
+    run(*files, **flags, total_episodes=16, output_dir=folder)
+    resumed, *_ = run(*files, **flags, total_episodes=32, output_dir=folder, resume=True)
     assert without_times(resumed) == without_times(whole) and len(whole) == 2
-    files = [folder / "checkpoint-1" / "critic.pt", folder / "critic.pt", again / "critic.pt"]
+    return folder, output
+
+
+def test_one_completion_per_prompt_is_enough_and_a_resumed_run_equals_an_uninterrupted_one(run, tiny, tmp_path):
+    flags = {"rloo_k": 1, "num_ppo_epochs": 2, "value_model_path": f"{tiny}/reward"}
+    again, whole = resumed_and_whole(run, tmp_path / "again", "value", **flags)
+    files = [whole / "checkpoint-1" / "critic.pt", whole / "critic.pt", again / "critic.pt"]
     begun, ended, resumed = (torch.load(file)["score.weight"] for file in files)
     assert torch.equal(resumed, ended) and not torch.equal(begun, ended)
 
 
 # ---- lora.py ---------------------------------------------------------------------------------------------------------
 
-SIZE = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-SIZE |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
-FAMILIES = {
-    "gpt_neox": {},
-    "qwen3": {"tie_word_embeddings": True, "head_dim": 8},
-    "mixtral": {"num_local_experts": 4, "sliding_window": None},
-    "llama4_text": {"intermediate_size_mlp": 48, "head_dim": 8},  # its routers are linear layers that return a tuple
-    # Its Mamba layers read the weight of dt_proj directly.
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "use_mamba_kernels": False},
-}
+FAMILIES = {"gpt_neox": {}, "qwen3": {"tie_word_embeddings": True}, "qwen3_moe": {}}
+FAMILIES |= {"llama4_text": {}}  # its routers are linear layers that return a tuple
 TOKENS = torch.tensor([[5, 3, 8, 4, 9, 11]])
-
-
-def backward(model):
-    model(TOKENS).logits.log_softmax(-1)[..., 3].sum().backward()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -559,16 +469,15 @@ def test_adapters_reference_and_merged_copy_are_those_of_the_formula(family, tmp
     reference is the base model to the last bit and has its tensors. The merged copy equals the policy, and its gradient
     dW gives dB = s dW Aᵀ and dA = s Bᵀ dW. PEFT reads the adapters and computes the same."""
     lora = load("lora")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZE | FAMILIES[family])).save_pretrained(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False).eval()
-    flags = {"sft_model_path": str(tmp_path), "kl_coef": 0.1, "lora_rank": 3, "lora_alpha": 6, "layout": "plain"}
-    first, policy, reference = models_of(**flags)[1:]
-    other = models_of(**flags, seed=2)[1]
+    save(tmp_path / "sft", tiny_model(family, layout="plain", **FAMILIES[family]), tiny_tokenizer())
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "sft").requires_grad_(False).eval()
+    flags = {"kl_coef": 0.1, "lora_rank": 3, "lora_alpha": 6, "layout": "plain"}
+    first, policy, reference = models_of(tmp_path, **flags)[1:]
+    other = models_of(tmp_path, **flags, seed=2)[1]
     assert first is policy and torch.equal(policy(TOKENS).logits, base(TOKENS).logits)
-    adapted, again = lora.adapted_layers(policy), lora.adapted_layers(models_of(**flags)[1])
+    adapted, again = lora.adapted_layers(policy), lora.adapted_layers(models_of(tmp_path, **flags)[1])
     linears = {name for name, module in base.named_modules() if type(module) is torch.nn.Linear}
-    assert set(adapted) == {name for name in linears if ".layers." in name and "dt_proj" not in name} < linears
+    assert set(adapted) == {name for name in linears if ".layers." in name} < linears
     assert sum(x.requires_grad for x in policy.parameters()) == 2 * len(adapted) >= 16
     for name, linear in adapted.items():
         A, B = linear.lora_A.weight, linear.lora_B.weight
@@ -584,24 +493,18 @@ def test_adapters_reference_and_merged_copy_are_those_of_the_formula(family, tmp
         merged = lora.merged(policy).requires_grad_(True)
     logits = policy(TOKENS).logits
     assert (logits - base(TOKENS).logits).abs().max() > 1e-3 and (merged(TOKENS).logits - logits).abs().max() < 1e-4
-    backward(merged)
-    backward(policy)
+    for model in (merged, policy):
+        model(TOKENS).logits.log_softmax(-1)[..., 3].sum().backward()
     for name, linear in adapted.items():
         A, B, s = linear.lora_A.weight, linear.lora_B.weight, linear.lora_scale
         dW = merged.get_submodule(name).weight.grad
         assert torch.allclose(B.grad, s * dW @ A.T, rtol=1e-3, atol=1e-4) and B.grad.any() and s == 2
         assert torch.allclose(A.grad, s * B.T @ dW, rtol=1e-3, atol=1e-4) and A.grad.any()
-    if family in ("gpt_neox", "mixtral", "qwen3"):
+    if family != "llama4_text":
         peft = pytest.importorskip("peft", reason="needs peft, an optional package: pip install peft")
-        rloo.save_policy(tmp_path / "merged", policy, AutoTokenizer.from_pretrained(MINI / "sft"))
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "merged" / "adapter", is_trainable=True).eval()
+        rloo.save_policy(tmp_path / "merged", policy, tiny_tokenizer())
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "merged" / "adapter").eval()
         assert (theirs(TOKENS).logits - logits).abs().max() < 1e-5
-        backward(theirs)
-        slopes = {name.replace(".default", ""): x.grad for name, x in theirs.named_parameters() if x.grad is not None}
-        for name, linear in adapted.items():
-            for x in ("lora_A", "lora_B"):
-                ours = linear.get_submodule(x).weight.grad
-                assert torch.allclose(slopes[f"base_model.model.{name}.{x}.weight"], ours, rtol=1e-3, atol=1e-4)
 
 
 def test_the_learning_rate_of_adapters_is_ten_times_that_of_all_weights_unless_given():
@@ -610,24 +513,17 @@ def test_the_learning_rate_of_adapters_is_ten_times_that_of_all_weights_unless_g
     assert rloo.resolve_args(rloo.Args(device="cpu", learning_rate=3e-4)).learning_rate == 3e-4
 
 
-def test_what_a_resumed_run_in_bfloat16_leaves_is_merged_at_their_own_update(run, tmp_path):
-    """Checkpoints and the final folder hold merged weights, equal to those of an uninterrupted run to the last bit. A
-    run of another kind is refused."""
-    flags = {"dtype": "bfloat16", "save_steps": 1, "weight_decay": 0.1, "learning_rate": 1e-2, "num_mini_batches": 2}
-    flags |= {"per_device_train_batch_size": 4, "lr_scheduler_type": "constant"}
-    adapters, again = {"lora_rank": 3, "lora_alpha": 6}, {"output_dir": str(tmp_path / "again")}
-    metrics, output, _ = run("lora", **flags, **adapters, total_episodes=16)
-    run("lora", **flags, **adapters, **again, total_episodes=8)
-    resumed, *_ = run("lora", **flags, **adapters, **again, total_episodes=16, resume=True)
-    assert without_times(resumed) == without_times(metrics) and len(metrics) == 2
-    for folder, file in itertools.product(
-        (output / "checkpoint-2", tmp_path / "again"), ("model.safetensors", "adapter/adapter_model.safetensors")
-    ):
-        assert (folder / file).read_bytes() == (output / file).read_bytes()
+def test_what_a_resumed_run_in_bfloat16_leaves_is_merged_at_their_own_update(run, tiny, tmp_path):
+    """Checkpoints and the final folder hold merged weights, equal to those of an uninterrupted run to the last bit."""
+    flags = {"dtype": "bfloat16", "weight_decay": 0.1, "num_mini_batches": 2, "per_device_train_batch_size": 8}
+    again, output = resumed_and_whole(run, tmp_path / "again", "lora", **flags, lora_rank=3, lora_alpha=6)
+    for folder in (output / "checkpoint-2", again):
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            assert (folder / file).read_bytes() == (output / file).read_bytes()
     config = json.loads((output / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]
-    assert config["r"] == 3 and config["lora_alpha"] == 6 and config["base_model_name_or_path"] == f"{MINI}/sft"
-    base, saved = weights_of(MINI / "sft"), load_file(output / "adapter" / "adapter_model.safetensors")
+    assert config["r"] == 3 and config["lora_alpha"] == 6 and config["base_model_name_or_path"] == f"{tiny}/sft"
+    base, saved = weights_of(tiny / "sft"), load_file(output / "adapter" / "adapter_model.safetensors")
     for name, weight in weights_of(output).items():
         A, B = (saved.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
         expected = base[name].bfloat16()
@@ -635,17 +531,12 @@ def test_what_a_resumed_run_in_bfloat16_leaves_is_merged_at_their_own_update(run
             expected = (expected.float() + 2 * (B @ A)).bfloat16()
             assert not torch.equal(expected, base[name].bfloat16())
         assert torch.equal(weight, expected), name
-    load("own_loop")  # which replaces nothing
-    with pytest.raises(rloo.InputError, match="optimizer.pt: .*other weights"):
-        run(**flags, **again, total_episodes=24, resume=True)
 
 
 # ---- turns.py --------------------------------------------------------------------------------------------------------
 
-STOP = 2  # <|im_end|> of mini GSM8K's policy
 
-
-def exchange(writes, answer, prompts=("Tom",), k=1, **flags):
+def exchange(tiny, writes, answer, prompts=("a",), k=1, **flags):
     """Returns batch, log-probs, their texts, and what the tool was asked. The policy writes writes[text][j] behind a
     text as lane j; the log-prob of its token number n of a turn is -n."""
     asked = []
@@ -654,92 +545,84 @@ def exchange(writes, answer, prompts=("Tom",), k=1, **flags):
         rows = []
         for j, example in itertools.product(range(k), examples):
             ids = tokenizer(writes[tokenizer.decode(example["prompt_ids"])][j])["input_ids"]
-            rows.append((ids + [0] * args.response_length)[: args.response_length])
+            rows.append((ids + [3] * args.response_length)[: args.response_length])
         batch = rloo.make_batch(examples, torch.tensor(rows).unflatten(0, (k, -1)), stop_ids)
         logprobs = -torch.arange(1.0, args.response_length + 1).expand_as(batch.responses)
         return batch, logprobs.where(batch.policy_mask, 0.0)
 
     turns = load("turns")
     turns.found.rollout = one_turn
-    flags = {"tool": f"{__file__}:seven", "tool_mark": " =", "kl_coef": 0.0} | flags
-    args, model, *_ = models_of(sft_model_path=f"{GSM8K}/sft", **flags)
+    args, model, *_ = models_of(tiny, **{"tool": f"{__file__}:seven", "tool_mark": "m", "kl_coef": 0.0} | flags)
     _, mark, tokenizer = turns.tool
     turns.tool = lambda text: [asked.append(text), answer(text)][1], mark, tokenizer
     examples = [{"prompt_ids": tokenizer(text)["input_ids"]} for text in prompts]
-    batch, logprobs = rloo.rollout(args, model, examples, k, 0.7, [STOP])
+    batch, logprobs = rloo.rollout(args, model, examples, k, 0.7, [0])
     return batch, logprobs, [tokenizer.decode(ids) for ids in batch.completion_ids()], asked
 
 
-def test_answers_are_put_behind_marks_and_are_not_the_policys():
+def test_answers_are_put_behind_marks_and_are_not_the_policys(tiny):
     writes = {
-        "Tom": ["1 + 2 =", "5"],
-        "Ann": ["4<|im_end|>", "7 ="],
-        "Tom1 + 2 = 8": [". 8 ="],
-        "Tom1 + 2 = 8. 8 = 8": ["<|im_end|>"],
-        "Ann7 = 8": [" = 3."],  # continues without an end
-        "Ann7 = 8 = 8": [" 3."],
+        "a": ["c d m", "e"],
+        "b": ["f <eos>", "g m"],
+        "a c d m h i": ["d m"],
+        "a c d m h i d m h i": ["<eos>"],
+        "b g m h i": ["m c"],  # continues without an end
+        "b g m h i m h i": ["c"],
     }
-    batch, logprobs, texts, asked = exchange(writes, lambda text: " 8", prompts=("Tom", "Ann"), k=2, response_length=20)
-    assert texts[:2] == ["1 + 2 = 8. 8 = 8<|im_end|>", "4<|im_end|>"] and texts[2].startswith("5")
-    assert texts[3].startswith("7 = 8 = 8 3.")
-    assert asked == ["1 + 2 =", "7 =", "1 + 2 = 8. 8 =", "7 = 8 ="]
+    batch, logprobs, texts, asked = exchange(
+        tiny, writes, lambda text: "h i", prompts=("a", "b"), k=2, response_length=15
+    )
+    assert texts == ["c d m h i d m h i <eos>", "f <eos>", "e" + " a" * 14, "g m h i m h i c" + " a" * 7]
+    assert asked == ["c d m", "g m", "c d m h i d m", "g m h i m"]
     assert batch.ended.tolist() == [[True, True], [False, False]]
-    # "1", " +", " ", "2", " =" by the policy, " ", "8" by the tool, ".", " ", "8", " =" by the policy, ...
-    by_policy = [True] * 5 + [False] * 2 + [True] * 4 + [False] * 2 + [True]
+    by_policy = [True, True, True, False, False, True, True, False, False, True]
     assert batch.policy_mask[0, 0][batch.response_mask[0, 0]].tolist() == by_policy
-    assert logprobs[0, 0, : len(by_policy)].tolist() == [-1, -2, -3, -4, -5, 0, 0, -1, -2, -3, -4, 0, 0, -1]
+    assert logprobs[0, 0, : len(by_policy)].tolist() == [-1, -2, -3, 0, 0, -1, -2, 0, 0, -1]
     assert not logprobs[~batch.policy_mask].any() and (batch.policy_mask <= batch.response_mask).all()
-
-
-def eight(text):
-    return " 8"
 
 
 RULES = {  # what the policy writes, the tool, flags -> the text, did it end, how often was the tool asked
     "in the last turn the tool is not asked": (
-        {"Tom": ["1<|im_end|>"]}, eight, {"tool_mark": "<|im_end|>", "max_turns": 1}, "1<|im_end|>", True, 0),
+        {"a": ["b <eos>"]}, lambda text: "h", {"tool_mark": "<eos>", "max_turns": 1}, "b <eos>", True, 0),
     "the last turn has no mark": (
-        {"Tom": ["1 ="], "Tom1 = 8": [" = 3<|im_end|>"]}, eight, {"max_turns": 2}, "1 = 8 = 3<|im_end|>", True, 1),
+        {"a": ["b m"], "a b m h": ["m d <eos>"]}, lambda text: "h", {"max_turns": 2}, "b m h m d <eos>", True, 1),
     "after no text the policy continues": (
-        {"Tom": ["1 ="], "Tom1 =": [" 3<|im_end|>"]}, lambda text: "", {}, "1 = 3<|im_end|>", True, 1),
+        {"a": ["b m"], "a b m": ["d <eos>"]}, lambda text: "", {}, "b m d <eos>", True, 1),
     "an answer is cut to the room that is left": (
-        {"Tom": ["1 ="]}, lambda text: "5" * 50, {}, "1 =" + "5" * 10, False, 1),
-    "without room the tool is not asked": ({"Tom": ["1 ="]}, eight, {"response_length": 2}, "1 =", False, 0),
+        {"a": ["b m"]}, lambda text: "h " * 50, {}, "b m" + " h" * 10, False, 1),
+    "without room the tool is not asked": (
+        {"a": ["b m"]}, lambda text: "h", {"response_length": 2}, "b m", False, 0),
     "a stop token or a mark in an answer has no effect": (
-        {"Tom": ["1 ="], "Tom1 = 8<|im_end|> =": [" 3<|im_end|>"]}, lambda text: " 8<|im_end|> =", {},
-        "1 = 8<|im_end|> = 3<|im_end|>", True, 1),
+        {"a": ["b m"], "a b m h <eos> m": ["d <eos>"]}, lambda text: "h <eos> m", {}, "b m h <eos> m d <eos>", True, 1),
     "a mark that is a stop token": (
-        {"Tom": ["1<|im_end|>"], "Tom1<|im_end|>8": ["2<|im_end|>"]}, lambda text: "8" * (len(text) == 11),
-        {"tool_mark": "<|im_end|>"}, "1<|im_end|>82<|im_end|>", True, 2),
+        {"a": ["b <eos>"], "a b <eos> h": ["c <eos>"]}, lambda text: "h" * (text == "b <eos>"),
+        {"tool_mark": "<eos>"}, "b <eos> h c <eos>", True, 2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_of_turns(rule):
+def test_rules_of_turns(rule, tiny):
     writes, answer, flags, text, ended, number = RULES[rule]
-    batch, _, texts, asked = exchange(writes, answer, **flags)
+    batch, _, texts, asked = exchange(tiny, writes, answer, **flags)
     assert texts == [text] and len(asked) == number and batch.ended.item() == ended
 
 
 def test_a_run_with_turns_has_the_sampler_of_its_policy_and_learns_from_its_tokens_alone(run):
     """Log-probs of the sampler, over prompts with answers in them, are those of training: val/rollout_kl is 0."""
-    flags = {"dataset_name": str(GSM8K), "dataset_train_split": "validation", "sft_model_path": f"{GSM8K}/sft"}
-    flags |= {"by": "remainder", "tool": f"{__file__}:seven", "tool_mark": " =", "kl_coef": 0.1}
+    flags = {"tool": f"{__file__}:seven", "tool_mark": "m", "kl_coef": 0.1}
     (metrics,), _, experience = run("turns", **flags, response_length=24)
     assert abs(metrics["val/rollout_kl"]) < 1e-5 and metrics["grad_norm"] > 0.1
-    assert metrics["tool/answers"] > 0.5 and metrics["tool/tokens"] > metrics["tool/answers"]
-    batch = experience.batch
-    assert (batch.response_mask & ~batch.policy_mask).sum() == metrics["tool/tokens"] * 8
+    assert (experience.batch.response_mask & ~experience.batch.policy_mask).sum() > 8
     with pytest.raises(rloo.InputError, match="positions; the longest prompt and completion need"):
-        run(**flags, response_length=250)  # a turn may continue for 250 more
+        run(**flags, response_length=100)  # a turn may continue for 100 more
     with pytest.raises(rloo.InputError, match="must be one token, is 2"):
-        run(**flags | {"tool_mark": " = ="})
+        run(**flags | {"tool_mark": "m m"})
 
 
 # ---- vllm_rollout.py: without vLLM, a stand-in takes its place in its process ----------------------------------------
 
 STAND_IN = '''
-"""A completion: a sum of its prompt, 10 times the number of weights so far, a part of its seed, and a stop token."""
+"""A completion: a sum of its prompt, the number of weights so far, a part of its seed, and a stop token."""
 import os
 from types import SimpleNamespace
 
@@ -749,27 +632,26 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, folder, **settings):
-        assert settings["max_model_len"] == 99 + 2 * 24 and settings["dtype"] == "float32"
+        assert settings["max_model_len"] == 99 + 2 * 12 and settings["dtype"] == "float32"
         assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
         assert "RANK" not in os.environ and "MASTER_PORT" not in os.environ and os.environ["HF_HUB_OFFLINE"] == "1"
-        self.weights = 1
+        self.weights, self.stale = 1, False
 
     def collective_rpc(self, method, kwargs):
         assert method == "reload_weights" and "model.safetensors" in os.listdir(kwargs["weights_path"])
-        self.weights += 1
-        self.stale = True
+        self.weights, self.stale = self.weights + 1, True
 
     def reset_prefix_cache(self):
         self.stale = False
 
     def generate(self, prompts, params, use_tqdm):
-        assert self.weights == 1 or not self.stale
+        assert not self.stale
         found = []
         for prompt, sampling in zip(prompts, params, strict=True):
             options = sampling.options
-            assert 0 in options["stop_token_ids"] and options["ignore_eos"] and options["max_tokens"] <= 24
+            assert 0 in options["stop_token_ids"] and options["ignore_eos"] and options["max_tokens"] <= 12
             last = 9 if self.weights == 7 else 0  # a token that is no stop token
-            ids = [3 + sum(prompt["prompt_token_ids"]) % 800, 10 * self.weights, 3 + sampling.seed % 800, last]
+            ids = [3 + sum(prompt["prompt_token_ids"]) % 11, self.weights, 3 + sampling.seed % 11, last]
             steps = [{token: SimpleNamespace(logprob=-1.0 - i)} for i, token in enumerate(ids)]
             found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=steps)]))
         return found
@@ -783,54 +665,44 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "1")
     vllm_rollout = load("vllm_rollout")
-    rollout, seen = rloo.rollout, []
-    rloo.rollout = lambda *inputs: [seen.append((inputs[4], *rollout(*inputs))), seen[-1][1:]][1]
+    rollouts = spy(monkeypatch, "rollout")
     importlib.import_module("benchmark.extensions.correction")
     importlib.import_module("benchmark.extensions.turns")
-    flags = {"response_length": 24, "max_prompt_length": 99, "num_sample_generations": 0}
-    flags |= {"tool": f"{__file__}:seven", "tool_mark": " the"}
-    metrics, *_ = run(**flags, total_episodes=16, num_eval_prompts=2)
-    assert [temperature for temperature, *_ in seen] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
-    for weights, (_, batch, logprobs) in enumerate(seen, 1):
+    flags = {"response_length": 12, "max_prompt_length": 99, "tool": f"{__file__}:seven", "tool_mark": "m"}
+    metrics, *_ = run(**flags, total_episodes=32, num_eval_prompts=2)
+    assert [inputs[4] for inputs, _ in rollouts] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures
+    for weights, (_, (batch, logprobs)) in enumerate(rollouts, 1):
         k, B, T = batch.responses.shape
-        first = [3 + sum(example["prompt_ids"]) % 800 for example in batch.examples]
+        first = [3 + sum(example["prompt_ids"]) % 11 for example in batch.examples]
         assert batch.responses[..., 0].tolist() == [first] * k and len(set(first)) > 1
-        assert (batch.responses[..., 1] == 10 * weights).all() and batch.ended.all() and T == 24
-        assert logprobs.tolist() == [[[-1.0, -2.0, -3.0, -4.0] + [0.0] * 20] * B] * k
-    seeds = [batch.responses[..., 2].flatten().tolist() for _, batch, _ in seen]
-    assert len({*seeds[2], *seeds[3]}) > 8 + 4 and seeds[0] == seeds[4]  # evaluations have the same ones
+        assert (batch.responses[..., 1] == weights).all() and batch.ended.all() and T == 12
+        assert logprobs.tolist() == [[[-1.0, -2.0, -3.0, -4.0] + [0.0] * 8] * B] * k
+    seeds = [batch.responses[..., 2].flatten().tolist() for _, (batch, _) in rollouts]
+    assert len({*seeds[2]}) > 4 and seeds[2] != seeds[3] and seeds[0] == seeds[4]  # evaluations have the same ones
     assert all(update["val/rollout_kl"] != 0 and update["grad_norm"] > 0 for update in metrics)
-    with pytest.raises(
-        rloo.InputError, match="vLLM: a completion must have 24 tokens or end with its first stop token"
-    ):
+    with pytest.raises(rloo.InputError, match="a completion must have 12 tokens or end with its first stop token"):
         run(**flags)
     vllm_rollout.pipe.close()  # which ends its process
 
 
-MIXTURE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-@pytest.mark.parametrize("kind", ["tied head", "mixture of experts"])
-def test_the_files_for_vllm_have_every_weight_by_its_published_name(kind, tmp_path):
+@pytest.mark.parametrize("family, config", [("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {})])
+def test_the_files_for_vllm_have_every_weight_by_its_published_name(family, config, tmp_path):
     """Whatever the generation config holds: `save_pretrained` refuses a temperature without sampling."""
-    if kind == "mixture of experts":
-        model = AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**MIXTURE))
-    else:
-        model = AutoModelForCausalLM.from_pretrained(GSM8K / "sft", dtype=torch.float32)
+    model = tiny_model(family, layout="plain", **config)
     model.save_pretrained(tmp_path / "whole")
     model.generation_config.temperature, model.generation_config.pad_token_id = 0.6, -1
     load("vllm_rollout").write_weights(model, tmp_path)
-    head = {"lm_head.weight"} if kind == "tied head" else set()
+    head = {"lm_head.weight"} if config else set()
     assert weights_of(tmp_path).keys() == weights_of(tmp_path / "whole").keys() | head
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, tie_word_embeddings=False)
-    assert torch.equal(again.eval()(torch.arange(20)[None]).logits, model.eval()(torch.arange(20)[None]).logits)
+    assert torch.equal(again.eval()(TOKENS).logits, model(TOKENS).logits)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, an optional package: see README.md")
 def test_vllm_samples_from_the_newest_weights():
     vllm_rollout = load("vllm_rollout")
-    args, _, model, _ = models_of(response_length=4, max_prompt_length=60)
+    path = str(rloo.MINI_TLDR / "sft")  # of a size that vLLM's kernels have
+    args, _, model, _ = models_of(None, sft_model_path=path, response_length=4, max_prompt_length=60)
     for _ in range(2):
         examples = [{"prompt_ids": ids} for ids in PROMPTS]
         batch, logprobs = vllm_rollout.rollout(args, model, examples, 2, 0.8, [0])
@@ -849,22 +721,16 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ' ' + m['content'] + ' ' }}
 @pytest.mark.parametrize("chat, template, dtype", [(False, None, "float32"), (True, TEMPLATE, "bfloat16")])
 def test_scores_of_texts_are_those_of_each_text_alone(chat, template, dtype, tmp_path, monkeypatch, run):
     """The longest text is cut from the left: the model has 24 positions. A run trains by them."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(MINI / "sft", num_labels=1, max_position_embeddings=24, initializer_range=0.3)
-    model = AutoModelForSequenceClassification.from_config(config).to(getattr(torch, dtype)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(MINI / "sft")
+    model = tiny_model(classifier=True, layout="plain", max_position_embeddings=24).to(getattr(torch, dtype))
+    tokenizer = tiny_tokenizer(words={word: i for i, word in enumerate([*"abcdefghijklu"], 3)})
     tokenizer.chat_template = template
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save(tmp_path, model, tokenizer)
     monkeypatch.setenv("TEXT_REWARD_MODEL", str(tmp_path))
-    prompts, completions = (
-        ["my boss is rude. ", "I ", "a sister " * 20, "last week "],
-        ["he left", "", "they have", "x"],
-    )
+    prompts, completions = ["b c d e ", "f ", "g h " * 20, "i j "], ["k l", "", "a b", "c"]
     given = [[{"role": "user", "content": prompt}] for prompt in prompts] if chat else prompts
     scores = load("text_reward").text_reward(given, completions, None)
     for prompt, text, score in zip(prompts, completions, scores, strict=True):
-        ids = tokenizer(f"u {prompt} a {text} " if chat else prompt + text + tokenizer.eos_token)["input_ids"]
+        ids = tokenizer(f"u {prompt} a {text} " if chat else f"{prompt}{text} <eos>")["input_ids"]
         last = model.base_model(torch.tensor([ids[-24:]]))[0][0, -1]
         exact = (model.score.weight.float() @ last.float()).item()
         assert score == pytest.approx(exact, abs=1e-4 if dtype == "float32" else 0.1 * abs(exact) + 0.1)
@@ -874,15 +740,17 @@ def test_scores_of_texts_are_those_of_each_text_alone(chat, template, dtype, tmp
         assert metrics["objective/scores_std"] > 0 and metrics["grad_norm"] > 0
 
 
-def test_the_loop_of_ones_own_learns_and_log_probs_of_given_completions_are_the_model_s():
-    policy, experience, scores, batch, logprobs = load("own_loop").main()
-    assert len(scores) == 3 and all(-32 <= x <= -1 for x in scores)
-    tokenizer = AutoTokenizer.from_pretrained(MINI / "sft")
-    assert rloo.completion_texts(batch, tokenizer) == [" cat trouble", " keys gone"] and batch.ended.all()
-    for example, ids, sum_of in zip(batch.examples, batch.completion_ids(), logprobs[0].sum(-1).tolist(), strict=True):
+def test_the_loop_of_ones_own_learns_and_log_probs_of_given_completions_are_the_model_s(monkeypatch):
+    updates = spy(monkeypatch, "improve")
+    names = runpy.run_path(HERE / "own_loop.py")
+    policy, batch, experience = (names[name] for name in ("policy", "batch", "experience"))
+    assert len(updates) == 3
+    assert rloo.completion_texts(batch, names["tokenizer"]) == [" cat trouble", " keys gone"] and batch.ended.all()
+    sums = names["logprobs"][0].sum(-1).tolist()
+    for example, ids, total in zip(batch.examples, batch.completion_ids(), sums, strict=True):
         prompt = example["prompt_ids"]
         table = (policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
-        assert sum(table[t, token].item() for t, token in enumerate(ids)) == pytest.approx(sum_of, rel=1e-3)
+        assert sum(table[t, token].item() for t, token in enumerate(ids)) == pytest.approx(total, rel=1e-3)
     with torch.no_grad():
         learned = rloo.completion_logprobs(policy, experience.batch, 0.7)[0] - experience.sampler_logprobs
     assert (learned * experience.advantages).sum() > 0.1  # the last update raises what was better than its siblings

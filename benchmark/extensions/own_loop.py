@@ -15,41 +15,27 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-TEXTS = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
+path = str(rloo.MINI_TLDR / "sft")
+flags = {"response_length": 32, "per_device_train_batch_size": 8, "learning_rate": 1e-4, "device": "cpu"}
+args = rloo.resolve_args(rloo.Args(sft_model_path=path, **flags))
+tokenizer = AutoTokenizer.from_pretrained(path)
+texts = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
+examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in texts]
+master, policy, reference = rloo.load_models(args, resumed=None)
+optimizer = rloo.make_optimizer(args, master)
+stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
+rewards = {"brevity": lambda batch: -batch.response_mask.sum(-1).float()}  # of a Batch: scores (k, B)
 
+# 1. Updates, as `main` makes them.
+for _ in range(3):
+    experience = rloo.collect(args, policy, reference, rewards, examples, stop_ids)
+    improved = rloo.improve(args, policy, master, optimizer, experience)
+    print(f"score {rloo.metrics_of(args, experience, improved)['objective/scores']:.2f}")
 
-def brevity(batch):
-    """Returns scores (k, B)."""
-    return -batch.response_mask.sum(-1).float()
-
-
-def main():
-    path = str(rloo.MINI_TLDR / "sft")
-    flags = {"response_length": 32, "per_device_train_batch_size": 8, "learning_rate": 1e-4, "device": "cpu"}
-    args = rloo.resolve_args(rloo.Args(sft_model_path=path, **flags))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in TEXTS]
-    master, policy, reference = rloo.load_models(args, resumed=None)
-    optimizer = rloo.make_optimizer(args, master)
-    stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
-
-    # 1. Updates, as `main` makes them.
-    scores = []
-    for _ in range(3):
-        experience = rloo.collect(args, policy, reference, {"brevity": brevity}, examples, stop_ids)
-        improved = rloo.improve(args, policy, master, optimizer, experience)
-        scores.append(rloo.metrics_of(args, experience, improved)["objective/scores"])
-        print(f"score {scores[-1]:.2f}")
-
-    # 2. Log π of given completions, here one per prompt.
-    given = [tokenizer(text)["input_ids"] + stop_ids for text in (" cat trouble", " keys gone")]
-    ids, _ = rloo.pad(given)
-    batch = rloo.make_batch(examples, ids[None].to(policy.device), stop_ids)  # (1, 2, T)
-    with torch.no_grad():
-        logprobs, _ = rloo.completion_logprobs(policy, batch, args.temperature)
-    print("log π", logprobs[0].sum(-1).tolist())
-    return policy, experience, scores, batch, logprobs
-
-
-if __name__ == "__main__":
-    main()
+# 2. Log π of given completions, here one per prompt.
+given = [tokenizer(text)["input_ids"] + stop_ids for text in (" cat trouble", " keys gone")]
+ids, _ = rloo.pad(given)
+batch = rloo.make_batch(examples, ids[None].to(policy.device), stop_ids)  # (1, 2, T)
+with torch.no_grad():
+    logprobs, _ = rloo.completion_logprobs(policy, batch, args.temperature)
+print("log π", logprobs[0].sum(-1).tolist())

@@ -9,15 +9,12 @@ ended: add --missing_eos_penalty. A text with more tokens than the model has pos
 """
 
 import os
-import sys
 from functools import cache
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import rloo  # noqa: E402
+import rloo
 
 
 @cache
@@ -34,7 +31,7 @@ def load():
 def text_reward(prompts, completions, completion_ids, **columns) -> list[float]:
     """Returns the scores of the reward model for prompts (texts or chats) with their completions."""
     model, tokenizer = load()
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
     rows = [tokens(prompt, text, tokenizer)[-longest:] for prompt, text in zip(prompts, completions, strict=True)]
     # As rloo.py sees them: the last token is the completion, at which the score is read.
     last = torch.tensor([[ids[-1:] for ids in rows]], device=model.device)  # (1, n, 1)

@@ -5,14 +5,12 @@
 Of the --top_k most likely tokens, the fewest with a total probability of at least --top_p are kept, and scaled up to 1.
 The reference keeps all tokens, or the KL could be infinite. In training, the policy keeps the sampled token and those
 that are the most likely by its newest weights: in the first step of an update, this is the sampler's distribution.
-
-Replaces `block_logprobs`. Extends `Args`, `resolve_args`, `check_model` and `draw_tokens`. It excludes entropy.py and
-vllm_rollout.py.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
@@ -20,9 +18,8 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-resolve_flags, check_model, draw_tokens = rloo.resolve_args, rloo.check_model, rloo.draw_tokens
-ALL = {"top_p": 1.0, "top_k": 0}
-limits = dict(ALL)  # those of the flags, from resolve_args
+found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
+limits = {}  # set by check_model
 
 
 @dataclass
@@ -31,15 +28,10 @@ class Args(rloo.Args):
     top_k: int = 0  # 0: keep all tokens
 
 
-def resolve_args(args):
-    limits.update(top_p=args.top_p, top_k=args.top_k)
-    return resolve_flags(args)
-
-
-def check_whole_model(args, *inputs):
-    """`check_model`, which compares the log-probs of the whole distribution."""
-    limits.update(ALL)
-    check_model(args, *inputs)
+def check_model(args, *inputs):
+    """Sets the limits after `check_model`, which compares the log-probs of the whole distribution."""
+    limits.update(top_p=1.0, top_k=0)
+    found.check_model(args, *inputs)
     limits.update(top_p=args.top_p, top_k=args.top_k)
 
 
@@ -49,8 +41,10 @@ def left_out(logits):
     return TopPLogitsWarper(limits["top_p"])(None, kept).isneginf()
 
 
-def draw_kept(logits, temperature, uniform):
-    return draw_tokens(logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform)
+def draw_tokens(logits, temperature, uniform):
+    return found.draw_tokens(
+        logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform
+    )
 
 
 def block_logprobs(model, hidden, tokens, temperature):
@@ -62,8 +56,7 @@ def block_logprobs(model, hidden, tokens, temperature):
     return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none"), entropies
 
 
-rloo.Args, rloo.resolve_args, rloo.check_model = Args, resolve_args, check_whole_model
-rloo.block_logprobs, rloo.draw_tokens = block_logprobs, draw_kept
+rloo.Args, rloo.check_model, rloo.draw_tokens, rloo.block_logprobs = Args, check_model, draw_tokens, block_logprobs
 
 if __name__ == "__main__":
     rloo.command_line()

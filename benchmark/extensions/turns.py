@@ -16,8 +16,6 @@ behind it. The rules:
 A completion is the whole exchange, for reward functions, in `response_mask` and in lengths. The tool's tokens are not
 in `policy_mask`: they are not learned from, and have no ratio, KL or entropy. Each further turn is a rollout with one
 completion per exchange, whose prompt is the exchange so far: it is read again, once per completion.
-
-Extends `Args`, `load_models`, `check_model`, `rollout` and `metrics_of`. Import it after vllm_rollout.py.
 """
 
 import sys
@@ -112,17 +110,7 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     return batch, sampled.float()
 
 
-def metrics_of(args, experience, improved):
-    """Adds means over completions: how often the tool answered, and the number of its tokens."""
-    batch = experience.batch
-    by_tool = batch.response_mask & ~batch.policy_mask  # (k, B, n)
-    answers = by_tool[..., 1:] & batch.policy_mask[..., :-1]
-    improved |= {"tool/answers": answers.sum(-1), "tool/tokens": by_tool.sum(-1)}
-    return found.metrics_of(args, experience, improved)
-
-
-rloo.Args, rloo.load_models, rloo.check_model = Args, load_models, check_model
-rloo.rollout, rloo.metrics_of = rollout, metrics_of
+rloo.Args, rloo.load_models, rloo.check_model, rloo.rollout = Args, load_models, check_model, rollout
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -9,9 +9,6 @@ that of the last token also has the score. With V = A = 0 past the end (Schulman
 
 The critic's loss is the mean over completions of Σ_t max((V_t - R_t)², (V'_t - R_t)²) / 2, where V' is V limited to
 --value_cliprange around its value before the update. It is added to the policy loss, and to loss/policy_avg.
-
-Extends `Args`, `check_args`, `load_models`, `make_optimizer`, `save_policy`, `collect` and `completion_loss`. Import it
-after lora.py. It excludes grpo.py.
 """
 
 import sys

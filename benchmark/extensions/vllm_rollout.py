@@ -4,9 +4,8 @@
 
 README.md in this folder says how to install vLLM. vLLM changes torch and transformers in the process that imports it,
 so it has a process of its own, which runs `serve`. Under torchrun each process of rloo.py starts one, on its own GPU.
-Each call of `rollout` writes the model's weights to a folder in memory, from which vLLM reads them.
-
-Replaces `rollout`. Import it before lora.py, fsdp.py and turns.py.
+Each call of `rollout` writes the model's weights to a temporary folder, from which vLLM reads them. TMPDIR=/dev/shm
+keeps it in memory, if there is room (in docker: --shm-size).
 """
 
 import json
@@ -33,8 +32,6 @@ SETTINGS = {  # further arguments of vllm.LLM for the model's device; for a larg
     "cpu": {"kv_cache_memory_bytes": 2**30, "enable_chunked_prefill": False},  # with it, seeds make vLLM fail
     "cuda": {"gpu_memory_utilization": 0.3},
 }
-# Where weights are written; None: the temporary folder. /dev/shm is small in many containers (docker: --shm-size).
-MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 pipe = None  # to vLLM's process
 
 
@@ -51,13 +48,10 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     options = OPTIONS | {"temperature": temperature, "max_tokens": T, "stop_token_ids": stop_ids}
     prompts = [example["prompt_ids"] for example in examples for _ in range(k)]
     seeds = torch.randint(2**48, (len(prompts),)).tolist()  # they follow from --seed and the update
-    with tempfile.TemporaryDirectory(prefix="rloo-vllm-", dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(prefix="rloo-vllm-") as folder:
         write_weights(model, folder)
-        try:
-            pipe.send((folder, settings, [*zip(prompts, seeds, strict=True)], options))
-            tokens, logprobs = pipe.recv()  # lists of B·k lists
-        except (EOFError, OSError) as error:
-            raise RuntimeError("vLLM's process has ended; its own message is above") from error
+        pipe.send((folder, settings, [*zip(prompts, seeds, strict=True)], options))
+        tokens, logprobs = pipe.recv()  # lists of B·k lists. EOFError: vLLM's process has ended, with a message above
 
     def padded(lists):
         rows = [numbers + [0] * (T - len(numbers)) for numbers in lists]
