@@ -14,7 +14,9 @@ prompts.
 """
 
 import argparse
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -23,16 +25,18 @@ from unittest import mock
 
 import runs
 import torch
-import transformers
 import trl_run
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-SFT, REWARD = trl_run.TASK / "sft", trl_run.TASK / "reward"
+SFT = trl_run.TASK / "sft"
 FOLDER = runs.RUNS / "parity"
 UPDATES, PROMPTS, K, LENGTH = 3, 4, 4, 20  # prompts per update, completions of each, tokens of each
 AGREE = 1e-4  # share of TRL's movement by which weights may differ; rounding makes 2e-5
 BASE = {  # flags of both sides, which a Row may change
+    "sft_model_path": SFT,
+    "reward_model_path": trl_run.TASK / "reward",
+    "dataset_name": FOLDER / "data",
     "rloo_k": K,
     "response_length": LENGTH,
     "temperature": 0.7,
@@ -55,9 +59,7 @@ class Row:
     name: str
     flags: dict = field(default_factory=dict)  # over BASE
     why: str = ""  # why the two differ; empty: they must agree
-    theirs: dict = field(default_factory=dict)  # TRL's config, over what follows from the flags
-    reward_by: str = "ids"  # 1.x: what the reward model reads, see trl_run.py
-    short_data: bool = False  # the data end with the last update
+    theirs: dict = field(default_factory=dict)  # over both, for TRL alone
 
 
 TWO_BY_TWO = {"num_ppo_epochs": 2, "num_mini_batches": 2, "per_device_train_batch_size": PROMPTS * K // 2}
@@ -76,10 +78,11 @@ BOTH = {
     "advantage normalization": {"normalize_advantage": True},  # 1.x adds 1e-4 to the divisor, not 1e-8
 }
 CLIPPED = {"reward_clip_range": 1.0}
-SHORT = {"max_grad_norm": 0.5}
+CLIPPED_GRADIENT = {"max_grad_norm": 0.5}
+SHORT = {"dataset_name": FOLDER / "short"}  # data that end with the last update
 TOKEN_KL = {"token_level_kl": True}
 MASKED = {"mask_truncated_completions": True}
-OWN_SCORE = {"reward_fns": f"{Path(__file__).resolve()}:length_score"}
+OWN_SCORE = {"reward_fns": f"{Path(__file__).resolve()}:length_score", "reward_model_path": None}
 ROWS = [
     *(Row(0, name, flags) for name, flags in BOTH.items()),
     Row(0, "missing-EOS penalty 1", {"missing_eos_penalty": 1.0}),
@@ -88,14 +91,14 @@ ROWS = [
     Row(0, "all of these", ALL),
     Row(0, "its token-level KL, our sequence KL", {"kl_coef": 1.0}, theirs=TOKEN_KL),
     Row(0, "score clip ±1", CLIPPED, "0.19 clips only where it normalizes"),
-    Row(0, "gradient norm ≤ 0.5", SHORT, "0.19 never reads max_grad_norm"),
+    Row(0, "gradient norm ≤ 0.5", CLIPPED_GRADIENT, "0.19 never reads max_grad_norm"),
     Row(0, "token-level KL", TOKEN_KL | {"kl_coef": 1.0}, "0.19 sums it back to the sequence's: a no-op"),
-    Row(0, "4 micro-batches, data end", MICRO, "0.19 steps at each micro-batch of the last batch", short_data=True),
+    Row(0, "4 micro-batches, data end", MICRO, "0.19 steps at each micro-batch of the last batch", SHORT),
     *(Row(1, name, flags | (CONSTANT if "num_ppo_epochs" in flags else {})) for name, flags in BOTH.items()),
     Row(1, "missing-EOS penalty 1, in the function", {"missing_eos_penalty": 1.0}),
     Row(1, "score clip ±1", CLIPPED),
-    Row(1, "gradient norm ≤ 0.5", SHORT),
-    Row(1, "reward model's folder given", {}, "1.x scores text: no stop token, tokenized again", reward_by="text"),
+    Row(1, "gradient norm ≤ 0.5", CLIPPED_GRADIENT),
+    Row(1, "reward model's folder given", {}, "1.x scores text: no stop token, tokenized again", {"reward_by": "text"}),
     Row(1, "truncated completions masked", MASKED, "1.x drops their KL, not their reward, from siblings' baselines"),
     Row(1, "2 epochs, linear schedule", {"num_ppo_epochs": 2}, "1.x lowers the rate at each optimizer step"),
     Row(1, "unscorable completions", OWN_SCORE),
@@ -107,101 +110,76 @@ def length_score(prompts, completions, completion_ids, **columns) -> list[float 
     return [None if sum(ids) % 3 == 0 else -len(ids) / 4 for ids in completion_ids]
 
 
-# ---- What both sides need --------------------------------------------------------------------------------------------
-
-
-def rows_of(trl: int) -> list[Row]:
-    return [row for row in ROWS if row.trl == trl]
-
-
-def copy_of(model) -> dict[str, torch.Tensor]:
-    """Returns the weights of a model by their names in its file (transformers 5 calls GPT-NeoX's head lm_head)."""
-    return {name.replace("lm_head.", "embed_out."): x.detach().clone() for name, x in model.named_parameters()}
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Returns the norm of the difference of all weights."""
-    return sum((a[name].double() - b[name].double()).square().sum().item() for name in a) ** 0.5
-
-
 # ---- rloo.py ---------------------------------------------------------------------------------------------------------
 
 
-def sample_completions() -> dict[str, list]:
-    """Returns the prompts (texts) of each update and their completions (k, B, T) by the SFT policy."""
+def write_given() -> list[tuple]:
+    """Samples completions of the SFT policy. Writes and returns the prompts (B texts) and completions (k, B, T) of each
+    update."""
     import rloo  # environments with TRL cannot import it
 
-    args = rloo.resolve_args(rloo.Args(output_dir="none", device="cpu", response_length=LENGTH))
+    args = rloo.resolve_args(rloo.Args(device="cpu", response_length=LENGTH))
     tokenizer = rloo.load_tokenizer(args, str(SFT))
-    rows = rloo.load_rows(args.dataset_name, "validation")[: UPDATES * PROMPTS]
-    prompts = [[row["prompt"] for row in rows[i : i + PROMPTS]] for i in range(0, len(rows), PROMPTS)]
     policy = rloo.read_model(args, str(SFT), torch.float32)
     stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
+    prompts = [row["prompt"] for row in rloo.load_rows(args.dataset_name, "validation")[: UPDATES * PROMPTS]]
     rloo.set_seed(1)
-    completions = []
-    for texts in prompts:
-        examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in texts]
+    given = []
+    for begin in range(0, len(prompts), PROMPTS):
+        examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in prompts[begin : begin + PROMPTS]]
         batch, _ = rloo.rollout(args, policy, examples, K, args.temperature, stop_ids)
         responses = batch.responses.where(batch.response_mask, tokenizer.pad_token_id)
-        completions.append(torch.nn.functional.pad(responses, (0, LENGTH - responses.shape[-1])).tolist())
-    return {"prompts": prompts, "completions": completions}
+        responses = torch.nn.functional.pad(responses, (0, LENGTH - responses.shape[-1]))
+        given.append((prompts[begin : begin + PROMPTS], responses.tolist()))
+    for folder, texts in ((FOLDER / "data", prompts + prompts[:PROMPTS]), (FOLDER / "short", prompts)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (FOLDER / "given.json").write_text(json.dumps(given))
+    return given
 
 
-def train_rloo(flags: dict, given: dict) -> dict[str, torch.Tensor]:
-    """Returns the weights that rloo.py has after UPDATES updates on the given completions."""
+def train_rloo(flags: dict, given: list[tuple]) -> dict[str, torch.Tensor]:
+    """Returns the weights after a run of rloo.py that takes the given prompts in their order, and the given completions
+    instead of sampling."""
     import rloo
 
-    flags = {"sft_model_path": str(SFT), "dataset_name": str(trl_run.TASK)} | BASE | flags
-    if "reward_clip_range" in flags:
-        flags["reward_clip_range"] = (flags["reward_clip_range"],)
-    if "reward_fns" in flags:
-        flags["reward_fns"] = (flags["reward_fns"],)
-    else:
-        flags["reward_model_path"] = str(REWARD)
-    args = rloo.resolve_args(rloo.Args(**flags))
-    tokenizer = rloo.load_tokenizer(args, args.sft_model_path)
-    updates = [[rloo.prepare_example({"prompt": text}, tokenizer) for text in texts] for texts in given["prompts"]]
-    examples = sum(updates, [])
-    master, policy, reference = rloo.load_models(args, resumed=None)
-    reward_functions = rloo.load_reward_model(args, tokenizer, examples)
-    reward_functions |= rloo.load_functions(args.reward_fns, examples[0], tokenizer)
-    stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
-    optimizer = rloo.make_optimizer(args, master)
-    for done in range(UPDATES):
-        batch = rloo.make_batch(updates[done], torch.tensor(given["completions"][done]), stop_ids)
-        sampled = batch, rloo.chunked_logprobs(policy, batch, args.temperature, args.local_rollout_forward_batch_size)
-        with mock.patch.object(rloo, "rollout", lambda *_, sampled=sampled: sampled):
-            experience = rloo.collect(args, policy, reference, reward_functions, updates[done], stop_ids)
-        optimizer.param_groups[0]["lr"] = args.learning_rate * rloo.share_of_peak(args, done, UPDATES)
-        with mock.patch.object(torch, "randperm", torch.arange):  # mini-batches take prompts in their order
-            rloo.improve(args, policy, master, optimizer, experience)
-    return copy_of(master)
+    updates = iter(given)
+
+    def rollout(args, policy, examples, k, temperature, stop_ids):
+        texts, responses = next(updates)
+        examples = sorted(examples, key=lambda example: texts.index(example["prompt"]))
+        batch = rloo.make_batch(examples, torch.tensor(responses), stop_ids)
+        return batch, rloo.chunked_logprobs(policy, batch, temperature, args.local_rollout_forward_batch_size)
+
+    def examples_of_update(examples, seed, begin, count):
+        return examples[begin : begin + count]
+
+    out = FOLDER / "rloo"
+    shutil.rmtree(out, ignore_errors=True)
+    flags = BASE | flags | {"output_dir": out, "num_eval_prompts": 0, "save_steps": 0}
+    with (
+        mock.patch.multiple(rloo, rollout=rollout, examples_of_update=examples_of_update),
+        mock.patch.object(torch, "randperm", torch.arange),  # mini-batches take prompts in their order
+        (FOLDER / "rloo.log").open("w") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        rloo.command_line(trl_run.words_of(flags))
+    return load_file(out / "model.safetensors")
 
 
 # ---- TRL, in its own environment -------------------------------------------------------------------------------------
 
 
-class Notes(transformers.TrainerCallback):
-    """Saves the weights after the last of `steps` optimizer steps."""
-
-    def __init__(self, file: Path, steps: int):
-        self.file, self.steps = file, steps
-
-    def on_step_end(self, args, state, control, model, **options):
-        if state.global_step == self.steps:
-            save_file(copy_of(model), self.file)
-
-
-def train_trl(folder: Path):
-    """Trains each row of ROWS. The folder gets the weights after the last update, <row>.safetensors."""
+def train_trl():
+    """Trains each row of its version by the installed TRL."""
     import numpy as np
     import trl
     from trl.trainer import rloo_trainer as trainers
 
     version = int(trl.__version__[0])
-    given = json.loads((FOLDER / "given.json").read_text(encoding="utf-8"))
-    trl_run.write_for_transformers_4(SFT, folder / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    given = json.loads((FOLDER / "given.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(SFT)
     eos = tokenizer.eos_token_id
     updates = iter(())
 
@@ -224,50 +202,53 @@ def train_trl(folder: Path):
         return [row[: row.index(eos) + 1] if eos in row else row for row in responses]
 
     if version == 0:
-        loader = trainers.DataLoader
+        unshuffled(trainers, "DataLoader")
         trainers.batch_generation = batch_generation
-        trainers.DataLoader = lambda *data, **options: loader(*data, **options | {"shuffle": False})
         np.random.permutation = lambda n: np.arange(n).reshape(K, -1).T.flatten()  # prompt by prompt
     else:
+        unshuffled(trainers, "RepeatSampler")
         trainers.shuffle_sequence_dict = lambda batch: batch
-
+        trainers.RLOOTrainer._generate_single_turn = staticmethod(generate_single_turn)
     for number, row in enumerate(rows_of(version)):
-        flags = BASE | row.flags | {"reward_by": row.reward_by, "output_dir": folder}
-        words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
-        args = trl_run.parse_args(["rloo", *words])
-        steps = args.num_ppo_epochs * args.num_mini_batches if version == 1 else 1  # per update
-        notes = Notes(folder / f"{number}.safetensors", UPDATES * steps)
-        updates = iter(zip(given["prompts"], given["completions"]))
-        data = [{"prompt": text} for texts in given["prompts"] for text in texts]
-        data += [] if row.short_data else data[:PROMPTS]
-        theirs = row.theirs | ({"shuffle_dataset": False} if version == 1 else {})
-        trainer = trl_run.trainer_of(args, folder, data, notes, **theirs)
-        if version == 1:
-            trainer._generate_single_turn = generate_single_turn
-        trainer.train()
+        updates = iter(given)
+        flags = BASE | row.flags | row.theirs | {"output_dir": FOLDER / f"trl{version}" / str(number)}
+        trl_run.main(trl_run.parse_args(["rloo", *trl_run.words_of(flags)]))
         print(f"{row.name}: trained", flush=True)
-    said = f"TRL {trl.__version__}, transformers {transformers.__version__}"
-    (folder / "versions").write_text(said)
+
+
+def unshuffled(module, name: str):
+    """Makes a class ignore `shuffle`."""
+    shuffled = getattr(module, name)
+    setattr(module, name, lambda *data, **options: shuffled(*data, **options | {"shuffle": False}))
 
 
 # ---- Both ------------------------------------------------------------------------------------------------------------
 
 
-def compare(python: str, folder: Path, given: dict) -> list[dict]:
+def rows_of(trl: int) -> list[Row]:
+    return [row for row in ROWS if row.trl == trl]
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Returns the norm of the difference of all weights."""
+    return sum((a[name].double() - b[name].double()).square().sum().item() for name in a) ** 0.5
+
+
+def compare(python: str, given: list[tuple]) -> list[dict]:
     """Trains all rows by the TRL of a python and by rloo.py. Returns how far their weights are apart."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log").open("w") as log:
-        words = [Path(python).absolute(), Path(__file__).resolve(), "--inside", folder]
-        subprocess.run(words, check=True, stdout=log, stderr=log)
-    said = (folder / "versions").read_text()
+    versions = trl_run.versions(python)
+    version = int(versions.removeprefix("TRL ")[0])
+    words = [Path(python).absolute(), "-c", "import parity; parity.train_trl()"]
+    with (FOLDER / f"trl{version}.log").open("w") as log:
+        subprocess.run(words, check=True, cwd=runs.HERE, stdout=log, stderr=log)
     start, found = load_file(SFT / "model.safetensors"), []
-    for number, row in enumerate(rows_of(int(said.removeprefix("TRL ")[0]))):
+    for number, row in enumerate(rows_of(version)):
         ours = train_rloo(row.flags, given)
-        theirs = load_file(folder / f"{number}.safetensors")
+        theirs = load_file(FOLDER / f"trl{version}" / str(number) / "model.safetensors")
         largest = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
         share = distance(ours, theirs) / distance(start, theirs)
-        found.append({"trl": said, "setting": row.name, "largest": largest, "share": share, "why": row.why})
-        print(f"{said}, {row.name}: {largest:.1e}, {share:.3%} of TRL's movement {row.why}", flush=True)
+        found.append({"trl": versions, "setting": row.name, "largest": largest, "share": share, "why": row.why})
+        print(f"{versions}, {row.name}: {largest:.1e}, {share:.3%} of TRL's movement {row.why}", flush=True)
     return found
 
 
@@ -287,23 +268,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", nargs="+", default=[], help="pythons of environments with TRL 0.19 and 1.x")
     parser.add_argument("--again", action="store_true", help="compare with the records and write nothing")
-    parser.add_argument("--inside", type=Path, metavar="FOLDER", help="how this script runs itself in an environment")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    if args.inside:
-        train_trl(args.inside)
-        return
     records = runs.Records("parity", args.again)
-    found = []
-    if args.trl:
-        given = sample_completions()
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        (FOLDER / "given.json").write_text(json.dumps(given), encoding="utf-8")
-        for number, python in enumerate(args.trl):
-            found += compare(python, FOLDER / str(number), given)
-        for row in found:
-            records.add(f"{row['trl'].partition(',')[0]}, {row['setting']}", **row)
+    given = write_given() if args.trl else []
+    found = [row for python in args.trl for row in compare(python, given)]
+    for row in found:
+        records.add(f"{row['trl'].partition(',')[0]}, {row['setting']}", **row)
     print(summary(found or list(records.values())))
     wrong = [f"{row['trl']}, {row['setting']}" for row in found if row["share"] > AGREE and not row["why"]]
     if wrong:
