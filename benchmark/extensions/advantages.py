@@ -1,11 +1,13 @@
-"""Other advantages for rloo.py, each of a line: REINFORCE without a baseline, RAFT, MaxRL.
+"""Other advantages for rloo.py, each of a line: REINFORCE without a baseline, REINFORCE++, RAFT, MaxRL.
 
     python benchmark/extensions/advantages.py --advantages none
+    python benchmark/extensions/advantages.py --advantages none --token_level_kl --normalize_advantage  # REINFORCE++
     python benchmark/extensions/advantages.py --advantages raft --kl_coef 0
     python benchmark/extensions/advantages.py --advantages maxrl --kl_coef 0 --temperature 1.0 --learning_rate 3e-4 \
         --dataset_name benchmark/mini_gsm8k --sft_model_path benchmark/mini_gsm8k/sft \
         --reward_fns benchmark/mini_gsm8k/gsm8k_reward.py:correctness
 
+none   the reward; with these flags REINFORCE++ (Hu 2025, arXiv:2501.03262)
 raft   1 for the completion of a prompt with the highest reward, 0 for the rest (Dong et al. 2023, arXiv:2304.06767)
 maxrl  (r - mean) / mean over the prompt's completions, for rewards of 0 and 1 (Tajwar et al. 2026, arXiv:2602.02710)
 """
@@ -34,10 +36,6 @@ class Args(rloo.Args):
 # score, has the advantage NaN and no effect on the others.
 
 
-def none(rewards):
-    return rewards
-
-
 def raft(rewards):
     best = rewards.nan_to_num(-torch.inf).argmax(0, keepdim=True)
     return torch.zeros_like(rewards).scatter(0, best, 1.0).where(~rewards.isnan(), rewards)
@@ -51,12 +49,12 @@ def maxrl(rewards):
 
 
 def advantage(rewards):
-    return {"none": none, "raft": raft, "maxrl": maxrl}[chosen](rewards)
+    return chosen(rewards)
 
 
 def resolve_args(args):
     global chosen
-    chosen = args.advantages
+    chosen = {"none": lambda rewards: rewards, "raft": raft, "maxrl": maxrl}[args.advantages]
     return found.resolve_args(args)
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rloo
+import rloo_test
 from rloo_test import read_metrics, run_flags, save, spy, tiny_model, tiny_tokenizer, without_times
 
 HERE = Path(__file__).resolve().parent
@@ -49,11 +50,9 @@ def run(tiny, tmp_path, monkeypatch):
     an extension it runs what was loaded last."""
     numbers = itertools.count()
 
-    def run(*extensions: str, by=None, **flags):
+    def run(*extensions: str, **flags):
         if extensions:
             load(*extensions)
-        if by:
-            flags |= {"reward_fns": (f"{__file__}:{by}",), "reward_model_path": None}
         output = Path(flags.pop("output_dir", tmp_path / f"run{next(numbers)}"))
         updates = spy(monkeypatch, "improve")
         rloo.main(rloo.Args(**run_flags(tiny, output, **flags)))
@@ -73,16 +72,8 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
     return load_file(Path(folder, "model.safetensors"))
 
 
-def constant(prompts, **columns):
-    return [1.0] * len(prompts)
-
-
-def some_none(completion_ids, **columns):
-    return [None if i % 4 == 0 else sum(ids) % 7 for i, ids in enumerate(completion_ids)]
-
-
-def seven(text):
-    return " g"
+def tool(text):
+    return "g"
 
 
 # ---- Files and page --------------------------------------------------------------------------------------------------
@@ -93,9 +84,8 @@ NOT_RUN = {"fsdp", "own_loop", "text_reward", "vllm_rollout"}  # these have test
 @pytest.mark.parametrize("command", sorted(x for name in FILES.keys() - NOT_RUN for x in COMMANDS[name]))
 def test_each_file_runs_with_its_commands(command, tiny, tmp_path, monkeypatch):
     """What a reader does, but one update of a tiny model."""
-    script, *words = shlex.split(
-        command.replace("FLAGS OF rloo.py", "").replace("file.py:function", f"{__file__}:seven")
-    )[1:]
+    command = command.replace("FLAGS OF rloo.py", "").replace("file.py:function", f"{__file__}:tool")
+    _, script, *words = shlex.split(command)
     flags = run_flags(tiny, tmp_path / "out", total_episodes=1)
     if "--dataset_name" in words:
         flags = {"output_dir": tmp_path / "out", "total_episodes": 1, "response_length": 8, "num_eval_prompts": 0}
@@ -109,18 +99,15 @@ def test_each_file_runs_with_its_commands(command, tiny, tmp_path, monkeypatch):
     assert metrics["grad_norm"] > 0 or "maxrl" in command  # which may find no right answer
 
 
-@pytest.mark.parametrize("name", [name for name, text in FILES.items() if "    rloo.command_line()" in text])
-def test_the_page_says_what_a_file_replaces(name):
+def test_the_page_lists_every_file_with_what_it_replaces():
     """A file extends `Args` and those functions whose original it calls."""
-    load(name)
-    changed = {x for x in vars(rloo) if vars(rloo)[x] is not ORIGINAL.get(x)}
-    replaced = {x for x in changed - {"Args"} if not re.search(rf"found\.{x}\b", FILES[name])}
-    row = re.search(rf"(?m)^\| \[{name}.py\]\({name}.py\) \|([^|]*)\|", PAGE)
-    assert changed and {*re.findall(r"`(\w+)`", row[1])} == replaced
-
-
-def test_the_page_lists_every_file_and_each_begins_with_a_command():
-    assert set(re.findall(r"(?m)^\| \[(\w+)\.py\]\(\1\.py\) \|", PAGE)) == FILES.keys() and all(COMMANDS.values())
+    rows = dict(re.findall(r"(?m)^\| \[(\w+)\.py\]\(\1\.py\) \|([^|]*)\|", PAGE))
+    assert rows.keys() == FILES.keys() and all(COMMANDS.values())
+    for name in FILES.keys() - {"own_loop", "text_reward"}:
+        load(name)
+        changed = {x for x in vars(rloo) if vars(rloo)[x] is not ORIGINAL.get(x)}
+        replaced = {x for x in changed - {"Args"} if not re.search(rf"found\.{x}\b", FILES[name])}
+        assert changed and {*re.findall(r"`(\w+)`", rows[name])} == replaced, name
 
 
 def test_every_function_of_the_page_s_table_is_called_if_it_is_replaced(run, tmp_path, monkeypatch):
@@ -158,14 +145,14 @@ def test_code_that_the_page_prints(run):
     assert torch.allclose(experience.advantages, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("files", [
-    "lora grpo entropy correction", "correction lora grpo turns", "lora truncate value correction",
-    "turns correction value", "advantages correction",
-])  # fmt: skip
+TOGETHER = ["lora turns grpo entropy correction", "lora value truncate correction", "turns value"]
+
+
+@pytest.mark.parametrize("files", [*TOGETHER, "turns advantages truncate"])
 def test_files_that_the_page_allows_together_train(files, run):
     """One update, where each file leaves its trace."""
     flags = {"entropy": {"entropy_coef": 0.5}, "truncate": {"top_k": 5}, "value": {"value_cliprange": 0.1}}
-    flags["turns"] = {"tool": f"{__file__}:seven", "tool_mark": "m", "response_length": 24}
+    flags["turns"] = {"tool": f"{__file__}:tool", "tool_mark": "m", "response_length": 24}
     flags = {name: x for file in files.split() for name, x in flags.get(file, {}).items()}
     (metrics,), output, experience = run(*files.split(), **flags)
     assert metrics["grad_norm"] > 0 and all(math.isfinite(x) for x in metrics.values())
@@ -193,7 +180,7 @@ def experience_of(mask, ended, **fields):
 
 
 @pytest.mark.parametrize("ratio", ["token", "completion", "cispo"])
-@pytest.mark.parametrize("baseline", ["grpo", "group", "update", "rloo"])
+@pytest.mark.parametrize("baseline", ["grpo", "group", "rloo"])
 @pytest.mark.parametrize("loss_mean", ["tokens-then-completions", "tokens", "completions"])
 def test_grpo_equals_the_loops(ratio, baseline, loss_mean):
     """In a micro-batch of two of three lanes. One completion has no score, another is truncated, and a group has equal
@@ -224,8 +211,7 @@ def test_grpo_equals_the_loops(ratio, baseline, loss_mean):
             continue
         group = [x for x in scores[:, b].tolist() if not math.isnan(x)]
         others = [scores[i, b].item() for i in range(3) if i != j and not scores[i, b].isnan()]
-        every = [x for x in scores.flatten().tolist() if not math.isnan(x)]
-        a = scores[j, b].item() - mean({"update": every, "rloo": others}.get(baseline, group))
+        a = scores[j, b].item() - mean(others if baseline == "rloo" else group)
         a /= stdev(group) + 1e-4 if baseline == "grpo" else 1
         assert advantages[j, b].tolist() == pytest.approx([a] * n + [0.0] * (5 - n), abs=1e-5)
         apart = (theirs - old)[j, b, :n]
@@ -263,20 +249,24 @@ def test_the_unbiased_k3_of_grpo_has_the_gradient_of_the_kl():
 
 def test_advantages_equal_the_loops():
     """Prompts with all answers wrong, all right, and between; one completion has no score."""
-    advantages = load("advantages")
+    load("advantages")
     torch.manual_seed(0)
-    rewards, scores = (torch.rand(6, 7, 1) < torch.linspace(0, 1, 7)[:, None]).float(), torch.randn(6, 7, 1)
-    rewards[0, 3] = scores[0, 3] = math.nan
-    share, best = advantages.maxrl(rewards), advantages.raft(scores)
-    assert share[0, 3].isnan() and best[0, 3].isnan()
-    for j, b in set(itertools.product(range(6), range(7))) - {(0, 3)}:
-        scored = [x for x in rewards[:, b, 0].tolist() if not math.isnan(x)]
-        expected = (rewards[j, b].item() - mean(scored)) / mean(scored) if any(scored) else 0.0
-        assert share[j, b].item() == pytest.approx(expected, abs=1e-6)
-        assert best[j, b].item() == (scores[j, b].item() == max(x for x in scores[:, b, 0].tolist() if x == x))
+    rewards = (torch.rand(6, 7, 1) < torch.linspace(0, 1, 7)[:, None]).float()
+    rewards[0, 3] = math.nan
+    found = {}
+    for name in ("none", "raft", "maxrl"):
+        rloo.resolve_args(rloo.Args(advantages=name, device="cpu"))
+        found[name] = rloo.advantage(rewards)
+        assert found[name][0, 3].isnan()
+    for b in range(7):
+        scored = ~rewards[:, b, 0].isnan()
+        group = rewards[scored, b, 0].tolist()
+        maxrl = [(x - mean(group)) / mean(group) if any(group) else 0.0 for x in group]
+        raft = [float(i == group.index(max(group))) for i in range(len(group))]
+        for name, expected in {"none": group, "raft": raft, "maxrl": maxrl}.items():
+            assert found[name][scored, b, 0].tolist() == pytest.approx(expected, abs=1e-6)
     with pytest.raises(rloo.InputError, match="rewards must be 0 or 1"):
-        advantages.maxrl(torch.tensor([[[0.5]], [[1.0]]]))
-    assert torch.equal(advantages.none(scores).nan_to_num(9), scores.nan_to_num(9))
+        rloo.advantage(torch.tensor([[[0.5]], [[1.0]]]))
 
 
 # ---- entropy.py, correction.py and truncate.py -----------------------------------------------------------------------
@@ -292,12 +282,12 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy_and_raises_it(run):
     loops = -sum(table[n, v].exp() * table[n, v] for n, v in itertools.product(range(7), range(9)))
     gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (entropies.sum(), loops)]
     assert torch.allclose(*gradients, atol=1e-6) and logprobs.tolist() == table[tokens, tokens].tolist()
-    flags = {"by": "constant", "kl_coef": 0.0, "entropy_coef": 0.03, "mask_truncated_completions": True}
-    (first, *_, last), *_ = run("entropy", **flags | {"mask_truncated_completions": False}, total_episodes=64)
+    flags = {"reward_fns": (f"{rloo_test.__file__}:constant_reward",), "reward_model_path": None, "kl_coef": 0.0}
+    (first, *_, last), *_ = run("entropy", **flags, entropy_coef=0.03, total_episodes=64)
     assert first["policy/entropy_avg"] + 0.01 < last["policy/entropy_avg"]
     expected = -0.03 * first["completions/mean_length"] * first["policy/entropy_avg"]
     assert first["loss/policy_avg"] == pytest.approx(expected, rel=1e-4)
-    (some,), *_ = run("entropy", **flags)
+    (some,), *_ = run("entropy", **flags, entropy_coef=0.03, mask_truncated_completions=True)
     assert expected < some["loss/policy_avg"] < 0  # less, without those of truncated completions
 
 
@@ -388,20 +378,9 @@ def test_gae_equals_a_loop_over_the_policys_tokens():
         assert not advantages[j, b][~mask[j, b]].any()
 
 
-def test_with_a_value_of_0_an_update_is_that_of_reinforce_without_a_baseline(run, tiny):
-    """... with reward-to-go, for γ = λ = 1. Some completions have no score."""
-    flags = {"by": "some_none", "kl_coef": 0.1, "normalize_advantage": True, "adam_eps": 1e-5}
-    _, ours, _ = run("value", lam=1.0, **flags)
-    _, plain, experience = run("advantages", token_level_kl=True, **flags)
-    before, ours, plain = (
-        torch.cat([x.flatten() for x in weights_of(y).values()]) for y in (tiny / "sft", ours, plain)
-    )
-    assert (ours - plain).norm() < 1e-3 * (plain - before).norm() and experience.scores.isnan().any()
-
-
 def test_the_critics_loss_and_steps(tiny):
     """Advantages are GAE of the critic's values; its loss is the clipped square, and its steps have a rate and a norm
-    of their own."""
+    of their own. One completion has no score."""
     value = load("value")
     flags = {"value_model_path": f"{tiny}/reward", "value_learning_rate": 0.25, "learning_rate": 1e-3, "kl_coef": 0.3}
     flags |= {"max_grad_norm": 1e-3, "gamma": 0.9, "lam": 0.7, "value_cliprange": 0.05}
@@ -409,10 +388,11 @@ def test_the_critics_loss_and_steps(tiny):
     optimizer = rloo.make_optimizer(args, master)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.25]
     examples = [{"prompt_ids": ids} for ids in PROMPTS[:2]]
-    scores = {"sum": lambda batch: batch.responses.remainder(7).where(batch.response_mask, 0).sum(-1).float()}
+    scores = {"some": lambda batch: torch.tensor([[2.0, -1.0], [0.5, math.nan]])}
     experience = rloo.collect(args, policy, reference, scores, examples, [0, 3])
     batch, V, A = experience.batch, experience.values, experience.advantages
-    for row, ids in enumerate(batch.completion_ids()):
+    assert not A[1, 1].any()
+    for row, ids in enumerate(batch.completion_ids()[:3]):
         j, b = divmod(row, 2)
         n, prompt = len(ids), PROMPTS[b]
         hidden = value.critic.base_model(torch.tensor([prompt + ids]))[0][0, len(prompt) - 1 : -1]
@@ -428,7 +408,8 @@ def test_the_critics_loss_and_steps(tiny):
     now, old, returns = (x[index] for x in (value.values_of(batch), V, V + A))
     plain, limited = (now - returns) ** 2, (old + (now - old).clamp(-0.05, 0.05) - returns) ** 2
     assert (limited > plain).any() and (limited < plain).any()
-    squares = (torch.maximum(plain, limited) * batch.policy_mask[index]).sum(-1)
+    scored = batch.policy_mask & ~experience.scores.isnan()[..., None]
+    squares = (torch.maximum(plain, limited) * scored[index]).sum(-1)
     assert torch.allclose(losses, squares / 2 - A[index].sum(-1), atol=1e-3)
     rloo.improve(args, policy, master, optimizer, experience)
     for model in (master, value.critic):
@@ -552,7 +533,7 @@ def exchange(tiny, writes, answer, prompts=("a",), k=1, **flags):
 
     turns = load("turns")
     turns.found.rollout = one_turn
-    args, model, *_ = models_of(tiny, **{"tool": f"{__file__}:seven", "tool_mark": "m", "kl_coef": 0.0} | flags)
+    args, model, *_ = models_of(tiny, **{"tool": f"{__file__}:tool", "tool_mark": "m", "kl_coef": 0.0} | flags)
     _, mark, tokenizer = turns.tool
     turns.tool = lambda text: [asked.append(text), answer(text)][1], mark, tokenizer
     examples = [{"prompt_ids": tokenizer(text)["input_ids"]} for text in prompts]
@@ -609,7 +590,7 @@ def test_rules_of_turns(rule, tiny):
 
 def test_a_run_with_turns_has_the_sampler_of_its_policy_and_learns_from_its_tokens_alone(run):
     """Log-probs of the sampler, over prompts with answers in them, are those of training: val/rollout_kl is 0."""
-    flags = {"tool": f"{__file__}:seven", "tool_mark": "m", "kl_coef": 0.1}
+    flags = {"tool": f"{__file__}:tool", "tool_mark": "m", "kl_coef": 0.1}
     (metrics,), _, experience = run("turns", **flags, response_length=24)
     assert abs(metrics["val/rollout_kl"]) < 1e-5 and metrics["grad_norm"] > 0.1
     assert (experience.batch.response_mask & ~experience.batch.policy_mask).sum() > 8
@@ -650,8 +631,7 @@ class LLM:
         for prompt, sampling in zip(prompts, params, strict=True):
             options = sampling.options
             assert 0 in options["stop_token_ids"] and options["ignore_eos"] and options["max_tokens"] <= 12
-            last = 9 if self.weights == 7 else 0  # a token that is no stop token
-            ids = [3 + sum(prompt["prompt_token_ids"]) % 11, self.weights, 3 + sampling.seed % 11, last]
+            ids = [3 + sum(prompt["prompt_token_ids"]) % 11, self.weights, 3 + sampling.seed % 11, 0]
             steps = [{token: SimpleNamespace(logprob=-1.0 - i)} for i, token in enumerate(ids)]
             found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=steps)]))
         return found
@@ -659,8 +639,7 @@ class LLM:
 
 
 def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time(tmp_path, run, monkeypatch):
-    """As under torchrun, and with the correction, which allows log-probs that are not the policy's, and turns. The
-    seventh rollout neither ends nor is full."""
+    """As under torchrun, and with the correction, which allows log-probs that are not the policy's, and turns."""
     (tmp_path / "vllm.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -668,7 +647,7 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     rollouts = spy(monkeypatch, "rollout")
     importlib.import_module("benchmark.extensions.correction")
     importlib.import_module("benchmark.extensions.turns")
-    flags = {"response_length": 12, "max_prompt_length": 99, "tool": f"{__file__}:seven", "tool_mark": "m"}
+    flags = {"response_length": 12, "max_prompt_length": 99, "tool": f"{__file__}:tool", "tool_mark": "m"}
     metrics, *_ = run(**flags, total_episodes=32, num_eval_prompts=2)
     assert [inputs[4] for inputs, _ in rollouts] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures
     for weights, (_, (batch, logprobs)) in enumerate(rollouts, 1):
@@ -680,8 +659,6 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     seeds = [batch.responses[..., 2].flatten().tolist() for _, (batch, _) in rollouts]
     assert len({*seeds[2]}) > 4 and seeds[2] != seeds[3] and seeds[0] == seeds[4]  # evaluations have the same ones
     assert all(update["val/rollout_kl"] != 0 and update["grad_norm"] > 0 for update in metrics)
-    with pytest.raises(rloo.InputError, match="a completion must have 12 tokens or end with its first stop token"):
-        run(**flags)
     vllm_rollout.pipe.close()  # which ends its process
 
 

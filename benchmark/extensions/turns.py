@@ -56,18 +56,16 @@ def check_model(args, *inputs):
     found.check_model(replace(args, response_length=2 * args.response_length), *inputs)
 
 
-def so_far(example, exchange) -> dict:
-    return example | {"prompt_ids": example["prompt_ids"] + [token for token, *_ in exchange]}
-
-
 @torch.no_grad()
 def rollout(args, model, examples, k, temperature, stop_ids):
     """`rollout` with up to --max_turns turns of the policy."""
     function, mark, tokenizer = tool
     T = args.response_length
-    exchanges = [[] for _ in range(k * len(examples))]  # j·B + b: a list of (token, its log-prob, was it the policy, 1)
-    ended = [False] * len(exchanges)
-    active = list(range(len(exchanges)))
+    B = len(examples)
+    exchanges = [[] for _ in range(k * B)]  # tokens of lane j of prompt b, at j·B + b
+    written = [[] for _ in range(k * B)]  # of each token its log-prob, and whether the policy wrote it
+    ended = [False] * k * B
+    active = list(range(k * B))
     for turn in range(args.max_turns):
         # 1. What the policy writes in this turn: of each prompt k completions, later one of each exchange.
         last = turn == args.max_turns - 1
@@ -76,38 +74,38 @@ def rollout(args, model, examples, k, temperature, stop_ids):
             batch, logprobs = found.rollout(args, model, examples, k, temperature, ends)
         else:
             room = max(T - len(exchanges[i]) for i in active)
-            prompts = [so_far(examples[i % len(examples)], exchanges[i]) for i in active]
+            prompts = [examples[i % B] | {"prompt_ids": examples[i % B]["prompt_ids"] + exchanges[i]} for i in active]
             batch, logprobs = found.rollout(replace(args, response_length=room), model, prompts, 1, temperature, ends)
 
         # 2. The tool's answers to those that wrote the mark and have room for more; the others stop here.
-        written = zip(active, batch.completion_ids(), logprobs.flatten(0, 1).tolist(), strict=True)
+        turns = zip(active, batch.completion_ids(), logprobs.flatten(0, 1).tolist(), strict=True)
         active = []
-        for i, ids, of_ids in written:
+        for i, ids, of_ids in turns:
             exchange = exchanges[i]
-            policys = [(token, logprob, True, True) for token, logprob in zip(ids, of_ids, strict=False)]
-            exchange += policys[: T - len(exchange)]
-            newest = exchange[-1][0]
+            ids = ids[: T - len(exchange)]
+            exchange += ids
+            written[i] += [(logprob, True) for logprob in of_ids[: len(ids)]]
             room = T - len(exchange)
             answer = []
-            asks = newest == mark and room > 0 and not last
+            asks = ids[-1] == mark and room > 0 and not last
             if asks:
-                text = function(tokenizer.decode([token for token, *_ in exchange], clean_up_tokenization_spaces=False))
+                text = function(tokenizer.decode(exchange, clean_up_tokenization_spaces=False))
                 answer = tokenizer(text, add_special_tokens=False)["input_ids"][:room]
-                exchange += [(token, 0.0, False, True) for token in answer]
-            ended[i] = newest in stop_ids and not answer
+                exchange += answer
+                written[i] += [(0.0, False)] * len(answer)
+            ended[i] = ids[-1] in stop_ids and not answer
             if asks and not ended[i] and len(answer) < room:
                 active.append(i)
         if not active:
             break
 
     # 3. The whole exchanges as a Batch.
-    padded = pad_sequence([torch.tensor(exchange, dtype=torch.float64) for exchange in exchanges], batch_first=True)
-    tokens, sampled, by_policy, real = padded.to(model.device).unflatten(0, (k, -1)).unbind(-1)  # (k, B, n), n ≤ T
-    tokens = tokens.where(real > 0, tokens[..., :1]).long()  # padding as that of rloo.pad
+    padded = pad_sequence([torch.tensor(pairs) for pairs in written], batch_first=True).to(model.device)
+    logprobs, by_policy = padded.movedim(-1, 0).unflatten(1, (k, B)).contiguous()  # (k, B, n), n ≤ T
+    tokens, real = (x.unflatten(0, (k, B)) for x in rloo.pad(exchanges, device=model.device))
     batch = rloo.make_batch(examples, tokens, stop_ids=[])  # of the stop tokens only the policy's last one counts
-    ended = torch.tensor(ended, device=model.device).view(k, -1)
-    batch = batch._replace(response_mask=real.bool(), policy_mask=by_policy.bool(), ended=ended)
-    return batch, sampled.float()
+    ended = torch.tensor(ended, device=model.device).view(k, B)
+    return batch._replace(response_mask=real, policy_mask=by_policy.bool(), ended=ended), logprobs
 
 
 rloo.Args, rloo.load_models, rloo.check_model, rloo.rollout = Args, load_models, check_model, rollout

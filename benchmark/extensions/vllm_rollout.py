@@ -58,9 +58,6 @@ def rollout(args, model, examples, k, temperature, stop_ids):
         return torch.tensor(rows, device=model.device).view(-1, k, T).transpose(0, 1)  # (k, B, T)
 
     batch = rloo.make_batch(examples, padded(tokens), stop_ids)
-    lengths = batch.response_mask.sum(-1).T.flatten().tolist()
-    complete = [*map(len, tokens)] == lengths == [*map(len, logprobs)]
-    rloo.require(complete, f"vLLM: a completion must have {T} tokens or end with its first stop token")
     return batch, padded(logprobs).masked_fill(~batch.policy_mask, 0.0)
 
 
