@@ -1,20 +1,22 @@
 """Tests of prepare.py, synopses.py and models.py, without the data and models that prepare.py makes."""
 
-import argparse
-import json
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import models  # noqa: E402
 import prepare  # noqa: E402
+import runs  # noqa: E402
 import study  # noqa: E402
 import synopses  # noqa: E402
+
+from rloo_test import write_rows  # noqa: E402
 
 MINI = HERE.parent / "mini_tldr" / "sft"  # a tiny model
 TEXT = "Foo reads files. It writes others."
@@ -58,19 +60,10 @@ def test_no_source_is_in_two_splits(monkeypatch):
 # ---- Grades ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("synopsis", "broken"),
-    [
-        ("reader of files", None),
-        ("x" * 80, 0),
-        ("reader of files by foo-bin", 1),
-        ("the reader of files", 2),
-        ("reader of files.", 3),
-        ("Reader of files", 4),
-        ("foo reads files", 5),
-        ("NumPy reader", None),  # a name
-    ],
-)
+@pytest.mark.parametrize("synopsis, broken", [
+    ("reader of files", None), ("NumPy reader", None), ("x" * 80, 0), ("reader of files by foo-bin", 1),
+    ("the reader of files", 2), ("reader of files.", 3), ("Reader of files", 4), ("foo reads files", 5),
+])  # fmt: skip
 def test_heuristics(synopsis, broken):
     assert synopses.kept(synopsis, "foo-bin", TEXT) == [number != broken for number in range(6)]
 
@@ -101,60 +94,62 @@ def test_closeness_is_1_for_the_same_text(monkeypatch):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Flags of models.py for a tiny model and six packages; closeness is the share of plain words."""
-    rows = [{"prompt": f"the post {n}\n\nTL;DR:", "synopsis": f"post {n}", "package": f"p{n}"} for n in range(6)]
-    for split in ("sft", "reward", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Six packages in each split; closeness is the length, and the reward model has two layers."""
+    for split in ("sft", "train", "reward", "test"):
+        write_rows(tmp_path / f"{split}.jsonl", [
+            {"prompt": f"the post {n}\n\nTL;DR:", "synopsis": f"post {n}", "package": f"{split}{n}"} for n in range(6)
+        ])  # fmt: skip
     monkeypatch.setattr(synopses, "PREPARED", tmp_path)
     monkeypatch.setattr(synopses, "closeness", lambda completions, synopsis: [len(x) / 99 for x in completions])
     monkeypatch.setattr(models, "STOP", 0)
     monkeypatch.setattr(models, "GRADES", [synopses.rouge_l])
     monkeypatch.setattr(models, "REWARD_LAYERS", 2)
-    flags = {"source": MINI, "splits": ["sft"], "as_rloo": 0, "all_layers": False}
-    return argparse.Namespace(**flags, learning_rate=1e-2, seed=1, output_dir=tmp_path / "out")
+    return tmp_path / "out"
 
 
 def test_sft_lowers_the_loss_and_trains_the_upper_half(small):
-    tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI)
-    small.as_rloo = 12
-    models.sft(small, tokenizer)
-    losses = [json.loads(line)["loss"] for line in (small.output_dir / "metrics.jsonl").read_text().splitlines()]
+    models.sft(small, MINI, as_rloo=12, learning_rate=1e-2)
+    losses = [update["loss"] for update in runs.lines(small / "metrics.jsonl")]
     assert len(losses) == 12 and losses[-1] < losses[0] / 2
-    before, after = (models.rloo.read_model(models.flags(), path, torch.float32) for path in (MINI, small.output_dir))
-    last = before.config.num_hidden_layers - 1
-    weights = zip(before.named_parameters(), after.named_parameters(), strict=True)
-    changed = {name for (name, old), (_, new) in weights if not old.equal(new)}
-    assert any(f"layers.{last}." in name for name in changed) and not any("layers.0." in name for name in changed)
+    before, after = (load_file(folder / "model.safetensors") for folder in (MINI, small))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any("layers.2." in name for name in changed) and not any("layers.0." in name for name in changed)
 
 
 def test_sft_continued_reads_the_packages_of_rloo(small, monkeypatch):
     """... of the split on which rloo.py trains, in the first steps those of its first updates."""
-    rows = [{"prompt": f"the post {n}\n\nTL;DR:", "synopsis": f"post {n}", "package": f"t{n}"} for n in range(20)]
-    (synopses.PREPARED / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = shlex.split(study.smollm.rows["continued"].train)
-    small.splits, small.as_rloo = [flags[flags.index("--splits") + 1]], 2
+    split = flags[flags.index("--splits") + 1]
     batches = []
-    monkeypatch.setattr(models, "fit", lambda load, found, *options: batches.extend(found))
-    tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI)
-    models.sft(small, tokenizer)
-    examples = models.examples_of(["train"], tokenizer)
-    of_rloo = models.rloo.examples_of_update(examples, small.seed, 0, 2 * models.B)
-    packages = {example["columns"]["package"] for example in of_rloo}
-    assert {example["columns"]["package"] for batch in batches for example, _ in batch} <= packages
+    monkeypatch.setattr(models, "B", 2)
+    monkeypatch.setattr(models, "fit", lambda master, model, found, *options: batches.extend(found))
+    models.sft(small, MINI, (split,), as_rloo=2)
+    of_rloo = models.rloo.examples_of_update(models.rows_of("train"), 1, 0, 2 * models.B)
+    packages = {example["columns"]["package"] for batch in batches for example, _ in batch}
+    assert packages == {row["package"] for row in of_rloo}
 
 
 def test_the_best_of_16_is_that_of_the_reward_model(small, monkeypatch):
-    tokenizer = models.transformers.AutoTokenizer.from_pretrained(MINI)
-    scores = []
-
     def longest(model, items):
-        scores.append(torch.tensor([[float(len(text)) for text in item] for _, item in items]).T)
-        return scores[-1]
+        return torch.tensor([[float(len(text)) for text in texts] for _, _, texts in items]).T
 
-    models.reward(argparse.Namespace(source=MINI, output_dir=small.output_dir / "reward"), tokenizer)
+    monkeypatch.setattr(models, "train_judge", lambda *_: None)
+    monkeypatch.setattr(models, "read_judge", lambda *_: None)
     monkeypatch.setattr(models, "scores_of", longest)
-    models.best_of(small, tokenizer)
-    samples = [json.loads(line) for line in (small.output_dir / "completions.jsonl").read_text().splitlines()]
-    (evaluation,) = [json.loads(line) for line in (small.output_dir / "evaluations.jsonl").read_text().splitlines()]
-    assert scores[0].shape == (16, 6) and len(samples) == 6
+    drawn, samples_of = [], models.samples_of
+    monkeypatch.setattr(models, "samples_of", lambda *options: drawn.append(samples_of(*options)) or drawn[-1])
+    models.best_of(small, MINI)
+    samples, (evaluation,) = (runs.lines(small / f"{name}.jsonl") for name in ("completions", "evaluations"))
+    found = {example["columns"]["package"]: max(texts, key=len).strip() for example, _, texts in drawn[1]}
+    assert [x["completion"] for x in samples] == [found[f"test{n}"] for n in range(6)]
     assert evaluation["greedy/rouge_l"] == pytest.approx(sum(x["grades"]["rouge_l"] for x in samples) / 6)
+
+
+def test_a_reward_model_learns_which_of_a_packages_samples_is_closer(small):
+    tokenizer = models.rloo.load_tokenizer(models.flags(), MINI)
+    examples = [models.rloo.prepare_example(row, tokenizer) for row in models.rows_of("reward")] * 20
+    texts = [" a short one", " one that is longer than the other"]
+    ids = [[*tokenizer(text)["input_ids"], 0] for text in texts]
+    models.train_judge(MINI, [(example, ids, texts) for example in examples], small, 1)
+    short, long = models.scores_of(models.read_judge(small, torch.bfloat16), [(examples[0], ids)])
+    assert short < long

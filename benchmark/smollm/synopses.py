@@ -28,9 +28,6 @@ def description(prompt: str) -> str:
     return prompt.removesuffix("\n\nTL;DR:").rpartition("\n\n")[2]
 
 
-# ---- The maintainer's synopsis ---------------------------------------------------------------------------------------
-
-
 @cache
 def annotator():
     from transformers import AutoModel, AutoTokenizer
@@ -69,9 +66,6 @@ def rouge_l(completions, synopsis, **columns) -> list[float]:
     """Returns the F1 of the longest common subsequence of words, 0 to 1 (Lin 2004)."""
     pairs = [(words(ours), words(theirs)) for ours, theirs in zip(completions, synopsis, strict=True)]
     return [2 * longest_common(a, b) / max(1, len(a) + len(b)) for a, b in pairs]
-
-
-# ---- Without the maintainer's synopsis -------------------------------------------------------------------------------
 
 
 @cache
