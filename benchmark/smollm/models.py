@@ -95,8 +95,9 @@ def sft(
     learning_rate: float = 2e-4,
     seed: int = 1,
 ):
-    """Trains on prompts and the maintainers' synopses: means over pairs of the mean over tokens of -log π. as_rloo: make
-    so many steps, on the packages that as many updates of RLOO with this seed read. 0: one pass over the splits."""
+    """Trains on prompts and the maintainers' synopses, by means over pairs of the mean over tokens of -log π. as_rloo:
+    make so many steps, on the packages that as many updates of RLOO with this seed read. 0: one pass over the splits.
+    """
 
     def loss_of(model, items):
         batch = batch_of(items)

@@ -25,14 +25,10 @@ TEXT = "Foo reads files. It writes others."
 # ---- Texts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_description_becomes_paragraphs():
-    assert prepare.plain([" one", " two", " .", " three", "  - four"]) == "one two\nthree\n- four"
-
-
-def test_packages_are_read_with_their_source():
+def test_packages_are_read_with_their_source_and_paragraphs():
     packages = "Package: a-bin\nSource: a (1.0)\n\nPackage: b\n"
-    texts = "Package: a-bin\nDescription-en: reads files\n It reads files.\n\nPackage: b\n"
-    found = {"package": "a-bin", "source": "a", "synopsis": "reads files", "text": "It reads files."}
+    texts = "Package: a-bin\nDescription-en: reads\n one\n two\n .\n three\n   - four\n\nPackage: b\n"
+    found = {"package": "a-bin", "source": "a", "synopsis": "reads", "text": "one two\nthree\n- four"}
     assert prepare.read_packages(packages, texts) == [found]
 
 

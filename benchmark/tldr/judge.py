@@ -57,9 +57,10 @@ def win_rate(prompts, completions, completion_ids=None, *, completion=None, mess
     """Returns 1 where the judge prefers a completion to the row's reference, else 0. The reference is the column
     `completion`, or the last of `messages`."""
     template, questions, names = question_of_trl() or QUESTION, [], []
-    for prompt, ours, reference in zip(map(text_of, prompts), completions, completion or messages, strict=True):
+    references = completion or [chat[-1]["content"] for chat in messages]
+    for prompt, ours, reference in zip(prompts, completions, references, strict=True):
         ours_first = random.Random(prompt).random() < 0.5  # the same order in each run, and for each model
-        pair = [ours.strip(), text_of(reference).strip()]
+        pair = [ours.strip(), reference.strip()]
         first, second = pair if ours_first else reversed(pair)
         questions.append(template.format(prompt=prompt, response0=first, response1=second))
         names.append("0" if ours_first else "1")
@@ -67,11 +68,6 @@ def win_rate(prompts, completions, completion_ids=None, *, completion=None, mess
     unclear = sum(answer not in ("0", "1") for answer in answers)
     tqdm.write(f"judge: {unclear} of {len(answers)} answers are neither 0 nor 1 and count as losses")
     return [float(answer == name) for answer, name in zip(answers, names, strict=True)]
-
-
-def text_of(text: str | list[dict]) -> str:
-    """Returns a text, or the text of a chat's last message."""
-    return text if isinstance(text, str) else text[-1]["content"]
 
 
 def question_of_trl() -> str | None:
@@ -116,10 +112,8 @@ def ask(model: str, question: str) -> str:
             request = urllib.request.Request(url, json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return (json.load(reply)["choices"][0]["message"]["content"] or "")[:8]
-        except urllib.error.HTTPError as error:
-            if wait is None or (error.code != 429 and error.code < 500):
-                raise RuntimeError(f"judge {model}: {url} answers {error.code}") from None
-        except OSError as error:  # no connection, or no answer in time
-            if wait is None:
+        except OSError as error:  # an error of HTTP, no connection, or no answer in time
+            refused = isinstance(error, urllib.error.HTTPError) and error.code != 429 and error.code < 500
+            if refused or wait is None:
                 raise RuntimeError(f"judge {model}: {url}: {error}") from None
         time.sleep(wait)
