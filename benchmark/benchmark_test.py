@@ -221,7 +221,7 @@ def test_the_best_of_n_is_that_with_the_highest_score(monkeypatch, tmp_path):
     scores = [torch.tensor([[1.0, 8], [2, 7], [4, 5], [3, 6]]), torch.tensor([[0.0], [1], [0], [1]])]  # (k, posts)
     samples = [(None, {"reward_model": x, "gold_win_rate": x * 10}) for x in scores]
     monkeypatch.setattr(study, "samples_of_sft", lambda posts, *rest: samples[: len(posts)])
-    found = study.best_of_n(2, most=4, number=3)
+    found = json.loads(json.dumps(study.best_of_n(2, most=4, number=3)))  # as in a record
     by_post = [(2 + 4) / 2, (8 + 6) / 2, 1.0]
     error = np.std(by_post, ddof=1) / 3**0.5
     assert found["sampled/score"] == pytest.approx([np.mean(by_post), error])

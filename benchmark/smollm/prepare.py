@@ -123,7 +123,7 @@ def write_model(folder: Path):
     source = unpack(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are float32 now; save_pretrained would refuse
+    del model.config.quantization_config, model.hf_quantizer  # the weights are float32; save_pretrained would refuse
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.config.eos_token_id = stop
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
