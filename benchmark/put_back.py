@@ -48,7 +48,7 @@ def caught(bug: dict) -> bool:
             if done.returncode != status:
                 print(f"{bug['name']}: NOT CAUGHT, status {done.returncode} instead of {status}\n{done.stdout[-1500:]}")
                 return False
-    print(f"{bug['name']}: {' '.join(done.stdout.splitlines()[-2:])}", flush=True)
+    print(f"{bug['name']}: caught", flush=True)
     return True
 
 

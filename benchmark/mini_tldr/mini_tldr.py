@@ -27,7 +27,8 @@ from tqdm import tqdm
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1]))  # for rloo.py, which loads this module: only functions that build import it
+sys.path.append(str(HERE.parents[1]))
+import rloo  # noqa: E402
 
 WORDS = tomllib.loads((HERE / "words.toml").read_text(encoding="utf-8"))  # what posts and summaries are made of
 SLOTS = {  # slot -> name of a value -> its forms, the first of which is the name
@@ -107,6 +108,11 @@ VALUE_OF = {s: {form: name for name, forms in values.items() for form in forms} 
 PATTERN = {s: re.compile(r"\b(" + "|".join(sorted(v, key=len, reverse=True)) + r")\b") for s, v in VALUE_OF.items()}
 
 
+def less_excess(count, text):
+    words = max(len(text.split()), len(text) / 8)  # a text without spaces is long too
+    return float(count - WORD_COST * max(0.0, words - FREE_WORDS))
+
+
 def stated(text):
     """Returns the values that a text states: slot -> set of names."""
     text = " ".join(re.sub(r"[^a-z0-9]+", " ", text.lower()).split())
@@ -124,8 +130,7 @@ def gold_judge(prompts, completions, completion_ids=None, *, facts, **columns):
         said = stated(text)
         correct = sum(right[slot] in said[slot] for slot in SLOTS)
         wrong = sum(len(said[slot] - {right[slot]}) for slot in SLOTS)
-        words = max(len(text.split()), len(text) / 8)  # a text without spaces is long too
-        scores.append(float(correct - wrong - WORD_COST * max(0.0, words - FREE_WORDS)))
+        scores.append(less_excess(correct - wrong, text))
     return scores
 
 
@@ -232,7 +237,6 @@ def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_
 
 def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=16):
     """Trains the model to complete prompts. make_rows(n) returns n rows of texts."""
-    import rloo
 
     def make_chunk(n):
         rows = make_rows(n)
@@ -253,8 +257,6 @@ def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=16):
 
 def generate(model, tokenizer, prompts, temperature, length=48):
     """Returns a completion (text) of up to `length` tokens for each prompt, greedy at temperature 0."""
-    import rloo
-
     args = rloo.Args(response_length=length, local_rollout_forward_batch_size=256)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # prompts of like length need little padding
     examples = [{"prompt_ids": tokenizer(prompts[i]).input_ids} for i in order]
@@ -321,9 +323,8 @@ def token_labels(facts, text, spans):
                 if start < match.end() and end > match.start():
                     kinds[i] = 1 if value == facts[slot] else 2
     for _, end in spans:
-        words = max(len(text[:end].split()), end / 8)
         count = sum((1 if facts[slot] == value else -1) for (slot, value), e in first.items() if e <= end)
-        scores.append(count - WORD_COST * max(0.0, words - FREE_WORDS))
+        scores.append(less_excess(count, text[:end]))
     return scores, kinds
 
 
@@ -339,8 +340,6 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
                    short is worth
         comparing  the logistic loss on which of two completions noisy labellers prefer
     """
-    import rloo
-
     model = GPTNeoXForSequenceClassification(model_config(tokenizer, reader.config.num_hidden_layers, num_labels=1))
     model.gpt_neox.load_state_dict(reader.gpt_neox.state_dict())
     model.read = reader.get_output_embeddings()
@@ -417,7 +416,6 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
 def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
     """Trains a reward model by the logistic loss on `total` comparisons: `pairs` of token ids (prompt_ids, better,
     worse), all of them and then all again."""
-    import rloo
 
     def loss_fn(batch):
         ids, _ = rloo.pad([pair[which] for which in ("better", "worse") for pair in batch])
