@@ -96,10 +96,6 @@ def sample_row(rng, taken):
     return {"prompt": prompt, "completion": completion, "facts": facts, "decoys": decoys}
 
 
-def values_of(names):
-    return names
-
-
 # ---- Judge -----------------------------------------------------------------------------------------------------------
 
 FREE_WORDS = 24  # a complete summary has about 18 words
@@ -329,7 +325,8 @@ def token_labels(facts, text, spans):
 
 
 def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
-    """Turns the reader into the reward model. `pool`: (row, SFT samples), `stages`: three numbers of posts.
+    """Turns the reader into the reward model. `pool`: (row, SFT samples), `stages`: the numbers of posts of one to
+    three stages.
 
     Comparisons alone teach a small model hardly more than that longer is better. So it learns first to check each token
     against the post, then to count, and only then to compare:
@@ -407,8 +404,7 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
     }
     for total, (name, (batch_size, lr, shares, weights)) in zip(stages, settings.items()):
         chunk, loss = partial(make_chunk, **shares), partial(loss_fn, weights=weights)
-        if total:
-            optimise(f"reward model, {name}", model, total, chunk, length, loss, lr, rng, batch_size)
+        optimise(f"reward model, {name}", model, total, chunk, length, loss, lr, rng, batch_size)
     del model.read, model.check
     return model
 

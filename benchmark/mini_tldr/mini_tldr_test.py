@@ -67,7 +67,7 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path, monkeypatch):
 
 def test_the_shipped_reward_model_agrees_with_the_judge_on_samples_of_the_policy():
     agree = []
-    for _, grades in study.samples_of_sft(rloo.load_rows(str(HERE), "test")[:64], 2, 0.7, ["gold_judge"]):
+    for _, grades in study.samples_of_sft(rloo.load_rows(str(HERE), "test")[:64], 2, 0.7):
         gold, score = (grades[name][0] - grades[name][1] for name in ("gold_judge", "reward_model"))
         agree += (gold * score > 0)[gold != 0].tolist()
     assert len(agree) > 40 and np.mean(agree) > 0.75
