@@ -573,14 +573,13 @@ def test_a_completion_without_the_stop_token_loses_the_penalty():
 def test_rloo_py_trains_on_the_completions_given_to_both_sides(tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "FOLDER", tmp_path)
     monkeypatch.setitem(parity.BASE, "dataset_name", tmp_path / "data")
-    given = parity.write_given()
-    assert len(given) == parity.UPDATES and len(given[0][1]) == parity.K
+    parity.write_data()
     start = parity.load_file(parity.SFT / "model.safetensors")
-    weights = parity.train_rloo({}, given)
+    weights = parity.train_rloo({})
     assert parity.distance(start, weights) > 0.01
-    other = parity.train_rloo({"num_ppo_epochs": 2}, given)
+    other = parity.train_rloo({"num_ppo_epochs": 2})
     assert parity.distance(weights, other) > 1e-3
-    again = parity.train_rloo({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, given)
+    again = parity.train_rloo({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4})
     assert parity.distance(again, weights) < parity.AGREE * parity.distance(start, weights)
 
 

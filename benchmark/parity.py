@@ -3,14 +3,14 @@
     python benchmark/parity.py --trl trl0/bin/python trl1/bin/python            # all settings: a few minutes on a CPU
     python benchmark/parity.py --trl trl0/bin/python trl1/bin/python --again    # compares with records/parity.jsonl
 
-benchmark/requirements.txt says how to make the environments, with TRL 0.19 and 1.x. Completions are sampled once by the
-SFT policy; some have no stop token. Both sides train on them in float32. After three updates the weights must differ by
-less than 0.01% of the way that TRL has moved them, except in settings with a known reason (`why`). The status is 1 if
-another setting differs.
+benchmark/requirements.txt says how to make the environments, with TRL 0.19 and 1.x. The SFT policy has sampled the
+completions in records/parity_given.jsonl; some have no stop token. Both sides train on them in float32. After three
+updates the weights must differ by less than 0.01% of the way that TRL has moved them, except in settings with a known
+reason (`why`). The status is 1 if another setting differs.
 
-TRL's trainers run unchanged, with three exceptions: their generation returns the given completions (0.19:
-`batch_generation`, 1.x: `_generate_single_turn`); data and completions are not shuffled; a mini-batch holds whole
-prompts.
+Both sides run unchanged, with three exceptions: the given completions take the place of sampling (rloo.py: `rollout`,
+0.19: `batch_generation`, 1.x: `_generate_single_turn`); data and completions are not shuffled; a mini-batch of TRL
+holds whole prompts.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 SFT = trl_run.TASK / "sft"
+GIVEN = runs.HERE / "records" / "parity_given.jsonl"  # a row: number, prompt, K completions of LENGTH tokens
 FOLDER = runs.RUNS / "parity"
 UPDATES, PROMPTS, K, LENGTH = 3, 4, 4, 20  # prompts per update, completions of each, tokens of each
 AGREE = 1e-4  # share of TRL's movement by which weights may differ; rounding makes 2e-5
@@ -110,44 +111,24 @@ def length_score(prompts, completions, completion_ids, **columns) -> list[float 
     return [None if sum(ids) % 3 == 0 else -len(ids) / 4 for ids in completion_ids]
 
 
-# ---- rloo.py ---------------------------------------------------------------------------------------------------------
+# ---- Both sides ------------------------------------------------------------------------------------------------------
 
 
-def write_given() -> list[tuple]:
-    """Samples completions of the SFT policy. Writes and returns the prompts (B texts) and completions (k, B, T) of each
-    update."""
+def write_data():
+    """Writes two data sets: "data" has prompts for a fourth update, which is not made; "short" has none."""
+    rows = runs.lines(GIVEN)
+    for name, more in (("data", rows[:PROMPTS]), ("short", [])):
+        (FOLDER / name).mkdir(parents=True, exist_ok=True)
+        (FOLDER / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + more))
+
+
+def train_rloo(flags: dict) -> dict[str, torch.Tensor]:
+    """Returns the weights after a run of rloo.py."""
     import rloo  # environments with TRL cannot import it
 
-    args = rloo.resolve_args(rloo.Args(device="cpu", response_length=LENGTH))
-    tokenizer = rloo.load_tokenizer(args, str(SFT))
-    policy = rloo.read_model(args, str(SFT), torch.float32)
-    stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
-    prompts = [row["prompt"] for row in rloo.load_rows(args.dataset_name, "validation")[: UPDATES * PROMPTS]]
-    rloo.set_seed(1)
-    given = []
-    for begin in range(0, len(prompts), PROMPTS):
-        examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in prompts[begin : begin + PROMPTS]]
-        batch, _ = rloo.rollout(args, policy, examples, K, args.temperature, stop_ids)
-        responses = batch.responses.where(batch.response_mask, tokenizer.pad_token_id)
-        responses = torch.nn.functional.pad(responses, (0, LENGTH - responses.shape[-1]))
-        given.append((prompts[begin : begin + PROMPTS], responses.tolist()))
-    for folder, texts in ((FOLDER / "data", prompts + prompts[:PROMPTS]), (FOLDER / "short", prompts)):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    (FOLDER / "given.json").write_text(json.dumps(given))
-    return given
-
-
-def train_rloo(flags: dict, given: list[tuple]) -> dict[str, torch.Tensor]:
-    """Returns the weights after a run of rloo.py that takes the given prompts in their order, and the given completions
-    instead of sampling."""
-    import rloo
-
-    updates = iter(given)
-
     def rollout(args, policy, examples, k, temperature, stop_ids):
-        texts, responses = next(updates)
-        examples = sorted(examples, key=lambda example: texts.index(example["prompt"]))
+        examples = sorted(examples, key=lambda example: example["columns"]["number"])
+        responses = [[example["columns"]["given"][lane] for example in examples] for lane in range(k)]
         batch = rloo.make_batch(examples, torch.tensor(responses), stop_ids)
         return batch, rloo.chunked_logprobs(policy, batch, temperature, args.local_rollout_forward_batch_size)
 
@@ -168,61 +149,42 @@ def train_rloo(flags: dict, given: list[tuple]) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
-# ---- TRL, in its own environment -------------------------------------------------------------------------------------
-
-
 def train_trl():
-    """Trains each row of its version by the installed TRL."""
+    """Trains each row of its version by the TRL of the environment in which it is called."""
     import numpy as np
     import trl
     from trl.trainer import rloo_trainer as trainers
 
     version = int(trl.__version__[0])
-    given = json.loads((FOLDER / "given.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(SFT)
     eos = tokenizer.eos_token_id
-    updates = iter(())
+    given = {tuple(tokenizer(row["prompt"])["input_ids"]): row["given"] for row in runs.lines(GIVEN)}
 
-    def next_given(prompt_ids: list[list[int]]) -> torch.Tensor:
-        """Returns the responses of the next update, if the trainer has its prompts."""
-        texts, responses = next(updates)
-        assert prompt_ids == tokenizer(texts)["input_ids"], "the trainer shuffles its data"
-        return torch.tensor(responses)
-
-    def batch_generation(model, queries, size, pad_id, generation_config):  # 0.19
-        first = queries[: len(queries) // K]
-        responses = next_given([row[row != pad_id].tolist() for row in first]).flatten(0, 1)
+    def batch_generation(model, queries, size, pad_id, generation_config):  # 0.19; completion j of prompt b is j·B + b
+        B = len(queries) // K
+        prompts = [tuple(row[row != pad_id].tolist()) for row in queries]
+        responses = torch.tensor([given[ids][number // B] for number, ids in enumerate(prompts)])
         sequences = torch.cat([queries, responses], dim=1)
         with torch.no_grad():
             logits = trainers.forward(model, sequences, pad_id).logits[:, queries.shape[1] - 1 : -1]
         return sequences, logits / generation_config.temperature
 
-    def generate_single_turn(prompt_ids, images, multimodal_fields):  # 1.x
-        responses = next_given(prompt_ids[::K]).transpose(0, 1).flatten(0, 1).tolist()
+    def generate_single_turn(prompt_ids, images, multimodal_fields):  # 1.x; completion j of prompt b is b·K + j
+        responses = [given[tuple(ids)][number % K] for number, ids in enumerate(prompt_ids)]
         return [row[: row.index(eos) + 1] if eos in row else row for row in responses]
 
+    torch.randperm = lambda n, **options: torch.arange(n)  # data and completions keep their order
     if version == 0:
-        unshuffled(trainers, "DataLoader")
-        trainers.batch_generation = batch_generation
         np.random.permutation = lambda n: np.arange(n).reshape(K, -1).T.flatten()  # prompt by prompt
+        trainers.batch_generation = batch_generation
     else:
-        unshuffled(trainers, "RepeatSampler")
-        trainers.shuffle_sequence_dict = lambda batch: batch
         trainers.RLOOTrainer._generate_single_turn = staticmethod(generate_single_turn)
     for number, row in enumerate(rows_of(version)):
-        updates = iter(given)
         flags = BASE | row.flags | row.theirs | {"output_dir": FOLDER / f"trl{version}" / str(number)}
         trl_run.main(trl_run.parse_args(["rloo", *trl_run.words_of(flags)]))
-        print(f"{row.name}: trained", flush=True)
 
 
-def unshuffled(module, name: str):
-    """Makes a class ignore `shuffle`."""
-    shuffled = getattr(module, name)
-    setattr(module, name, lambda *data, **options: shuffled(*data, **options | {"shuffle": False}))
-
-
-# ---- Both ------------------------------------------------------------------------------------------------------------
+# ---- Comparing -------------------------------------------------------------------------------------------------------
 
 
 def rows_of(trl: int) -> list[Row]:
@@ -234,8 +196,9 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return sum((a[name].double() - b[name].double()).square().sum().item() for name in a) ** 0.5
 
 
-def compare(python: str, given: list[tuple]) -> list[dict]:
+def compare(python: str) -> list[dict]:
     """Trains all rows by the TRL of a python and by rloo.py. Returns how far their weights are apart."""
+    write_data()
     versions = trl_run.versions(python)
     version = int(versions.removeprefix("TRL ")[0])
     words = [Path(python).absolute(), "-c", "import parity; parity.train_trl()"]
@@ -243,7 +206,7 @@ def compare(python: str, given: list[tuple]) -> list[dict]:
         subprocess.run(words, check=True, cwd=runs.HERE, stdout=log, stderr=log)
     start, found = load_file(SFT / "model.safetensors"), []
     for number, row in enumerate(rows_of(version)):
-        ours = train_rloo(row.flags, given)
+        ours = train_rloo(row.flags)
         theirs = load_file(FOLDER / f"trl{version}" / str(number) / "model.safetensors")
         largest = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
         share = distance(ours, theirs) / distance(start, theirs)
@@ -271,8 +234,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     records = runs.Records("parity", args.again)
-    given = write_given() if args.trl else []
-    found = [row for python in args.trl for row in compare(python, given)]
+    found = [row for python in args.trl for row in compare(python)]
     for row in found:
         records.add(f"{row['trl'].partition(',')[0]}, {row['setting']}", **row)
     print(summary(found or list(records.values())))
