@@ -133,7 +133,7 @@ def sample_row(rng: random.Random, held_out: set, shares: tuple[float, float, fl
     return {"prompt": chat(problem["text"]), "answer": solve(problem), "steps": count, "problem": problem}
 
 
-# ---- Sizes -----------------------------------------------------------------------------------------------------------
+# ---- Sizes and template ----------------------------------------------------------------------------------------------
 
 SIZES = {
     "test": 1000,  # rows, also of the next two
@@ -175,7 +175,7 @@ def main(output_dir: Path):
     for split, rows in splits.items():
         while len(rows) < SIZES[split]:
             rows.append(sample_row(rng, held_out, STEPS))
-            if split != "train":  # a held-out key has one problem
+            if split != "train":  # a key has one held-out problem
                 held_out.add(key(rows[-1]["problem"]))
         shipped = [{name: row[name] for name in ("prompt", "answer", "steps")} for row in rows]
         save_jsonl(output_dir / f"{split}.jsonl", shipped)
