@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import log
 from statistics import median
@@ -268,8 +268,9 @@ def main(
         again: compare with the record and write nothing
     """
     if profile:
-        write_inputs(SHAPES[shape], device)
-        words = flags(SHAPES[shape], device, SHAPES[shape].k, SHAPES[shape].ours)
+        sizes = replace(SHAPES[shape], warm_up=1, timed=1)
+        write_inputs(sizes, device)
+        words = flags(sizes, device, sizes.k, sizes.ours)
         profiled_run([*OURS, *words, "--output_dir", f"{FOLDER}/out"], update=2)
         return
     name = f"{shape}, {device}" + (f", k of {k}" if k else "")
