@@ -1,14 +1,17 @@
-"""Makes what the study of synopses compares RLOO with, by functions of rloo.py.
+"""Makes what the study of synopses compares RLOO with, by functions of rloo.py: models by SFT, and texts with grades.
 
-python benchmark/smollm/models.py sft --output_dir runs/sft
-python benchmark/smollm/models.py sft --source runs/sft --splits train --as_rloo 100 --output_dir runs/continued
-python benchmark/smollm/models.py best_of --source runs/sft --output_dir runs/best_of
-python benchmark/smollm/models.py cut --output_dir runs/cut
+    python benchmark/smollm/models.py sft --output_dir runs/sft
+    python benchmark/smollm/models.py sft --source runs/sft --splits train --as_rloo 100 --output_dir runs/continued
+    python benchmark/smollm/models.py best_of --source runs/sft --output_dir runs/best_of
+    python benchmark/smollm/models.py cut --output_dir runs/cut
+
+The commands of the study's rows are in ../study.py.
 """
 
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +31,8 @@ SHORT = 64  # --max_prompt_length of the study's RLOO
 B = 8  # prompts of its updates
 REWARD_LAYERS = 20  # of 30, of which the upper part is trained
 PACKAGES, SAMPLES = 1_500, 4  # that the reward model learns from: packages, and samples of each
+ARGS = rloo.Args(response_length=16, dtype="bfloat16", device="cpu")
 GRADES = (synopses.closeness, synopses.rouge_l, synopses.keeps_all, synopses.plain_words)
-
-
-def flags(layout: str = "group") -> rloo.Args:
-    return rloo.Args(layout=layout, response_length=16, dtype="bfloat16", device="cpu")
 
 
 def rows_of(*splits: str) -> list[dict]:
@@ -40,7 +40,7 @@ def rows_of(*splits: str) -> list[dict]:
 
 
 def batch_of(items: list[tuple]) -> rloo.Batch:
-    """Returns a Batch of items, which begin with an example and k completions, token ids up to the first stop."""
+    """Returns a Batch of items, each of which begins with an example and k completions, token ids up to the stop."""
     examples, completions, *_ = zip(*items, strict=True)
     k = len(completions[0])
     ids, _ = rloo.pad([lanes[j] for j in range(k) for lanes in completions])
@@ -78,7 +78,7 @@ def fit(master, model, batches: list[list], loss_of: Callable, folder: Path, lea
         loss.backward()
         rise, fall = (step + 1) / max(1, len(batches) // 20), 1 - step / len(batches)
         optimizer.param_groups[0]["lr"] = learning_rate * min(rise, fall)
-        rloo.optimizer_step(flags(), optimizer)
+        rloo.optimizer_step(ARGS, optimizer)
         rloo.copy_weights(model, master)
         updates.append({"update": step + 1, "loss": loss.item(), "time/train": time.perf_counter() - begin})
     master.set_attn_implementation("sdpa")
@@ -104,7 +104,7 @@ def sft(
         logprobs, _ = rloo.completion_logprobs(model, batch, 1.0)
         return -(logprobs.sum(-1) / batch.response_mask.sum(-1)).sum()
 
-    args = flags("plain")  # a prompt has one completion
+    args = replace(ARGS, layout="plain")  # a prompt has one completion
     tokenizer = rloo.load_tokenizer(args, source)
     examples = [rloo.prepare_example(row, tokenizer) for row in rows_of(*splits)]
     longest = SHORT if as_rloo else LONGEST
@@ -130,7 +130,7 @@ def samples_of(model, examples: list[dict], tokenizer, k: int, temperature: floa
     for begin in range(0, len(examples), 100):
         rloo.set_seed(seed, begin)
         some = sorted(examples[begin : begin + 100], key=lambda example: len(example["prompt_ids"]))
-        batch, _ = rloo.rollout(flags(), model, some, k, temperature, [STOP])
+        batch, _ = rloo.rollout(ARGS, model, some, k, temperature, [STOP])
         ids, texts = batch.completion_ids(), rloo.completion_texts(batch, tokenizer)
         found += [(example, ids[b :: len(some)], texts[b :: len(some)]) for b, example in enumerate(some)]
     return found
@@ -139,7 +139,7 @@ def samples_of(model, examples: list[dict], tokenizer, k: int, temperature: floa
 def read_judge(path: Path, dtype, **options):
     """Returns a reward model, whose head is in float32."""
     kind = transformers.AutoModelForSequenceClassification
-    model = rloo.read_model(flags(), path, dtype, kind, num_labels=1, may_lack=["score.weight"], **options)
+    model = rloo.read_model(ARGS, path, dtype, kind, num_labels=1, may_lack=["score.weight"], **options)
     model.score.float()
     return model
 
@@ -173,9 +173,9 @@ def train_judge(source: Path, samples: list[tuple], folder: Path, seed: int):
 def best_of(output_dir: Path, source: Path, n: int = 16, seed: int = 1):
     """Grades the sample that a reward model, trained for closeness, prefers among n of the SFT model `source`, for each
     test package."""
-    tokenizer = rloo.load_tokenizer(flags(), source)
+    tokenizer = rloo.load_tokenizer(ARGS, source)
     learned, test = ([rloo.prepare_example(row, tokenizer) for row in rows_of(split)] for split in ("reward", "test"))
-    policy = rloo.read_model(flags(), source, torch.bfloat16)
+    policy = rloo.read_model(ARGS, source, torch.bfloat16)
     samples = samples_of(policy, learned[:PACKAGES], tokenizer, SAMPLES, 1.0, seed)
     train_judge(source, samples, output_dir / "reward", seed)
     judge = read_judge(output_dir / "reward", torch.bfloat16)

@@ -90,11 +90,10 @@ def test_closeness_is_1_for_the_same_text(monkeypatch):
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Six packages in each split; closeness is the length, and the reward model has two layers."""
+    """Six packages in each split, long prompts first; closeness is the length; the reward model has two layers."""
+    rows = [{"prompt": f"{'the post ' * (6 - n)}\n\nTL;DR:", "synopsis": f"post {n}"} for n in range(6)]
     for split in ("sft", "train", "reward", "test"):
-        write_rows(tmp_path / f"{split}.jsonl", [
-            {"prompt": f"the post {n}\n\nTL;DR:", "synopsis": f"post {n}", "package": f"{split}{n}"} for n in range(6)
-        ])  # fmt: skip
+        write_rows(tmp_path / f"{split}.jsonl", [row | {"package": f"{split}{n}"} for n, row in enumerate(rows)])
     monkeypatch.setattr(synopses, "PREPARED", tmp_path)
     monkeypatch.setattr(synopses, "closeness", lambda completions, synopsis: [len(x) / 99 for x in completions])
     monkeypatch.setattr(models, "STOP", 0)
@@ -142,7 +141,7 @@ def test_the_best_of_16_is_that_of_the_reward_model(small, monkeypatch):
 
 
 def test_a_reward_model_learns_which_of_a_packages_samples_is_closer(small):
-    tokenizer = models.rloo.load_tokenizer(models.flags(), MINI)
+    tokenizer = models.rloo.load_tokenizer(models.ARGS, MINI)
     examples = [models.rloo.prepare_example(row, tokenizer) for row in models.rows_of("reward")] * 20
     texts = [" a short one", " one that is longer than the other"]
     ids = [[*tokenizer(text)["input_ids"], 0] for text in texts]
