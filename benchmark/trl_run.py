@@ -38,8 +38,8 @@ DEFAULTS = {"seed": 1, "rloo_k": 4, "response_length": 53, "temperature": 0.7, "
 DEFAULTS |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
 DEFAULTS |= {"local_rollout_forward_batch_size": 64, "num_ppo_epochs": 1, "kl_coef": 0.02, "learning_rate": 2.5e-4}
 DEFAULTS |= {"lr_scheduler_type": "linear", "warmup_ratio": 0.0, "adam_eps": 1e-8, "max_grad_norm": 1.0}
-OFF = {"missing_eos_penalty": float, "reward_clip_range": float}  # flags that are off unless they are given
-OFF |= dict.fromkeys(["token_level_kl", "normalize_reward", "normalize_advantage", "mask_truncated_completions"], bool)
+OFF = ("missing_eos_penalty", "reward_clip_range")  # numbers; without the flag nothing is set
+SWITCHES = ("token_level_kl", "normalize_reward", "normalize_advantage", "mask_truncated_completions")
 NAMES_1 = {  # in the configs of TRL 1.x; those of TRL 0.19 have the names of rloo.py
     "rloo_k": "num_generations",
     "response_length": "max_completion_length",
@@ -64,16 +64,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     for name, default in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    for name, kind in OFF.items():
-        parser.add_argument(
-            f"--{name}", **({"type": float} if kind is float else {"action": "store_const", "const": True})
-        )
+    for name in OFF:
+        parser.add_argument(f"--{name}", type=float)
+    for name in SWITCHES:
+        parser.add_argument(f"--{name}", action="store_true", default=None)
     return parser.parse_args(argv)
 
 
 def config_of(args, version: int) -> dict:
     """Returns the arguments of the trainer's config. Nothing is saved, evaluated or shown."""
-    config = {name: getattr(args, name) for name in (*DEFAULTS, *OFF) if getattr(args, name) is not None}
+    names = [name for name in (*DEFAULTS, *OFF, *SWITCHES) if getattr(args, name) is not None]
+    config = {name: getattr(args, name) for name in names}
     config["adam_epsilon"] = config.pop("adam_eps")
     config |= {
         "output_dir": str(args.output_dir),
