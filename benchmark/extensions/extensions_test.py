@@ -440,7 +440,7 @@ def test_adapters_reference_and_merged_copy_are_those_of_the_formula(family, tmp
     first, policy, reference = models_of(tmp_path, **flags)[1:]
     other = models_of(tmp_path, **flags, seed=2)[1]
     assert first is policy and torch.equal(policy(TOKENS).logits, base(TOKENS).logits)
-    adapted, again = lora.adapted_layers(policy), lora.adapted_layers(models_of(tmp_path, **flags)[1])
+    adapted, again = policy.adapted, models_of(tmp_path, **flags)[1].adapted
     linears = {name for name, module in base.named_modules() if type(module) is torch.nn.Linear}
     assert set(adapted) == {name for name in linears if ".layers." in name} < linears
     assert sum(x.requires_grad for x in policy.parameters()) == 2 * len(adapted) >= 16
@@ -450,7 +450,7 @@ def test_adapters_reference_and_merged_copy_are_those_of_the_formula(family, tmp
         assert 0.7 < A.abs().max() * linear.in_features**0.5 <= 1 and not B.any()  # uniform within ± 1 / √in
         assert torch.equal(A, again[name].lora_A.weight) and not torch.equal(A, other.get_submodule(name).lora_A.weight)
         torch.nn.init.normal_(B, std=0.1)
-    assert torch.equal(reference(TOKENS).logits, base(TOKENS).logits) and not lora.adapted_layers(reference)
+    assert torch.equal(reference(TOKENS).logits, base(TOKENS).logits) and not hasattr(reference, "adapted")
     own = dict(policy.named_parameters())
     assert all(x is own[name] for name, x in reference.named_parameters())
 

@@ -11,7 +11,6 @@ behind it. The rules:
 - The mark may be a stop token, for chat models that call tools in messages. Then "" ends the completion, and an answer
   holds the rest of the chat template, up to the beginning of the policy's next message.
 - An answer is tokenized on its own and cut to what is left of the T tokens. Stop tokens and marks in it have no effect.
-- An error in the tool stops the run. To avoid that, return the text of the error.
 
 A completion is the whole exchange, for reward functions, in `response_mask` and in lengths. The tool's tokens are not
 in `policy_mask`: they are not learned from, and have no ratio, KL or entropy. Each further turn is a rollout with one

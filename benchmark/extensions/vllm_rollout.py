@@ -75,9 +75,9 @@ def start(device) -> Connection:
     """Starts a process that runs `serve`; returns the pipe to it."""
     ours, theirs = Pipe()
     of_torchrun = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-    environment = {name: x for name, x in os.environ.items() if not name.startswith(of_torchrun)}
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    environment |= {name: x for name, x in os.environ.items() if not name.startswith(of_torchrun)}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if device.type == "cuda":  # the same GPU as rloo.py's
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         number = device.index or 0
