@@ -102,11 +102,8 @@ def made_by(records: Sequence[dict]) -> str:
     for made in (record["made"] for record in records):
         graded = f", {made['graded']}" if "graded" in made else ""
         kinds[f"rloo.py {made['rloo.py']}, {made['date']}{graded}"] += 1
-    return (
-        "Records: "
-        + "; ".join(f"{kinds[kind]} of {kind}" for kind in sorted(kinds, key=lambda kind: (-kinds[kind], kind)))
-        + "."
-    )
+    most_first = sorted(kinds, key=lambda kind: (-kinds[kind], kind))
+    return "Records: " + "; ".join(f"{kinds[kind]} of {kind}" for kind in most_first) + "."
 
 
 # ---- Means and intervals over seeds ----------------------------------------------------------------------------------
