@@ -577,7 +577,8 @@ def test_a_run_with_turns_has_the_sampler_of_its_policy_and_learns_from_its_toke
     flags = {"tool": f"{__file__}:tool", "tool_mark": "m", "kl_coef": 0.1}
     (metrics,), _, experience = run("turns", **flags, response_length=24)
     assert abs(metrics["val/rollout_kl"]) < 1e-5 and metrics["grad_norm"] > 0.1
-    assert (experience.batch.response_mask & ~experience.batch.policy_mask).sum() > 8
+    batch = experience.batch
+    assert (batch.response_mask & ~batch.policy_mask).sum() > 8 and batch.responses.shape[-1] <= 24
     with pytest.raises(rloo.InputError, match="positions; the longest prompt and completion need"):
         run(**flags, response_length=100)  # a turn may continue for 100 more
     with pytest.raises(rloo.InputError, match="must be one token, is 2"):

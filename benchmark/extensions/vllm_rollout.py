@@ -58,7 +58,7 @@ def rollout(args, model, examples, k, temperature, stop_ids):
         return torch.tensor(rows, device=model.device).view(-1, k, T).transpose(0, 1)  # (k, B, T)
 
     batch = rloo.make_batch(examples, padded(tokens), stop_ids)
-    return batch, padded(logprobs).masked_fill(~batch.policy_mask, 0.0)
+    return batch, padded(logprobs)
 
 
 def write_weights(model, folder):
