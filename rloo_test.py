@@ -356,16 +356,19 @@ def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
         assert grad.isfinite().all() and (grad - exact).abs().max() < 20 * tolerance * max(1, exact.abs().max())
 
 
-def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
-    """The head sees real completion tokens only, 128 at a time in a large vocabulary, and again in backward."""
+@pytest.mark.parametrize("kept", [True, False])
+def test_logits_are_never_made_for_prompts_nor_all_at_once(kept, monkeypatch):
+    """The head sees real completion tokens only, 128 at a time in a large vocabulary, and again in backward if there
+    are too many logits to keep."""
     model, batch = tiny_model(vocab_size=2**16), random_batch(k=2, B=8, T=16)
     mask = batch.response_mask
     sizes = [128, int(mask.sum()) - 128]
+    monkeypatch.setattr(rloo, "KEPT_LOGITS", int(mask.sum()) * 2**16 - (not kept))
     seen = spy(monkeypatch, "final_logits")
     found = rloo.completion_logprobs(model, batch, 0.7)
     assert [len(hidden) for (_, hidden), _ in seen] == sizes
     gradient = flat_grad(found[0].square().sum(), model)
-    assert sorted(len(hidden) for (_, hidden), _ in seen) == sorted(2 * sizes)
+    assert sorted(len(hidden) for (_, hidden), _ in seen) == sorted(sizes if kept else 2 * sizes)
     hidden = rloo.completion_hidden(model, batch)[:, :, :-1]
     whole = rloo.block_logprobs(model, hidden[mask], batch.responses[mask], 0.7)
     assert all(torch.allclose(x[mask], one, atol=1e-5) for x, one in zip(found, whole))
