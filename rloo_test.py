@@ -356,6 +356,14 @@ def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
         assert grad.isfinite().all() and (grad - exact).abs().max() < 20 * tolerance * max(1, exact.abs().max())
 
 
+def test_padding_is_seen_by_attention_alone(monkeypatch):
+    model, batch = tiny_model(), random_batch(k=2, B=8, T=16)
+    tokens = batch.prompt_mask.sum() + 2 * batch.response_mask.any(0).sum()
+    layers = spy(monkeypatch, "group_attention")
+    rloo.completion_hidden(model, batch)
+    assert {query.shape[2] for (_, query, *_), _ in layers} == {int(tokens)}
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_logits_are_never_made_for_prompts_nor_all_at_once(kept, monkeypatch):
     """The head sees real completion tokens only, 128 at a time in a large vocabulary, and again in backward if there
