@@ -1918,6 +1918,22 @@ def test_a_run_that_is_interrupted_and_resumed_again_ends_like_a_whole_one(whole
     assert not (output / "unfinished-checkpoint").exists()
 
 
+def test_ctrl_c_saves_though_it_ends_the_pipe_to_tee(tiny, tmp_path, monkeypatch):
+    def broken(*inputs, **options):
+        raise BrokenPipeError
+
+    def interrupted(*inputs, improve=rloo.improve):
+        for name in ("write", "set_postfix", "update"):
+            monkeypatch.setattr(rloo.tqdm, name, broken)
+        signal.raise_signal(signal.SIGINT)
+        return improve(*inputs)
+
+    monkeypatch.setattr(rloo, "improve", interrupted)
+    with pytest.raises(SystemExit, match="stopped and saved"):
+        run(tiny, tmp_path / "out")
+    assert saved_updates(tmp_path / "out") == [1]
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_runs_that_are_killed_at_random_moments_and_resumed_end_like_a_whole_one(tiny, tmp_path, whole, request, kills):
     """SIGKILL, also during a save. The first run, which nothing kills, says how long one takes."""

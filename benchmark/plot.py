@@ -113,6 +113,7 @@ def main(folders: tyro.conf.Positional[tuple[Path, ...]], output: Path = Path("p
     figure, (axes,) = canvas(1, len(TRAINING) + len(grades), height=4)
     for axis, (name, title) in zip(axes, (TRAINING | grades).items()):
         axis.set(title=title, xlabel="episodes (completions)")
+        axis.locator_params(axis="x", nbins=5)
         for number, folder in enumerate(found):
             style = {"color": f"C{number}", "label": folder.resolve().name}
             lines = [line for line in (found if name in TRAINING else evaluations)[folder] if name in line]
