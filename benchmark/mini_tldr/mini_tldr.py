@@ -206,7 +206,7 @@ def endlessly(examples, rng):
     return lambda n: list(itertools.islice(drawn, n))
 
 
-def optimise(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_size=16):
+def optimize(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_size=16):
     """Trains on `total` fresh examples: AdamW, warm-up, cosine down to a twentieth of lr. make_chunk(n) returns n
     examples. Sorted by length they make batches with little padding."""
     steps = total // batch_size
@@ -248,7 +248,7 @@ def train_lm(name, tokenizer, model, total, make_rows, lr, rng, batch_size=16):
         logits = model.get_output_embeddings()(hidden[asked])  # of completions only: half of the work is saved
         return F.cross_entropy(logits, ids[:, 1:][asked])
 
-    return optimise(name, model, total, make_chunk, lambda x: len(x[0]) + len(x[1]), loss_fn, lr, rng, batch_size)
+    return optimize(name, model, total, make_chunk, lambda x: len(x[0]) + len(x[1]), loss_fn, lr, rng, batch_size)
 
 
 def generate(model, tokenizer, prompts, temperature, length=48):
@@ -349,7 +349,7 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
         texts = [candidates(row, samples, rng, hacks) for row, samples in chosen]
         groups = []
         for (row, _), group in zip(chosen, texts):
-            labelled = []
+            labeled = []
             for text in group:
                 encoded = tokenizer(text, return_offsets_mapping=True)
                 ids, spans = encoded.input_ids, encoded.offset_mapping
@@ -360,8 +360,8 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
                 if rng.random() < 0.1 and len(ids) > 2:  # cut short, without eos
                     cut = rng.randint(1, len(ids) - 1)
                     ids, scores, kinds = ids[:cut], scores[:cut], kinds[:cut]
-                labelled.append((ids, scores, kinds))
-            groups.append((tokenizer(row["prompt"]).input_ids, labelled))
+                labeled.append((ids, scores, kinds))
+            groups.append((tokenizer(row["prompt"]).input_ids, labeled))
         return groups
 
     def length(example):
@@ -404,7 +404,7 @@ def train_reward_model(tokenizer, reader, stages, make_rows, pool, rng):
     }
     for total, (name, (batch_size, lr, shares, weights)) in zip(stages, settings.items()):
         chunk, loss = partial(make_chunk, **shares), partial(loss_fn, weights=weights)
-        optimise(f"reward model, {name}", model, total, chunk, length, loss, lr, rng, batch_size)
+        optimize(f"reward model, {name}", model, total, chunk, length, loss, lr, rng, batch_size)
     del model.read, model.check
     return model
 
@@ -422,7 +422,7 @@ def train_on_comparisons(name, model, pairs, total, rng, eos, lr=3e-4):
         return F.softplus(worse - better).mean()
 
     pairs_of = endlessly(pairs, rng)
-    return optimise(name, model, total, pairs_of, lambda pair: len(pair["prompt_ids"]), loss_fn, lr, rng)
+    return optimize(name, model, total, pairs_of, lambda pair: len(pair["prompt_ids"]), loss_fn, lr, rng)
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
