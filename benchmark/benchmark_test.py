@@ -631,7 +631,6 @@ def figures(monkeypatch):
 def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_path, figures):
     for name, training, grade in (("a", {"objective/kl": 1.0}, "sampled/win"), ("b", {}, "sampled/other")):
         (tmp_path / name).mkdir()
-        write_rows(tmp_path / name / "args.json", [{}])
         for file, found in (("metrics", {"objective/scores": 0.5} | training), ("evaluations", {grade: 1.0})):
             write_rows(tmp_path / name / f"{file}.jsonl", [{"episode": 32, **found, f"{grade}_stderr": 0.1}])
     plot.main(tuple(tmp_path / name for name in ("a", "b", "none")))
@@ -639,10 +638,14 @@ def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_p
     assert lines["score"] == 2 and lines["KL from the reference"] == 1 and list(lines)[2:] == ["win", "other"]
 
 
-def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
-    for name in ("mini", "fooled"):
+def test_studies_are_drawn_over_episodes_over_kl_and_row_by_row(figures, tmp_path):
+    for name in ("mini", "fooled", "smollm"):
         study.main(name, picture=tmp_path / "a.png")
-    over_episodes, over_kl = ([axis.lines for axis in figure.axes] for figure in figures)
-    assert [len(lines) for lines in over_episodes] == [10 + 1, 10 + 1 + 1, 10 + 1]  # seeds, mean, wins before
+    (wins, main_rows), over_kl, (all_rows,) = (figure.axes for figure in figures)
+    assert len(wins.lines) == 10 + 1 + 1  # seeds, mean, wins before
+    assert all(axis.get_ylim()[1] > axis.dataLim.ymax for axis in over_kl)  # nothing is cut off
     courses = [record["course"] for name, record in runs.Records("fooled").items() if name.startswith("100__")]
-    assert over_kl[0][3].get_xdata() == pytest.approx(np.sqrt([course["kl"] for course in courses]).mean(0))
+    assert over_kl[0].lines[3].get_xdata() == pytest.approx(np.mean([course["kl"] for course in courses], axis=0))
+    values = re.findall(r"\(\d\) \| (\S+)", (HERE / "smollm" / "README.md").read_text(encoding="utf-8"))
+    assert [f"{value}%" for value in values] == [text.get_text() for text in reversed(all_rows.texts)]
+    assert [x.get_text() for x in main_rows.get_yticklabels() if x.get_color() == "C3"] == ["RLOO from SFT"]

@@ -178,7 +178,6 @@ def draw(bias, noise, policies, file: Path):
     import plot
 
     figure, (panels,) = plot.canvas(1, 2, height=6, sharey=True)
-    figure.set_size_inches(11, 6)
     for right, values in enumerate((bias, noise)):
         for number, policy in enumerate(policies):
             least, middle, most = spread(values[:, number])
@@ -189,10 +188,10 @@ def draw(bias, noise, policies, file: Path):
         panels[right].axvline(right, color="black", lw=0.8)
     panels[0].set(xlabel="bias: |E g - g*| / |g*|", yticks=range(len(OPTIONS)), yticklabels=list(OPTIONS))
     panels[0].invert_yaxis()
-    panels[1].set(xscale="log", xlabel="noise: variance of g / (part of E g along g*)²,\nrelative to the defaults")
+    panels[1].set(xscale="log", xlabel="noise: variance of g\n/ (part of E g along g*)²,\nrelative to the defaults")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    title = "Gradient estimates on a tiny language model. g: estimate from one update; E g: its mean over all updates;"
-    figure.suptitle(f"{title}\ng*: true gradient. Line: range over all cases; point: median", fontsize=10)
+    title = "Gradient estimates on a tiny language model. g: estimate from one update; E g: its mean over"
+    figure.suptitle(f"{title}\nall updates; g*: true gradient. Line: range over all cases; point: median")
     plot.save(figure, file)
 
 
