@@ -124,15 +124,16 @@ def test_every_function_of_the_page_s_table_is_called_if_it_is_replaced(run, tmp
 
 
 def printed(word: str, **names):
-    """Runs the block of the page with `word` in it, but for its last line, where these names are known."""
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if word in block]
+    """Runs the block of this page or README with `word` in it, without its last line; these names are known there."""
+    pages = PAGE + HERE.parents[1].joinpath("README.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", pages, re.DOTALL) if word in block]
     assert code.endswith("rloo.command_line()\n")
     load()
     exec(code.removesuffix("rloo.command_line()\n"), {"__name__": "mine"} | names)
 
 
-def test_code_that_the_page_prints(run):
-    printed("group_mean")
+def test_code_that_the_pages_print(run):
+    printed("nanmean")
     assert rloo.advantage(torch.tensor([[[1.0]], [[0.0]], [[0.0]], [[0.0]]])).flatten().tolist() == [0.75] + [-0.25] * 3
     assert run()[0][0]["grad_norm"] > 0
     printed("from benchmark.extensions import")
