@@ -1065,7 +1065,7 @@ def test_stop_ids_come_from_the_generation_config_and_the_tokenizer_if_the_model
     assert [rloo.stop_token_ids(args, model, llama_tokenizer()) for args in texts] == [[5], [7]]
     tokenizer.eos_token = None
     assert ids(3) == ids([16, -1, 3]) == [3]
-    with pytest.raises(InputError, match="no token ends a completion: .*; give --stop_token"):
+    with pytest.raises(InputError, match="--stop_token eos: no token of the model ends a completion"):
         ids([16, 17])
 
 
@@ -1254,7 +1254,7 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch, tmp_path):
     rloo.append(tmp_path / "x.jsonl", rows)
     assert read_metrics(tmp_path, "x")[0]["columns"] == {"when": "2024-01-02"}
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="pip install datasets"):
+    with pytest.raises(InputError, match="needs `datasets`.*ModuleNotFoundError"):
         rloo.load_rows("someone/something", "train")
 
 
@@ -1306,12 +1306,13 @@ def test_texts_are_without_the_stop_token_whatever_it_is_and_otherwise_as_sample
     assert texts(responses, 2, llama_tokenizer()) == [" the cat", " cats the cat", "s the", ""]
 
 
-def test_every_row_has_all_columns_of_the_dataset(tmp_path):
-    """... so that a function is always called with the same names, None where a row has nothing."""
+def test_every_row_has_all_columns_of_the_dataset(tmp_path, capsys):
+    """... so that a function is always called with the same names, None where a row has nothing, which is said."""
     rows = [{"prompt": "a b"}] * 18 + [{"prompt": "c", "n": 1}] + [{"prompt": "d", "m": 2}] * 2
     loaded = rloo.load_data(Args(dataset_name=write_rows(tmp_path / "rows.jsonl", rows)), tiny_tokenizer())
     columns = [{"n": row.get("n"), "m": row.get("m")} for row in rows]
     assert [row["columns"] for part in loaded for row in part] == columns
+    assert "not every row has all columns (prompt, n, m)" in capsys.readouterr().out
 
 
 @functools.cache
@@ -1383,11 +1384,14 @@ def test_a_reward_function_that_switches_gradients_off_does_not_change_training(
     assert torch.equal(*weights)
 
 
-def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable(train):
+def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable_which_is_said(train, capsys):
     functions = *flag_of(never=lambda prompts, **columns: [None] * len(prompts)), spec("constant_reward")
-    (metrics,), _ = train(reward_model_path=None, kl_coef=0.0, reward_fns=functions, reward_weights=(1.0, 0.0))
+    flags = {"reward_model_path": None, "reward_weights": (1.0, 0.0), "kl_coef": 0.0, "num_eval_prompts": 1}
+    (metrics,), _ = train(reward_fns=functions, **flags)
     assert metrics["rewards/constant_reward/mean"] == 1
     assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
+    screen = capsys.readouterr().out
+    assert "update 1: no completion has a score" in screen and "update 0: sampled/length " in screen
 
 
 def reward_model(path, tokenizer=None, **flags):
@@ -1499,26 +1503,27 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "--warmup_ratio": "--warmup_ratio 2; --warmup_ratio 1",
     "must be 1 numbers": "--reward_weights 1 2",
     "the name score is taken": "--eval_fns {x}/fns.py:score",
-    "there is no file {x}/no.py": "--reward_fns {x}/no.py:f",
-    "there is no g in {x}/fns.py": "--reward_fns {x}/fns.py:g",
+    "there is no file {x}/no.py": "--reward_fns {x}/no.py:f --dataset_name {x}/broken.jsonl",
+    "there is no function": "--reward_fns {x}/fns.py:g; --reward_fns {x}/fns.py:__name__",
     "must be file.py:function or module:function": "--reward_fns fns; --eval_fns fns",
     "add **columns": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; --reward_fns {x}/fns.py:sum",
     "multiple values for keyword": "--reward_fns {x}/fns.py:boom --dataset_name {x}/completions.jsonl",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
-    "--dataset_name {x}/nowhere.jsonl: ": "--dataset_name {x}/nowhere.jsonl",
+    "must be .jsonl, a folder of .jsonl": "--dataset_name {x}/nowhere.jsonl; --dataset_name {x}/fns.py",
     "has no rows in its split dev": "--dataset_train_split dev",
     "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
     "line 2 must be a JSON object like": "--dataset_name {x}/broken.jsonl",
-    "text.jsonl, row 2: has no readable `prompt`": "--dataset_name {x}/text.jsonl",
-    "the prompt is empty": "--dataset_name {x}/empty.jsonl",
+    "row 2: its `prompt` (text or chat messages) or `messages` cannot be used": "--dataset_name {x}/text.jsonl",
+    "it has neither, only ['text']": "--dataset_name {x}/text.jsonl",
+    "the prompt has no tokens": "--dataset_name {x}/empty.jsonl",
     "chat_template is not set": "--dataset_name {x}/chat.jsonl",
     "no prompt is within --max_prompt_length 1": "--max_prompt_length 1",
     "tokenizer cannot be loaded": "--sft_model_path /nowhere; --model_name_or_path nobody/nothing",
     "needs --layout plain": "--attn_implementation eager",
-    "no token ends a completion": "--stop_token a:b",
-    "torch finds no GPU": "--device cuda",
-    "is not empty": "--output_dir {x}/text.jsonl",
+    "no token of the model ends": "--stop_token a:b",
+    "torch cannot use it": "--device gpu; --device cuda:99",
+    "cannot be written to": "--output_dir {x}/text.jsonl; --output_dir /proc/x",
     "images are not supported": "--dataset_name {x}/image.jsonl",
     "cannot be loaded": "--reward_model_path {x}; --sft_model_path {x} --model_name_or_path {sft}",
     "lacks weights": "--sft_model_path {reward}; --reward_model_path {sft}",
@@ -1772,7 +1777,7 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, mo
     assert steps == [("*", "update")] * 3
 
 
-def test_what_else_ends_with_one_line(tiny, tmp_path, monkeypatch):
+def test_what_else_ends_with_one_line(tiny, tmp_path, monkeypatch, capsys):
     """Ctrl-C while models load; before that a service that does not start; rloo.py without the bundled task."""
     monkeypatch.setattr(rloo, "load_models", lambda *inputs: signal.default_int_handler(signal.SIGINT, None))
     monkeypatch.setattr(rloo, "MINI_TLDR", tmp_path / "mini_tldr")
@@ -1780,12 +1785,14 @@ def test_what_else_ends_with_one_line(tiny, tmp_path, monkeypatch):
     line, other = command(tiny, tmp_path / "out"), tmp_path / "other"
     for flags, words in (
         ([*line, "--track"], "--track: .*wandb login.*IndexError: pop from empty list.*"),
-        (line, "interrupted"),
         (["--output_dir", str(other)], f"the bundled task is not at {tmp_path}.*; give --sft_model_path, .*"),
     ):
         with pytest.raises(SystemExit, match=f"^rloo.py: {words}$"):
             rloo.command_line(flags)
     assert not other.exists()
+    with pytest.raises(SystemExit, match="^130$"):
+        rloo.command_line(line)
+    assert capsys.readouterr().err == "rloo.py: interrupted\n"
 
 
 def test_a_reward_function_may_be_anywhere(tmp_path, monkeypatch):
@@ -1929,7 +1936,7 @@ def test_ctrl_c_saves_though_it_ends_the_pipe_to_tee(tiny, tmp_path, monkeypatch
         return improve(*inputs)
 
     monkeypatch.setattr(rloo, "improve", interrupted)
-    with pytest.raises(SystemExit, match="stopped and saved"):
+    with pytest.raises(KeyboardInterrupt, match="stopped and saved"):
         run(tiny, tmp_path / "out")
     assert saved_updates(tmp_path / "out") == [1]
 
