@@ -1254,7 +1254,7 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch, tmp_path):
     rloo.append(tmp_path / "x.jsonl", rows)
     assert read_metrics(tmp_path, "x")[0]["columns"] == {"when": "2024-01-02"}
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="needs `datasets`.*ModuleNotFoundError"):
+    with pytest.raises(InputError, match="pip install datasets"):
         rloo.load_rows("someone/something", "train")
 
 
@@ -1514,8 +1514,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "has no rows in its split dev": "--dataset_train_split dev",
     "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
     "line 2 must be a JSON object like": "--dataset_name {x}/broken.jsonl",
-    "row 2: its `prompt` (text or chat messages) or `messages` cannot be used": "--dataset_name {x}/text.jsonl",
-    "it has neither, only ['text']": "--dataset_name {x}/text.jsonl",
+    "row 2: its `prompt` (text or chat messages) or `messages` cannot be used (it": "--dataset_name {x}/text.jsonl",
     "the prompt has no tokens": "--dataset_name {x}/empty.jsonl",
     "chat_template is not set": "--dataset_name {x}/chat.jsonl",
     "no prompt is within --max_prompt_length 1": "--max_prompt_length 1",
@@ -1793,6 +1792,9 @@ def test_what_else_ends_with_one_line(tiny, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="^130$"):
         rloo.command_line(line)
     assert capsys.readouterr().err == "rloo.py: interrupted\n"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="--track: .*ModuleNotFoundError"):
+        rloo.start_tracker(Args(track=True), tmp_path, "1")
 
 
 def test_a_reward_function_may_be_anywhere(tmp_path, monkeypatch):
