@@ -60,8 +60,9 @@ def courses(titles: dict[str, str], records: dict[str, list[dict]], file: Path, 
 
 
 def forest(titles: dict[str, str], records: dict[str, list[dict]], file: Path, beside: list[dict] | None = None):
-    """Draws greedy ROUGE-L of the rows of smollm in `titles`, best on top. Each interval is over prompts, also with
-    several seeds, so that rows can be compared. beside: records of mini TL;DR, whose wins are drawn on the left."""
+    """Draws by how many points of greedy ROUGE-L the rows of smollm in `titles` exceed the row sft, best on top. Each
+    interval is over prompts, also with several seeds, so that rows can be compared. beside: records of mini TL;DR,
+    whose wins are drawn on the left."""
     figure, (axes,) = canvas(1, 2) if beside else canvas(1, 1, height=4)
     left, axis = axes[0], axes[-1]
     if beside:
@@ -69,21 +70,26 @@ def forest(titles: dict[str, str], records: dict[str, list[dict]], file: Path, b
         left.legend(left.lines[-2:], [f"after RLOO: {mean[-1]:.0%}", f"before RLOO: {mean[0]:.0%}"], fontsize=11)
         episodes = f"episodes (completions)\nThin: {len(beside)} seeds; thick: their mean"
         left.set(title="A tiny model, 500 held-out posts", xlabel=episodes, ylim=(0, None))
-    grades = {row: np.transpose([record["greedy/rouge_l"] for record in records[row]]) for row in titles}
-    order = sorted(titles, key=lambda row: grades[row][0].mean())
+    grades = {row: 100 * np.array([record["by_prompt"] for record in records[row]]) for row in records}  # (seeds, N)
+    before = grades["sft"].mean(0)
+    gains = {row: grades[row] - before for row in titles if row != "sft"}
+    order = sorted(gains, key=lambda row: gains[row].mean())
     axis.set_yticks(range(len(order)), [titles[row] for row in order])
     for place, (row, label) in enumerate(zip(order, axis.get_yticklabels())):
-        means, errors = grades[row]
+        gain = gains[row].mean(0)
+        error = gain.std(ddof=1) / len(gain) ** 0.5
         style = {"color": "C3", "weight": "bold"} if row == "rloo" else {"color": "0.4"}
-        axis.errorbar(means.mean(), place, xerr=1.96 * errors.mean(), fmt="o", ms=7, lw=2, color=style["color"])
-        axis.plot(means, [place] * len(means), "|", ms=11, color=style["color"])
-        axis.text(1.02, place, f"{means.mean():.1%}", va="center", transform=axis.get_yaxis_transform(), **style)
+        axis.errorbar(gain.mean(), place, xerr=1.96 * error, fmt="o", ms=7, lw=2, color=style["color"])
+        axis.text(
+            1.02, place, f"{gain.mean():+.1f}", va="center_baseline", transform=axis.get_yaxis_transform(), **style
+        )
         label.set(**style)
-    axis.axvline(grades["sft"][0].mean(), zorder=0, ls="--", color="black")
-    axis.xaxis.set_major_formatter("{x:.0%}")
-    axis.locator_params(axis="x", nbins=5)
-    axis.set_title("SmolLM2-135M (dashed: before RLOO)")
-    axis.set_xlabel("ROUGE-L of greedy synopses\nLine: 95% interval over 500 packages; ticks: seeds")
+    axis.axvline(0, zorder=0, ls="--", color="black")
+    axis.locator_params(axis="x", nbins=6, integer=True)
+    axis.set_title("SmolLM2-135M (dashed: SFT, 5,000 labels)")
+    axis.set_xlabel(
+        f"points of greedy ROUGE-L above SFT's {before.mean():.1f}%\nLine: 95% interval over 500 packages, paired"
+    )
     save(figure, file)
 
 
