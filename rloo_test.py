@@ -1498,7 +1498,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "must be at least 0": "--max_grad_norm -1; --kl_coef -1; --seed -1; --total_episodes -5",
     "--reward_clip_range: must be": "--reward_clip_range -1; --reward_clip_range 2 1; --reward_clip_range 1 2 3",
     "must be numbers, not all 0": "--reward_weights 0; --reward_weights nan",
-    "must divide --rloo_k 2 or be a multiple, such as 16": "--per_device_train_batch_size 7; --per_device_train_batch_size 0",
+    "or be a multiple, such as 16": "--per_device_train_batch_size 7; --per_device_train_batch_size 0",
     "must be whole groups of": "--per_device_train_batch_size 1 --gradient_accumulation_steps 3",
     "--warmup_ratio": "--warmup_ratio 2; --warmup_ratio 1",
     "must be 1 numbers": "--reward_weights 1 2",
