@@ -70,7 +70,7 @@ QWEN |= {"intermediate_size": 8960, "tie_word_embeddings": True}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 SHAPES = {
     "pythia-14m": Shape(NEOX, PYTHIA_14M, 50_304, (224, 448), 53, 4, 4, 4, 4, "float32", timed=3),
-    "pythia-70m": Shape(NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 4, 4, 4, "float32", rounds=2, reward_model=True),
+    "pythia-70m": Shape(NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 4, 4, 1, "float32", rounds=2, reward_model=True),
     "pythia-1b": Shape(NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 64, 16, 8, timed=2, ends=(False, True)),
     "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 32, 2, 2, warm_up=2, timed=3),
     "tiny": Shape(NEOX, TINY, 512, (4, 8), 6, 2, 4, 4, 4, warm_up=2, ends=(False, True)),
@@ -110,7 +110,7 @@ def write_inputs(shape: Shape, device: str):
     for name in ("policy", "reward", "ends"):
         tokenizer.save_pretrained(FOLDER / name)
     low, high = shape.lengths
-    counts = torch.randint(low, high + 1, ((shape.warm_up + shape.timed) * shape.prompts,)).tolist()
+    counts = torch.randint(low, high + 1, (shape.prompts,)).tolist()  # each update has the same prompts
     rows = [{"prompt": " ".join(f"w{i}" for i in torch.randint(eos, (count,)).tolist())} for count in counts]
     (FOLDER / "sevens.py").write_text(REWARD)
     (FOLDER / "data").mkdir()
