@@ -651,4 +651,4 @@ def test_studies_are_drawn_over_episodes_over_kl_and_row_by_row(figures, tmp_pat
     sft = values.pop("SFT, 5,000 labels")
     gains = [float(text.get_text()) for text in reversed(all_rows.texts)]
     assert gains == pytest.approx([value - sft for value in values.values()], abs=0.11)
-    assert [x.get_text() for x in main_rows.get_yticklabels() if x.get_color() == "C3"] == ["RLOO from SFT"]
+    assert [x.get_text() for x in main_rows.get_yticklabels() if x.get_color() == "C3"] == ["RLOO from SFT (4)"]

@@ -69,12 +69,12 @@ def forest(titles: dict[str, str], records: dict[str, list[dict]], file: Path, b
         mean = course(left, beside, "episode", "sampled/gold_win_rate", color="C3")
         left.legend(left.lines[-2:], [f"after RLOO: {mean[-1]:.0%}", f"before RLOO: {mean[0]:.0%}"], fontsize=11)
         episodes = f"episodes (completions)\nThin: {len(beside)} seeds; thick: their mean"
-        left.set(title="A tiny model, 500 held-out posts", xlabel=episodes, ylim=(0, None))
+        left.set(title="0.86M parameters, 500 held-out posts", xlabel=episodes, ylim=(0, None))
     grades = {row: 100 * np.array([record["by_prompt"] for record in records[row]]) for row in records}  # (seeds, N)
     before = grades["sft"].mean(0)
     gains = {row: grades[row] - before for row in titles if row != "sft"}
     order = sorted(gains, key=lambda row: gains[row].mean())
-    axis.set_yticks(range(len(order)), [titles[row] for row in order])
+    axis.set_yticks(range(len(order)), [f"{titles[row]} ({len(grades[row])})" for row in order])
     for place, (row, label) in enumerate(zip(order, axis.get_yticklabels())):
         gain = gains[row].mean(0)
         error = gain.std(ddof=1) / len(gain) ** 0.5
@@ -86,10 +86,9 @@ def forest(titles: dict[str, str], records: dict[str, list[dict]], file: Path, b
         label.set(**style)
     axis.axvline(0, zorder=0, ls="--", color="black")
     axis.locator_params(axis="x", nbins=6, integer=True)
-    axis.set_title("SmolLM2-135M (dashed: SFT, 5,000 labels)")
-    axis.set_xlabel(
-        f"points of greedy ROUGE-L above SFT's {before.mean():.1f}%\nLine: 95% interval over 500 packages, paired"
-    )
+    axis.set_title("SmolLM2-135M writes package synopses")
+    above = f"greedy ROUGE-L above SFT (dashed: {before.mean():.1f}%)"
+    axis.set_xlabel(f"{above}\n(n): seeds; lines: 95%, paired by package")
     save(figure, file)
 
 
