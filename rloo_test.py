@@ -1391,7 +1391,7 @@ def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable_which_is_said
     assert metrics["rewards/constant_reward/mean"] == 1
     assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
     screen = capsys.readouterr().out
-    assert "update 1: no completion has a score" in screen and "update 0: sampled/length " in screen
+    assert "update 1: all advantages are 0" in screen and "update 0: sampled/length " in screen
 
 
 def reward_model(path, tokenizer=None, **flags):
@@ -1501,16 +1501,16 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "or be a multiple, such as 16": "--per_device_train_batch_size 7; --per_device_train_batch_size 0",
     "must be whole groups of": "--per_device_train_batch_size 1 --gradient_accumulation_steps 3",
     "--warmup_ratio": "--warmup_ratio 2; --warmup_ratio 1",
-    "must be 1 numbers": "--reward_weights 1 2",
+    "one per reward, 1 in all": "--reward_weights 1 2",
     "the name score is taken": "--eval_fns {x}/fns.py:score",
     "there is no file {x}/no.py": "--reward_fns {x}/no.py:f --dataset_name {x}/broken.jsonl",
     "there is no function": "--reward_fns {x}/fns.py:g; --reward_fns {x}/fns.py:__name__",
     "must be file.py:function or module:function": "--reward_fns fns; --eval_fns fns",
-    "add **columns": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; --reward_fns {x}/fns.py:sum",
+    "**columns accepts the rest": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; --reward_fns {x}/fns.py:sum",
     "multiple values for keyword": "--reward_fns {x}/fns.py:boom --dataset_name {x}/completions.jsonl",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
-    "must be .jsonl, a folder of .jsonl": "--dataset_name {x}/nowhere.jsonl; --dataset_name {x}/fns.py",
+    "no such .jsonl file": "--dataset_name {x}/nowhere.jsonl; --dataset_name {x}/fns.py",
     "has no rows in its split dev": "--dataset_train_split dev",
     "--dataset_test_split tset: has no rows": "--dataset_test_split tset",
     "line 2 must be a JSON object like": "--dataset_name {x}/broken.jsonl",
@@ -1791,7 +1791,7 @@ def test_what_else_ends_with_one_line(tiny, tmp_path, monkeypatch, capsys):
     assert not other.exists()
     with pytest.raises(SystemExit, match="^130$"):
         rloo.command_line(line)
-    assert capsys.readouterr().err == "rloo.py: interrupted\n"
+    assert capsys.readouterr().err == "rloo.py: interrupted; not saved\n"
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match="--track: .*ModuleNotFoundError"):
         rloo.start_tracker(Args(track=True), tmp_path, "1")
@@ -2021,7 +2021,8 @@ def test_a_run_resumed_with_other_flags_says_so_and_goes_on_by_them(whole, tiny,
     output = shutil.copytree(whole, tmp_path / "out")
     changed = {"total_episodes": 144, "save_steps": 9, "learning_rate": 1e-3, "rloo_k": 4, "seed": 7}
     run(tiny, output, resume=True, **changed, reward_fns=(spec("count_tokens"),), eval_fns=())
-    assert "resumed with other flags: rloo_k 2 -> 4, seed 1 -> 7\n" in capsys.readouterr().out
+    said = capsys.readouterr().out.partition("resumed with other flags: ")[2].partition("\n")[0]
+    assert "rloo_k 2 -> 4" in said and "seed 1 -> 7" in said and "['" in said, said  # and --reward_fns, a list
     (before,) = output.glob("args-until-*.json")
     assert [json.loads(file.read_text())["rloo_k"] for file in (before, output / "args.json")] == [2, 4]
     metrics = read_metrics(output)
