@@ -1391,7 +1391,10 @@ def test_a_reward_of_weight_0_is_logged_and_makes_nothing_scorable_which_is_said
     assert metrics["rewards/constant_reward/mean"] == 1
     assert "objective/scores" not in metrics and "rewards/never/mean" not in metrics
     screen = capsys.readouterr().out
-    assert "update 1: all advantages are 0" in screen and "update 0: sampled/length " in screen
+    assert (
+        "update 1: the completions of each prompt score the same, or" in screen
+        and "update 0: sampled/length " in screen
+    )
 
 
 def reward_model(path, tokenizer=None, **flags):
@@ -1506,7 +1509,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "there is no file {x}/no.py": "--reward_fns {x}/no.py:f --dataset_name {x}/broken.jsonl",
     "there is no function": "--reward_fns {x}/fns.py:g; --reward_fns {x}/fns.py:__name__",
     "must be file.py:function or module:function": "--reward_fns fns; --eval_fns fns",
-    "**columns accepts the rest": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; --reward_fns {x}/fns.py:sum",
+    "need no others": "--reward_fns {x}/fns.py:few; --eval_fns {x}/fns.py:few; --reward_fns {x}/fns.py:sum",
     "multiple values for keyword": "--reward_fns {x}/fns.py:boom --dataset_name {x}/completions.jsonl",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
@@ -1527,6 +1530,15 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "cannot be loaded": "--reward_model_path {x}; --sft_model_path {x} --model_name_or_path {sft}",
     "lacks weights": "--sft_model_path {reward}; --reward_model_path {sft}",
 }
+
+
+def test_the_folder_of_a_run_that_failed_at_once_can_be_used_again(tmp_path):
+    args = rloo.resolve_args(rloo.Args(output_dir=str(tmp_path), device="cpu"))
+    (tmp_path / "args.json").touch()
+    rloo.check_args(args)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(rloo.InputError, match="is not empty"):
+        rloo.check_args(args)
 
 
 @pytest.mark.parametrize("message", MISTAKES)
@@ -2021,7 +2033,7 @@ def test_a_run_resumed_with_other_flags_says_so_and_goes_on_by_them(whole, tiny,
     output = shutil.copytree(whole, tmp_path / "out")
     changed = {"total_episodes": 144, "save_steps": 9, "learning_rate": 1e-3, "rloo_k": 4, "seed": 7}
     run(tiny, output, resume=True, **changed, reward_fns=(spec("count_tokens"),), eval_fns=())
-    said = capsys.readouterr().out.partition("resumed with other flags: ")[2].partition("\n")[0]
+    said = capsys.readouterr().out.partition("other flags than before: ")[2].partition("\n")[0]
     assert "rloo_k 2 -> 4" in said and "seed 1 -> 7" in said and "['" in said, said  # and --reward_fns, a list
     (before,) = output.glob("args-until-*.json")
     assert [json.loads(file.read_text())["rloo_k"] for file in (before, output / "args.json")] == [2, 4]
