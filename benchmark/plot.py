@@ -18,8 +18,10 @@ TRAINING = {"objective/scores": "score, training prompts", "objective/kl": "KL f
 
 def canvas(rows: int, columns: int, height: float = 3.2, **options):
     """Returns a figure and its axes (rows, columns). Pages show them about 8 inches wide."""
-    import matplotlib.pyplot as plt  # pip install matplotlib
-
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        sys.exit("plot.py needs one more package: pip install matplotlib")
     plt.switch_backend("Agg")
     style = {"axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 11, "legend.frameon": False}
     plt.rcParams.update(style | {"figure.titlesize": 10})
