@@ -10,7 +10,7 @@ without padding: log-probs, their gradient, the sampler's log-probs, and greedy 
 run would do with the model:
 
 ok       trains it, and all is right
-refused  ends at the start, by rloo.check_model
+refused  ends at the start, by rloo.check_policy
 ends     ends before the first step, by rloo.check_sampler
 error    ends with an error
 WRONG    trains it, though something is wrong
@@ -25,8 +25,6 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from functools import partial
-from unittest import mock
 
 import runs
 import torch
@@ -119,15 +117,12 @@ def gradient(model, logprobs):
     return torch.cat([part.float().flatten() for part in parts])
 
 
-def distances(model, own_kernel: str, batch, stops) -> dict[str, float]:
-    """Returns how far what rloo.py computes and samples is from the model alone, which has its own attention."""
+def distances(model, args, batch, stops) -> dict[str, float]:
+    """Returns how far what rloo.py computes and samples is from the model alone."""
     logprobs, _ = rloo.completion_logprobs(model, batch, TEMPERATURE)
     ours = gradient(model, logprobs)
-    args = rloo.Args(response_length=T, device=str(model.device))
-    with mock.patch.object(rloo, "FIRST_SLOTS", 4):  # so that the decoder's cache is doubled twice
-        sampled, sampler_logprobs = rloo.rollout(args, model, batch.examples, K, TEMPERATURE, stops)
-        greedy, _ = rloo.rollout(args, model, batch.examples, K, 0.0, stops)
-    model.set_attn_implementation(own_kernel)
+    sampled, sampler_logprobs = rloo.rollout(args, model, batch.examples, K, TEMPERATURE, stops)
+    greedy, _ = rloo.rollout(args, model, batch.examples, K, 0.0, stops)
     expected = logprobs_alone(model, batch)
     theirs = gradient(model, expected)
     with torch.no_grad():
@@ -143,16 +138,14 @@ def distances(model, own_kernel: str, batch, stops) -> dict[str, float]:
         }
 
 
-def refusal(model, layout: str, examples, stops) -> str:
-    """Returns how check_model or check_sampler would end a run with the model; empty if the run would train it."""
-    args = rloo.Args(response_length=T, layout=layout, local_rollout_forward_batch_size=2 * MANY)
+def refusal(model, args, examples, stops) -> str:
+    """Returns how check_policy or check_sampler would end a run with the model; empty if the run would train it."""
     stage = "refused"
     try:
-        in_rows = partial(rloo.chunked_logprobs, model, temperature=TEMPERATURE, chunk_size=4)
-        rloo.check_model(args, model, examples, in_rows, partial(rloo.logprobs_alone, temperature=TEMPERATURE))
+        rloo.check_policy(args, model, examples)
         stage = "ends"
         sampled, sampler_logprobs = rloo.rollout(args, model, examples, MANY, TEMPERATURE, stops)
-        logprobs = rloo.chunked_logprobs(model, sampled, TEMPERATURE, 2 * MANY)
+        logprobs = rloo.logprobs_in_parts(args, model, sampled)
         rloo.check_sampler((sampler_logprobs - logprobs)[sampled.policy_mask])
     except rloo.InputError:
         return stage
@@ -168,19 +161,17 @@ def compare(model, longest: int = 7) -> dict[str, str]:
     tokens = torch.randint(50, vocabulary, (K, 2, T), generator=generator)
     tokens[0, 0, 3] = tokens[1, 1, 8] = tokens[2, 1, 0] = stops[0]  # completions end early, late or never
     batch = rloo.make_batch([{"prompt_ids": ids} for ids in prompts], tokens.to(model.device), stops)
-    own_kernel, found = model.config._attn_implementation, {}
-    for layout, kernel in (("group", rloo.GROUP_KERNEL), ("plain", own_kernel)):
-        if layout == "group" and own_kernel != "sdpa":
-            found[layout] = f"refused: its kernel is {own_kernel}"  # by read_model
-            continue
+    found = {}
+    for layout in ("group", "plain"):
+        model.layout = layout
+        args = rloo.Args(response_length=T, layout=layout, local_rollout_forward_batch_size=2 * MANY)
         limits = CLOSE if layout == "group" else CLOSE | {"sampling": 0.01}  # the cache of a hybrid is less exact
         if model.dtype == torch.bfloat16:
             limits = dict.fromkeys(CLOSE, 0.2)
         verdict = ""
         try:
-            model.set_attn_implementation(kernel)
-            verdict = refusal(model, layout, batch.examples, stops)
-            off = distances(model, own_kernel, batch, stops)
+            verdict = refusal(model, args, batch.examples, stops)
+            off = distances(model, args, batch, stops)
             faults = ", ".join(f"{name} {x:.1g} off" for name, x in off.items() if not x < limits[name])
         except Exception as error:
             verdict, faults = verdict or "error", first_line(error)
@@ -217,7 +208,7 @@ def main(types: tuple[str, ...] = (), model: str = ""):
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     args = rloo.resolve_args(rloo.Args(layout="plain"))
-    rloo.start_processes(torch.device(args.device))
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in rloo.main
     failed, counts = [], Counter()
     names = [model] if model else decoder_only() if types == ("all",) else types or ("llama", "gpt_neox")
     for name, dtype in itertools.product(names, [torch.float32] if types else [torch.float32, torch.bfloat16]):

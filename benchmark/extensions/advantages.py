@@ -15,15 +15,12 @@ maxrl  (r - mean) / mean over the prompt's completions, for rewards of 0 and 1 (
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
-
-found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
 
 
 @dataclass
@@ -52,13 +49,17 @@ def advantage(rewards):
     return chosen(rewards)
 
 
-def resolve_args(args):
+def check_args(found, args):
     global chosen
+    found(args)
+    # With a reward per token, another completion could be the best one at each token.
+    rloo.require(args.advantages != "raft" or not args.token_level_kl, "--advantages raft: not with --token_level_kl")
     chosen = {"none": lambda rewards: rewards, "raft": raft, "maxrl": maxrl}[args.advantages]
-    return found.resolve_args(args)
 
 
-rloo.Args, rloo.resolve_args, rloo.advantage = Args, resolve_args, advantage
+rloo.Args = Args
+rloo.replace(advantage=advantage)
+rloo.wrap(check_args=check_args)
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -9,26 +9,16 @@ tokens that are learned from.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
-
 
 @dataclass
 class Args(rloo.Args):
     entropy_coef: float = 0.01  # weight of the entropy in nats, summed over the tokens of a completion
-
-
-def completion_loss(args, experience, index, logprobs, old_logprobs, entropies):
-    losses, *others = found.completion_loss(args, experience, index, logprobs, old_logprobs, entropies)
-    if args.mask_truncated_completions:
-        entropies = entropies * experience.batch.ended[index][..., None]
-    return losses - args.entropy_coef * entropies.sum(-1), *others  # (m, b)
 
 
 def block_logprobs(model, hidden, tokens, temperature):
@@ -38,7 +28,24 @@ def block_logprobs(model, hidden, tokens, temperature):
     return logprobs.gather(1, tokens[:, None]).squeeze(1), entropies
 
 
-rloo.Args, rloo.completion_loss, rloo.block_logprobs = Args, completion_loss, block_logprobs
+def completion_logprobs(found, *inputs):
+    """Hands the entropies on to `completion_loss`, as an attribute of the log-probs."""
+    logprobs, entropies = found(*inputs)
+    logprobs.entropies = entropies
+    return logprobs, entropies
+
+
+def completion_loss(found, args, experience, index, logprobs, old_logprobs):
+    losses, *others = found(args, experience, index, logprobs, old_logprobs)
+    learned = ~experience.scores.isnan()  # (k, B)
+    if args.mask_truncated_completions:
+        learned = learned & experience.batch.ended
+    return losses - args.entropy_coef * logprobs.entropies.sum(-1) * learned[index], *others  # (m, b)
+
+
+rloo.Args = Args
+rloo.replace(block_logprobs=block_logprobs)
+rloo.wrap(completion_logprobs=completion_logprobs, completion_loss=completion_loss)
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -3,7 +3,7 @@
     python benchmark/extensions/own_loop.py
 
 Then it prints log π of given completions. `class Batch` and `prepare_example` describe batches and examples. On CUDA,
-call rloo.start_processes(torch.device("cuda:0")) first. It switches off cuDNN's attention, whose gradients can be NaN.
+call torch.backends.cuda.enable_cudnn_sdp(False) first, since the gradients of cuDNN's attention can be NaN.
 """
 
 import sys
@@ -18,10 +18,13 @@ import rloo  # noqa: E402
 path = str(rloo.MINI_TLDR / "sft")
 flags = {"response_length": 32, "per_device_train_batch_size": 8, "learning_rate": 1e-4, "device": "cpu"}
 args = rloo.resolve_args(rloo.Args(sft_model_path=path, **flags))
+rloo.check_args(args)
+rloo.set_seed(args.seed)
 tokenizer = AutoTokenizer.from_pretrained(path)
 texts = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
 examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in texts]
 master, policy, reference = rloo.load_models(args, resumed=None)
+rloo.check_policy(args, policy, examples)  # is what this file computes what the model computes?
 optimizer = rloo.make_optimizer(args, master)
 stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
 rewards = {"brevity": lambda batch: -batch.response_mask.sum(-1).float()}  # of a Batch: scores (k, B)

@@ -24,27 +24,29 @@ def load():
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype="auto").eval()
     model.score.float()  # bfloat16 would round the scores of siblings to equal ones
     model.score.register_forward_pre_hook(lambda head, inputs: (inputs[0].float(),))
+    model.layout = "plain"
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     return model.to(device), AutoTokenizer.from_pretrained(path)
 
 
 def text_reward(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Returns the scores of the reward model for prompts (texts or chats) with their completions."""
+    """Returns the scores of the reward model for prompts with their completions, both texts or both chats."""
     model, tokenizer = load()
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
-    rows = [tokens(prompt, text, tokenizer)[-longest:] for prompt, text in zip(prompts, completions, strict=True)]
+    pairs = zip(prompts, completions, strict=True)
+    rows = [tokens(prompt, completion, tokenizer)[-longest:] for prompt, completion in pairs]
     # As rloo.py sees them: the last token is the completion, at which the score is read.
     last = torch.tensor([[ids[-1:] for ids in rows]], device=model.device)  # (1, n, 1)
     batch = rloo.make_batch([{"prompt_ids": ids[:-1]} for ids in rows], last, stop_ids=[])
     return rloo.reward_of_model(model, 16, batch)[0].tolist()
 
 
-def tokens(prompt, completion: str, tokenizer) -> list[int]:
+def tokens(prompt, completion, tokenizer) -> list[int]:
     """Returns the token ids of a prompt and its completion for the reward model."""
     if isinstance(prompt, list) and tokenizer.chat_template:
-        messages = [*prompt, {"role": "assistant", "content": completion}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    ids = tokenizer(text + completion)["input_ids"]
+    if isinstance(prompt, list):
+        prompt, completion = ("\n".join(message["content"] for message in chat) for chat in (prompt, completion))
+    ids = tokenizer(prompt + completion)["input_ids"]
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]

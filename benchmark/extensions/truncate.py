@@ -10,7 +10,6 @@ that are the most likely by its newest weights: in the first step of an update, 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
@@ -18,8 +17,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
-limits = {}  # set by check_model
+limits = {}  # set by check_policy
 
 
 @dataclass
@@ -28,10 +26,10 @@ class Args(rloo.Args):
     top_k: int = 0  # 0: keep all tokens
 
 
-def check_model(args, *inputs):
-    """Sets the limits after `check_model`, which compares the log-probs of the whole distribution."""
+def check_policy(found, args, *inputs):
+    """Sets the limits after `check_policy`, which compares the log-probs of the whole distribution."""
     limits.update(top_p=1.0, top_k=0)
-    found.check_model(args, *inputs)
+    found(args, *inputs)
     limits.update(top_p=args.top_p, top_k=args.top_k)
 
 
@@ -41,10 +39,8 @@ def left_out(logits):
     return TopPLogitsWarper(limits["top_p"])(None, kept).isneginf()
 
 
-def draw_tokens(logits, temperature, uniform):
-    return found.draw_tokens(
-        logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform
-    )
+def draw_tokens(found, logits, temperature, uniform):
+    return found(logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform)
 
 
 def block_logprobs(model, hidden, tokens, temperature):
@@ -56,7 +52,9 @@ def block_logprobs(model, hidden, tokens, temperature):
     return -torch.nn.functional.cross_entropy(logits, tokens, reduction="none"), entropies
 
 
-rloo.Args, rloo.check_model, rloo.draw_tokens, rloo.block_logprobs = Args, check_model, draw_tokens, block_logprobs
+rloo.Args = Args
+rloo.replace(block_logprobs=block_logprobs)
+rloo.wrap(check_policy=check_policy, draw_tokens=draw_tokens)
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -20,7 +20,6 @@ completion per exchange, whose prompt is the exchange so far: it is read again, 
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -28,7 +27,6 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
 tool = None  # the function, the mark's token and the tokenizer, set by load_models
 
 
@@ -39,24 +37,24 @@ class Args(rloo.Args):
     max_turns: int = 4  # turns of the policy; the tool is asked at most once less
 
 
-def load_models(args, resumed):
+def load_models(found, args, resumed):
     """Also loads the tool."""
     global tool
     tokenizer = rloo.load_tokenizer(args, args.model_name_or_path)
     mark = tokenizer(args.tool_mark, add_special_tokens=False)["input_ids"]
     rloo.require(len(mark) == 1, f"--tool_mark {args.tool_mark!r}: must be one token, is {len(mark)}")
     tool = rloo.load_function(args.tool), mark[0], tokenizer
-    return found.load_models(args, resumed)
+    return found(args, resumed)
 
 
-def check_model(args, *inputs):
-    """`check_model` with rows of 2 T tokens. All exchanges of a turn get as many tokens as the shortest one needs to
-    have T, so one that has T may be continued by as many more, which are dropped."""
-    found.check_model(replace(args, response_length=2 * args.response_length), *inputs)
+def check_policy(found, args, *inputs):
+    """`check_policy` with rows of 2 T tokens. All exchanges of a turn get as many tokens as the shortest one needs to
+    have T, so one that has T may be continued by as many more, which are dropped. It also calls the tool."""
+    found(replace(args, response_length=2 * args.response_length), *inputs)
 
 
 @torch.no_grad()
-def rollout(args, model, examples, k, temperature, stop_ids):
+def rollout(found, args, model, examples, k, temperature, stop_ids):
     """`rollout` with up to --max_turns turns of the policy."""
     function, mark, tokenizer = tool
     T = args.response_length
@@ -70,11 +68,11 @@ def rollout(args, model, examples, k, temperature, stop_ids):
         last = turn == args.max_turns - 1
         ends = stop_ids if last else [*stop_ids, mark]
         if turn == 0:
-            batch, logprobs = found.rollout(args, model, examples, k, temperature, ends)
+            batch, logprobs = found(args, model, examples, k, temperature, ends)
         else:
             room = max(T - len(exchanges[i]) for i in active)
             prompts = [examples[i % B] | {"prompt_ids": examples[i % B]["prompt_ids"] + exchanges[i]} for i in active]
-            batch, logprobs = found.rollout(replace(args, response_length=room), model, prompts, 1, temperature, ends)
+            batch, logprobs = found(replace(args, response_length=room), model, prompts, 1, temperature, ends)
 
         # 2. The tool's answers to those that wrote the mark and have room for more; the others stop here.
         turns = zip(active, batch.completion_ids(), logprobs.flatten(0, 1).tolist(), strict=True)
@@ -107,7 +105,8 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     return batch._replace(response_mask=real, policy_mask=by_policy.bool(), ended=ended), logprobs
 
 
-rloo.Args, rloo.load_models, rloo.check_model, rloo.rollout = Args, load_models, check_model, rollout
+rloo.Args = Args
+rloo.wrap(load_models=load_models, check_policy=check_policy, rollout=rollout)
 
 if __name__ == "__main__":
     rloo.command_line()

@@ -14,16 +14,13 @@ The critic's loss is the mean over completions of Σ_t max((V_t - R_t)², (V'_t 
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-found = SimpleNamespace(**vars(rloo))  # the functions as this file finds them
-critic = None  # set by load_models
+critic = None  # set by load_reward_model
 
 
 @dataclass
@@ -35,34 +32,35 @@ class Args(rloo.Args):
     value_cliprange: float = 0.2  # how far V can move in an update before its loss has no gradient
 
 
-def check_args(args):
+def check_args(found, args):
     if args.rloo_k == 1:  # enough here, since no completion needs others
         args = replace(args, rloo_k=2, per_device_train_batch_size=2 * args.per_device_train_batch_size)
-    found.check_args(args)
+    found(args)
 
 
-def load_models(args, resumed):
-    """Also loads the critic, in float32."""
+def load_reward_model(found, args, tokenizer, examples):
+    """Also loads the critic, in float32. It is checked like a reward model, which it begins as."""
     global critic
     path = args.value_model_path or args.sft_model_path
-    options = {"num_labels": 1, "may_lack": ["score.weight"]}
-    critic = rloo.read_model(args, path, torch.float32, AutoModelForSequenceClassification, **options)
+    as_reward = replace(args, reward_model_path=path, dtype="float32")
+    critic = found(as_reward, tokenizer, examples)["rewards/reward_model"].args[0]
     if not args.value_model_path:
+        print(f"{path}: the critic begins as the policy, with a head of 0")
         torch.nn.init.zeros_(critic.score.weight)
-    if resumed:
+    if resumed := args.resume and next(iter(rloo.checkpoints(Path(args.output_dir))), None):
         critic.load_state_dict(torch.load(resumed / "critic.pt", map_location="cpu", weights_only=True))
     critic.requires_grad_(True)
-    return found.load_models(args, resumed)
+    return found(args, tokenizer, examples)
 
 
-def save_policy(folder, master, tokenizer):
-    found.save_policy(folder, master, tokenizer)
+def save_policy(found, folder, master, tokenizer):
+    found(folder, master, tokenizer)
     if rloo.rank_and_world()[0] == 0:
         torch.save(critic.state_dict(), folder / "critic.pt")
 
 
-def make_optimizer(args, master):
-    optimizer = found.make_optimizer(args, master)
+def make_optimizer(found, args, master):
+    optimizer = found(args, master)
     rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
     optimizer.add_param_group({"params": critic.parameters(), "lr": rate})
     return optimizer
@@ -86,27 +84,30 @@ def gae(rewards, values, mask, gamma: float, lam: float):
     return advantages
 
 
-def collect(args, *inputs):
+def advantage(rewards):
+    """Has no baseline: `collect` puts advantages over the critic in the place of these."""
+    return rewards
+
+
+def collect(found, args, *inputs):
     """`collect` with the advantages of the critic, one per token. They are 0 for a completion without a score."""
-    experience = found.collect(args, *inputs)
+    experience = found(args, *inputs)
     batch, kl = experience.batch, experience.kl
     scores = rloo.rewards_of(replace(args, kl_coef=0.0), experience.scores, batch.ended, kl)[..., :1]  # (k, B, 1)
     mask = experience.in_loss = batch.policy_mask & ~scores.isnan()
     last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
     rewards = scores.where(last, 0.0) - args.kl_coef * kl  # (k, B, T)
-    experience.values = torch.zeros_like(kl)
     k, B, _ = kl.shape
-    for index in rloo.micro_batches(k, torch.arange(B), args.local_rollout_forward_batch_size):
-        with torch.no_grad():
-            experience.values[index] = values_of(batch.select(*index))
+    parts = rloo.micro_batches(k, torch.arange(B), args.local_rollout_forward_batch_size)
+    experience.values = rloo.in_parts(values_of, batch, parts)
     advantages = gae(rewards, experience.values, mask, args.gamma, args.lam)
     experience.returns = advantages + experience.values
     experience.advantages = rloo.advantages_for_loss(args, advantages, batch.ended, mask)
     return experience
 
 
-def completion_loss(args, experience, index, *inputs):
-    losses, *logged = found.completion_loss(args, experience, index, *inputs)
+def completion_loss(found, args, experience, index, *inputs):
+    losses, *logged = found(args, experience, index, *inputs)
     batch = experience.batch.select(*index)
     old, returns = experience.values[index], experience.returns[index]
     values = values_of(batch)
@@ -115,8 +116,10 @@ def completion_loss(args, experience, index, *inputs):
     return losses + errors.sum(-1) / 2, *logged
 
 
-rloo.Args, rloo.check_args, rloo.load_models, rloo.make_optimizer = Args, check_args, load_models, make_optimizer
-rloo.save_policy, rloo.collect, rloo.completion_loss = save_policy, collect, completion_loss
+rloo.Args = Args
+rloo.replace(advantage=advantage)
+rloo.wrap(check_args=check_args, load_reward_model=load_reward_model, make_optimizer=make_optimizer)
+rloo.wrap(save_policy=save_policy, collect=collect, completion_loss=completion_loss)
 
 if __name__ == "__main__":
     rloo.command_line()

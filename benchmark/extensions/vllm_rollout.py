@@ -109,7 +109,7 @@ def serve(pipe: Connection):
         pipe.send((tokens, [[of_step[token].logprob for token, of_step in step] for step in steps]))
 
 
-rloo.rollout = rollout
+rloo.replace(rollout=rollout)
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     with suppress(EOFError, BrokenPipeError):  # rloo.py has ended
