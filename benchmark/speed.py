@@ -67,10 +67,15 @@ PYTHIA_70M = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads":
 PYTHIA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 8192}
 QWEN = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 4}
 QWEN |= {"intermediate_size": 8960, "tie_word_embeddings": True}
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 |= {"intermediate_size": 1536, "tie_word_embeddings": True}
+MINI = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 SHAPES = {
     "pythia-14m": Shape(NEOX, PYTHIA_14M, 50_304, (224, 448), 53, 4, 4, 4, 4, "float32", timed=3),
-    "pythia-70m": Shape(NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 4, 4, 1, "float32", rounds=2, reward_model=True),
+    "pythia-70m": Shape(NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 4, 4, 1, "float32", 2, timed=5, reward_model=True),
+    "mini": Shape(NEOX, MINI, 1_024, (64, 112), 53, 4, 8, 8, 8, "float32", 2, timed=10, reward_model=True),
+    "smollm2-135m": Shape(LLAMA, SMOLLM2, 49_152, (24, 64), 16, 8, 8, 4, 4, "float32", 2, timed=5),
     "pythia-1b": Shape(NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 64, 16, 8, timed=2, ends=(False, True)),
     "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 32, 2, 2, warm_up=2, timed=3),
     "tiny": Shape(NEOX, TINY, 512, (4, 8), 6, 2, 4, 4, 4, warm_up=2, ends=(False, True)),
