@@ -694,6 +694,16 @@ def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_p
     assert lines["score"] == 2 and lines["KL from the reference"] == 1 and list(lines)[2:] == ["win", "other"]
 
 
+def test_trainers_are_drawn_with_the_seeds_of_each_and_wins_at_the_end(figures, tmp_path):
+    record = {"scores": [1.0, 2.0], "sampled/gold_win_rate": [0.6, 0.01], "greedy/gold_win_rate": [0.7, 0.02]}
+    old = {"sampled/gold_win_rate": [0.6, 0.01]}
+    plot.trainers({"a": "A", "b": "B", "old": "C"}, {"a": [record] * 3, "old": [old], "b": [record] * 2}, tmp_path)
+    scores, wins = figures[0].axes
+    assert len(scores.lines) == 3 + 1 + 2 + 1
+    assert [label.get_text() for label in wins.get_yticklabels()] == ["(3)", "(2)"]
+    assert [line.get_xdata()[0] for line in wins.lines if line.get_marker() == "s"] == pytest.approx([0.7, 0.7])
+
+
 def test_studies_are_drawn_over_episodes_over_kl_and_row_by_row(figures, tmp_path):
     for name in ("mini", "fooled", "smollm"):
         study.main(name, picture=tmp_path / "a.png")

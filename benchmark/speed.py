@@ -3,7 +3,6 @@
     python benchmark/speed.py --trl trl0/bin/python trl1/bin/python                    # on a CPU: ten minutes
     python benchmark/speed.py --shape pythia-14m --k 2 4 8                             # what does a larger k cost?
     python benchmark/speed.py --shape pythia-1b --device cuda --trl trl1/bin/python    # on a GPU: five minutes
-    python benchmark/speed.py --shape qwen2.5-1.5b --device cuda --profile             # where the time goes
 
 The last column compares with rloo.py in group rows. Trainers take turns, A B C A B C, and ratios are of times within a
 round, so that a slow minute slows all. Each run is a process of its own. The first updates do not count. Models have
@@ -15,10 +14,8 @@ AdamW, no gradient checkpointing, no vLLM; 1.x its dynamic cache. Both read the 
 import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import log
 from statistics import median
@@ -31,9 +28,6 @@ import trl_run
 import tyro
 from runs import Records
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.profiler import ProfilerActivity, profile, record_function
-
-import rloo
 
 FOLDER = runs.RUNS / "speed"  # of the latest measurement
 TEMPERATURE = 0.7
@@ -222,44 +216,11 @@ def median_and_range(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-# ---- Where the time of an update goes --------------------------------------------------------------------------------
-
-
-def profiled_run(words: list[str], update: int):
-    """Runs rloo.py, and prints torch.profiler's table for each part of an update. On a GPU it shows kernels, but for
-    the rollout, which has too many of them, what the CPU does. One line of it is the capture of CUDA graphs. The rest
-    of the rollout's seconds are the T decode steps."""
-    timed, begun = rloo.timed, Counter()
-    rloo.cuda_graph = record_function("capture of a CUDA graph")(rloo.cuda_graph)
-
-    @contextmanager
-    def profiled_part(times, name, device):
-        begun[name] += 1
-        if begun[name] != update:
-            with timed(times, name, device):
-                yield
-            return
-        kernels = device.type == "cuda" and name != "rollout"
-        activity = ProfilerActivity.CUDA if kernels else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiled, timed(times, name, device):
-            yield
-        column = "self_device_time_total" if kernels else "self_cpu_time_total"
-        print(f"\n{name}: {times[f'time/{name}']:.3f} s")
-        print(profiled.key_averages().table(sort_by=column, row_limit=15, max_name_column_width=60))
-
-    rloo.timed = profiled_part
-    rloo.command_line(words)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def main(
     shape: Literal[*SHAPES] = "pythia-70m",
     device: str = "cpu",
     trl: tuple[str, ...] = (),
     k: tuple[int, ...] = (),
-    profile: bool = False,
     again: bool = False,
 ):
     """Measures and records a shape, and prints its table.
@@ -269,15 +230,8 @@ def main(
         device: cpu or cuda
         trl: pythons of environments with TRL
         k: completions per prompt, in place of the shape's, for as many prompts per update
-        profile: print where the time of an update by rloo.py goes instead
         again: compare with the record and write nothing
     """
-    if profile:
-        sizes = replace(SHAPES[shape], warm_up=1, timed=1)
-        write_inputs(sizes, device)
-        words = flags(sizes, device, sizes.k, sizes.ours)
-        profiled_run([*OURS, *words, "--output_dir", f"{FOLDER}/out"], update=2)
-        return
     name = f"{shape}, {device}" + (f", k of {k}" if k else "")
     records = Records("speed", again)
     if again or not any(key.startswith(f"{name}: ") for key in records):
