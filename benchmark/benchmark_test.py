@@ -73,26 +73,65 @@ def test_a_command_runs_once_on_one_thread_and_its_log_grows(tmp_path, capsys, m
     assert "is complete" in capsys.readouterr().out and runs.made(tmp_path / "run").keys() >= {"rloo.py", "date"}
 
 
-def test_intervals_are_welchs_and_students():
+def test_t_quantiles_are_those_of_tables():
     for freedom, expected in ((1, 12.706), (4, 2.776), (24, 2.064)):
         assert runs.t_quantile(freedom, 0.05) == pytest.approx(expected, abs=2e-3)
-    found = runs.difference([3.0, 4.0, 5.0, 6.0, 7.0], [1.0, 1.1, 0.9, 1.2, 0.8])
-    assert found == pytest.approx((4.0, 4 - 2.753 * 0.7106, 4 + 2.753 * 0.7106), abs=5e-3)  # by hand
-    _, low, _ = runs.difference([3.0, 4.0, 5.0, 6.0, 7.0], [1.0, 1.1, 0.9, 1.2, 0.8], of=3)
-    assert low == pytest.approx(4 - 3.92 * 0.7106, abs=0.01)  # Bonferroni
-    assert runs.interval([1.0, 2.0, 6.0], of=2)[2] == pytest.approx(3 + 6.205 * 1.5275, abs=5e-3)
-    assert runs.interval([1.0, 2.0, 6.0]) == pytest.approx((3, 3 - 4.303 * 1.5275, 3 + 4.303 * 1.5275), abs=5e-3)
 
 
-def test_an_error_is_over_three_or_more_seeds_else_over_prompts():
-    assert runs.mean_and_error([[1.0, 9], [2.0, 9], [6.0, 9]]) == pytest.approx((3, 1.5275), abs=1e-4)
-    assert runs.mean_and_error([[1.0, 0.2], [2.0, 0.4]]) == pytest.approx((1.5, 0.3))
+def test_grades_of_items_are_packed_and_unpacked():
+    assert runs.packed([0.0, 0.5, 1.0, 0.75]) == "0243" and runs.packed([0.1234, -2]) == [0.123, -2.0]
+    for grades in ([0.0, 0.5, 1.0, 0.75], [0.123, -2.0]):
+        assert runs.unpacked(json.loads(json.dumps(runs.packed(grades)))).tolist() == grades
+
+
+SEED, ITEM, BETWEEN, CHANCE = 0.02, 0.3, 0.1, 0.4  # deviations: of seeds, items, items between policies, chance
+
+
+@pytest.mark.parametrize("seeds, seed", [((3, 3), SEED), ((5, 5), SEED), ((5, 5), 0.0), ((1, 4), SEED)])
+def test_intervals_hold_the_truth_in_95_of_100_simulations(seeds, seed):
+    rng, items, held, halves = np.random.default_rng(1), 300, 0, []
+    for _ in range(800):
+        of_items = rng.normal(0, ITEM, items)
+        policies = []
+        for n in seeds:
+            of_seeds = rng.normal(0, seed, (n, 1)) * (n > 1)  # a single seed stands for itself
+            chance = rng.normal(0, CHANCE, (n, items))
+            policies.append(0.5 + of_seeds + of_items + rng.normal(0, BETWEEN, items) + chance)
+        error, freedom = runs.error_and_freedom(*policies)
+        gap = policies[0].mean() - policies[1].mean()
+        halves.append(runs.t_quantile(round(freedom), 0.05) * error)
+        held += abs(gap) < halves[-1]
+    assert 0.935 < held / 800 < 0.985
+    own = sum(seed**2 * (n > 1) / n for n in seeds)
+    true = (own + 2 * BETWEEN**2 / items + sum(CHANCE**2 / n / items for n in seeds)) ** 0.5
+    assert 1.9 * true < np.mean(halves) < 4 * true  # t of few seeds; not so wide that it says nothing
+
+
+def test_an_error_counts_seeds_and_items():
+    equal = [[0.714, 0.006], [0.714, 0.006], [0.714, 0.006]]  # seeds agree by luck: posts remain
+    assert runs.mean_and_error(equal) == pytest.approx((0.714, 0.006))
+    assert runs.mean_and_error([[1.0, 0.3], [2.0, 0.3], [6.0, 0.3]]) == pytest.approx(
+        (3, np.hypot(1.5275, 0.3)), abs=1e-4
+    )
+    by_item = np.tile([0.0, 0.0, 1.0, 1.0], (3, 25))  # no spread of seeds, no chance
+    grades = [[0.5, 0.05]] * 3
+    assert runs.mean_and_error(grades, by_item) == pytest.approx((0.5, by_item[0].std(ddof=1) / 10))
+    # Paired on items a common effect of items cancels, unpaired it does not; twice as many intervals are wider.
+    other = by_item + 0.1 + np.array([[0.01], [0.0], [-0.01]])
+    paired = runs.difference(grades, grades, 1, (by_item, other))
+    assert paired == pytest.approx((-0.1, -0.1 - 4.303 * 0.01 / 3**0.5, -0.1 + 4.303 * 0.01 / 3**0.5), abs=1e-4)
+    unpaired = runs.difference(grades, grades)
+    assert unpaired == pytest.approx((0, -1.96 * 0.05 * 2**0.5, 1.96 * 0.05 * 2**0.5), abs=1e-3)
+    assert runs.difference(grades, grades, 5, (by_item, other))[2] > paired[2] + 0.01
 
 
 # ---- study.py --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, row", [(name, row) for name, found in study.STUDIES.items() for row in found.rows])
+@pytest.mark.parametrize(
+    "name, row",
+    [(name, row) for name, found in study.STUDIES.items() for row, of_it in found.rows.items() if of_it.can_be_made],
+)
 def test_commands_of_studies_are_scripts_and_flags_that_exist(name, row):
     pythons = {"": sys.executable, "trl0": "trl0", "trl1": "trl1"}
     for words in study.commands(name, row, 1, Path("runs") / name, pythons).values():
@@ -101,16 +140,28 @@ def test_commands_of_studies_are_scripts_and_flags_that_exist(name, row):
             tyro.cli(rloo.Args, args=words[2:], use_underscores=True)
 
 
-PAGES = {"mini": "study.md", "peers": "study.md", "fooled": "study.md", "smollm": "smollm/README.md"}
+PAGES = {"mini": "study.md", "peers": "study.md", "trl": "trl.md", "fooled": "study.md", "smollm": "smollm/README.md"}
 
 
 @pytest.mark.parametrize("name, page", PAGES.items())
-def test_each_row_has_its_records_and_the_page_has_the_table_that_the_command_prints(name, page):
+def test_records_are_of_rows_and_the_page_has_what_the_command_prints(name, page):
     found, records = study.STUDIES[name], runs.Records(name)
-    assert records.keys() == {f"{row}__{seed}" for row, x in found.rows.items() for seed in x.seeds}
+    assert records.keys() <= {f"{row}__{seed}" for row, x in found.rows.items() for seed in x.seeds}
     for record in records.values():
         assert record["made"].keys() >= {"rloo.py", "date"} and next(iter(found.grades)) in record
-    assert study.table(found, records).split("\n\n")[0] in (HERE / page).read_text(encoding="utf-8")
+    table, *not_run, _ = study.table(found, records).split("\n\n")
+    text = (HERE / page).read_text(encoding="utf-8")
+    assert table in text and all(line in text for line in not_run)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_grade_of_a_record_is_the_mean_of_its_items(name):
+    for record in runs.Records(name).values():
+        if "by_prompt" in record:
+            mean, error = record[next(iter(study.STUDIES[name].grades))]
+            items = runs.unpacked(record["by_prompt"])
+            assert items.mean() == pytest.approx(mean, abs=6e-4)
+            assert items.std(ddof=1) / len(items) ** 0.5 == pytest.approx(error, rel=0.02)
 
 
 def test_fresh_posts_avoid_the_facts_of_bundled_ones_and_are_always_the_same(tmp_path, monkeypatch):
@@ -174,6 +225,7 @@ def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(writt
             "seconds": 40.0,
             "kl": 18.5,
             "greedy/win": [0.54, 0.1],
+            "by_prompt": "13",
             "made": {"rloo.py": "abc", "date": "today"},
         }
     }
@@ -202,16 +254,20 @@ def test_the_course_of_a_run_has_the_kl_around_each_evaluation():
     assert study.course(evaluations, updates) == expected
 
 
-def test_gaps_are_of_pairs_of_seeds_or_welchs_and_hold_together():
-    points = {"a": [10.0, 20, 60], "b": [0.0, 10, 20], "one": [5.0], "two": [1.0, 2.0]}
-    points = {name: np.array(values) for name, values in points.items()}
-    paired, welch = (study.Study({}, "", {}, base="b", paired=paired) for paired in (True, False))
-    found = study.gaps_from_base(paired, points)
-    assert found.keys() == {"a", "one"} and found["a"] == pytest.approx(runs.interval([10.0, 10.0, 40.0], 2))
-    assert found["one"] == pytest.approx(runs.interval([5.0, -5.0, -15.0], 2))
-    found = study.gaps_from_base(welch, points | {"c": points["b"] + 1})
-    assert found.keys() == {"a", "c"} and found["a"] == pytest.approx(runs.difference([10, 20, 60], [0, 10, 20], 2))
-    assert not study.gaps_from_base(paired, {"a": points["a"], "b": points["one"]})
+def test_gaps_are_on_common_items_and_hold_together():
+    def records(*seeds, packed=True):
+        by_prompt = [runs.packed(items) for items in seeds]
+        means = [[np.mean(items), 0.1] for items in seeds]
+        return [{"win": mean} | ({"by_prompt": items} if packed else {}) for mean, items in zip(means, by_prompt)]
+
+    base, better = ([1.0, 0, 0, 1], [1.0, 0, 1, 0]), ([1.0, 1, 0, 1, 0], [1.0, 0.5, 1, 1, 0])
+    rows = {"base": records(*base), "better": records(*better), "old": records([0.5], packed=False)}
+    found = study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="base"), rows)
+    assert found.keys() == {"better", "old"}
+    expected = runs.difference([], [], 2, (np.array([items[:4] for items in better]), np.array(base)))
+    assert found["better"] == pytest.approx([100 * x for x in expected]) and found["better"][0] == pytest.approx(31.25)
+    assert found["old"] == pytest.approx([100 * x for x in runs.difference([[0.5, 0.1]], [[0.5, 0.1]] * 2, 2)])
+    assert not study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="none"), rows)
 
 
 def test_the_best_of_n_is_that_with_the_highest_score(monkeypatch, tmp_path):
@@ -520,12 +576,12 @@ def test_types_are_those_of_text_decoders():
 def test_rloo_has_no_bias_and_a_wrong_baseline_has(monkeypatch):
     case = next(gradient.cases(away=True))
     for name in ("rloo.py (the defaults)", "token_level_kl", "no baseline", "k3 in reward and loss"):
-        assert gradient.bias_and_noise(case, 2, gradient.OPTIONS[name])[0] < 1e-10
+        assert gradient.bias_turn_noise(case, 2, gradient.OPTIONS[name])[0] < 1e-10
     for name in ("GRPO", "Dr. GRPO's baseline", "k3 in the reward", "sampler's logits off by 0.3"):
-        assert gradient.bias_and_noise(case, 2, gradient.OPTIONS[name])[0] > 1e-2
+        assert gradient.bias_turn_noise(case, 2, gradient.OPTIONS[name])[0] > 1e-2
     right = rloo.advantage
     monkeypatch.setattr(rloo, "advantage", lambda rewards: right(rewards) - 0.1 * rewards)
-    assert gradient.bias_and_noise(case, 2, {})[0] > 1e-2
+    assert gradient.bias_turn_noise(case, 2, {})[0] > 1e-2
 
 
 def test_the_exact_gradient_is_that_of_finite_differences_over_all_completions():
@@ -636,6 +692,16 @@ def test_runs_are_drawn_side_by_side_also_without_kl_or_with_another_grade(tmp_p
     plot.main(tuple(tmp_path / name for name in ("a", "b", "none")))
     lines = {axis.get_title().split(",")[0]: len(axis.lines) for axis in figures[0].axes}
     assert lines["score"] == 2 and lines["KL from the reference"] == 1 and list(lines)[2:] == ["win", "other"]
+
+
+def test_trainers_are_drawn_with_the_seeds_of_each_and_wins_at_the_end(figures, tmp_path):
+    record = {"scores": [1.0, 2.0], "sampled/gold_win_rate": [0.6, 0.01], "greedy/gold_win_rate": [0.7, 0.02]}
+    old = {"sampled/gold_win_rate": [0.6, 0.01]}
+    plot.trainers({"a": "A", "b": "B", "old": "C"}, {"a": [record] * 3, "old": [old], "b": [record] * 2}, tmp_path)
+    scores, wins = figures[0].axes
+    assert len(scores.lines) == 3 + 1 + 2 + 1
+    assert [label.get_text() for label in wins.get_yticklabels()] == ["(3)", "(2)"]
+    assert [line.get_xdata()[0] for line in wins.lines if line.get_marker() == "s"] == pytest.approx([0.7, 0.7])
 
 
 def test_studies_are_drawn_over_episodes_over_kl_and_row_by_row(figures, tmp_path):

@@ -9,6 +9,7 @@ functions of rloo.py and grpo.py, in one step at ratio 1, in float64. g* is the 
 Means and variances are sums over all updates, weighted by their probability.
 
 bias   |E g - g*| / |g*|: a wrong scale counts as well as a wrong direction
+turn   the same after the best scale: the sine of the angle between E g and g*, 1 where E g is against g*
 noise  variance of g / (part of E g along g*)², relative to rloo.py's defaults; left out where E g is against g*
 """
 
@@ -155,8 +156,8 @@ def estimates(case, index, kl="k1", baseline=True, token_level_kl=False, flags=N
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[PROMPTS, index])
 
 
-def bias_and_noise(case, k: int, option: dict) -> tuple[float, float]:
-    """Returns the bias of g, and its noise, which is not yet relative to that of the defaults."""
+def bias_turn_noise(case, k: int, option: dict) -> tuple[float, float, float]:
+    """Returns the bias of g, what is left of it after the best scale, and the noise, not yet relative."""
     index, orders = UPDATES[k]
     drawn = case.sampler[option.get("sampler", "policy")].sum(-1).exp()  # (B, n)
     weight = orders * drawn[PROMPTS, index].prod(0).prod(-1)
@@ -165,7 +166,8 @@ def bias_and_noise(case, k: int, option: dict) -> tuple[float, float]:
     variance = weight @ (g - mean).square().sum(-1)  # the trace of the covariance
     along = (mean @ case.exact / case.exact.norm()).item()
     noise = variance.item() / along**2 if along > 0 else math.nan
-    return ((mean - case.exact).norm() / case.exact.norm()).item(), noise
+    turn = math.sqrt(max(0.0, 1 - (along / mean.norm().item()) ** 2)) if along > 0 else 1.0
+    return ((mean - case.exact).norm() / case.exact.norm()).item(), turn, noise
 
 
 def spread(values):
@@ -199,15 +201,20 @@ def main(picture: Path | None = None):
     """Prints bias and noise of every option, over all cases; draws them into `picture`."""
     policies = {"at the reference": list(cases(away=False)), f"{AWAY} nats away": list(cases(away=True))}
     found = [
-        [[bias_and_noise(case, k, option) for case in some for k in KS] for some in policies.values()]
+        [[bias_turn_noise(case, k, option) for case in some for k in KS] for some in policies.values()]
         for option in OPTIONS.values()
     ]
-    bias, noise = np.moveaxis(found, -1, 0)  # (options, policies, cases)
+    bias, turn, noise = np.moveaxis(found, -1, 0)  # (options, policies, cases)
     noise = noise / noise[0]
-    rows = [["", *(f"bias {policy}" for policy in policies), f"noise {[*policies][1]}: least, median, most"]]
-    for name, biases, noises in zip(OPTIONS, bias, noise):
-        cells = ["0" if x.max() < 1e-10 else f"{np.median(x):.2g} ({x.max():.2f})" for x in biases]
-        rows.append([name, *cells, ", ".join(f"{x:.2f}" for x in spread(noises[1]))])
+    rows = [
+        ["", *(f"bias {policy}" for policy in policies), *(f"{what} {[*policies][1]}" for what in ("turn", "noise"))]
+    ]
+    for name, of_option in zip(OPTIONS, zip(bias, turn, noise)):
+        *middles, median_noise = (np.nanmedian(x[1]) for x in of_option)
+        against = int(np.isnan(of_option[2][1]).sum())
+        cells = [*(np.median(x) for x in of_option[0]), middles[1]]
+        note = f" ({against} of {noise.shape[-1]} left out)" if against else ""
+        rows.append([name, *("0" if x < 1e-7 else f"{x:.2g}" for x in cells), f"{median_noise:.2f}{note}"])
     print(runs.markdown(rows))
     if picture:
         draw(bias, noise, policies, picture)

@@ -2,19 +2,28 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tyro
 
-import rloo
-
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import parity  # noqa: E402
+import runs  # noqa: E402
+import speed  # noqa: E402
+import study  # noqa: E402
+
+import rloo  # noqa: E402
+
 ROOT = HERE.parent
 PAGES = [ROOT / "README.md", *sorted(HERE.glob("*.md")), *sorted(HERE.glob("*/README.md"))]
 CODE = [ROOT / "rloo.py", *HERE.rglob("*.py")]
 WORDS = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in CODE)))
 OF_TORCHRUN_AND_PIP = {"deps", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "shutdown_timeout"}
+OF_A_COMMIT = r"(?<=`git show )(\w+):([\w/.-]+)(?=`)"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -64,7 +73,7 @@ def test_links_lead_to_files_and_headings(page):
 
 @each_page
 def test_files_names_and_flags_exist(page):
-    text = page.read_text(encoding="utf-8")
+    text = re.sub(OF_A_COMMIT, "", page.read_text(encoding="utf-8"))
     for path in re.findall(r"benchmark/[\w/.-]+\.(?:py|sh|json|jsonl|md|png|txt|toml)\b", text):
         assert (ROOT / path).is_file(), path
     for name in re.findall(r"\brloo\.(\w+)", text):
@@ -73,11 +82,83 @@ def test_files_names_and_flags_exist(page):
         assert flag.removeprefix("no_") in WORDS | OF_TORCHRUN_AND_PIP, f"--{flag}"
 
 
+def index_rows() -> list[list[str]]:
+    """Returns the cells of the index's results: question, answer, command, record."""
+    index = (HERE / "README.md").read_text(encoding="utf-8").partition("## What was shown")[2]
+    rows = [line.strip("| ").split(" | ") for line in index.splitlines() if line.startswith("| [")]
+    assert len(rows) > 10
+    return rows
+
+
 def test_numbers_of_the_index_stand_on_the_pages_that_it_links_to():
-    index = (HERE / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"(?m)^\| \[[^\]]*\]\(([\w/]+\.md)[^)]*\) \| (.*?) \|", index)
-    assert len(rows) > 8
-    for path, answer in rows:
+    for question, answer, *_ in index_rows():
+        path = question.partition("](")[2].partition("#")[0].rstrip(")")
         page = (HERE / path).read_text(encoding="utf-8").replace(",", "")
-        for number in re.findall(r"[-+]?\d+(?:\.\d+)?", answer.replace(",", "")):
+        for number in re.findall(r"[-+]?\d+(?:\.\d+)?", answer.replace(",", "")) if path.endswith(".md") else ():
             assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", page), f"{path}: {number}"
+
+
+def test_each_claim_of_the_index_has_a_command_and_a_record():
+    for question, answer, command, record in index_rows():
+        assert "`python benchmark/" in command or "](../README.md#" in command, question
+        kept = [HERE / path for path in re.findall(r"\]\((records/[\w.]+)\)", record)]
+        assert all(path.is_file() for path in kept)
+        assert kept or re.search(OF_A_COMMIT, record) or "never been run" in answer, question
+
+
+@each_page
+def test_files_of_commits_are_there(page):
+    if not (ROOT / ".git").exists():
+        pytest.skip("the history is not here")
+    for commit, path in re.findall(OF_A_COMMIT, page.read_text(encoding="utf-8")):
+        found = subprocess.run(["git", "cat-file", "-e", f"{commit}:{path}"], cwd=ROOT)
+        assert found.returncode == 0, f"{commit}:{path}"
+
+
+# ---- Results: what a table says is printed from records --------------------------------------------------------------
+
+RESULTS = ["study.md", "trl.md", "gpu.md", "gradient.md", "smollm/README.md", "mini_gsm8k/README.md"]
+SETTINGS = ("Flags", "What the documents describe")  # sections whose tables have no results
+NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)"
+
+
+def printed_from_records() -> str:
+    """Returns what the commands of results print from records, and what they have written."""
+    parts = [study.table(found, runs.Records(name)) for name, found in study.STUDIES.items() if runs.Records(name)]
+    records = runs.Records("speed")
+    for name in {key.partition(": ")[0] for key in records}:
+        parts.append(speed.table([record for key, record in records.items() if key.startswith(f"{name}: ")]))
+    parts.append(parity.summary(list(runs.Records("parity").values())))
+    return "\n".join([*parts, *(file.read_text(encoding="utf-8") for file in (HERE / "records").glob("*.txt"))])
+
+
+@pytest.mark.parametrize("path", RESULTS)
+def test_each_number_of_a_table_of_results_is_printed_from_records(path):
+    known = printed_from_records()
+    for section in re.split(r"(?m)^#+ ", (HERE / path).read_text(encoding="utf-8"))[1:]:
+        tables = [line for line in section.splitlines() if line.startswith("|")]
+        if not tables or section.splitlines()[0] in SETTINGS:
+            continue
+        if re.search(OF_A_COMMIT, section) and not (ROOT / ".git").exists():
+            continue
+        texts = [known]
+        for commit, file in re.findall(OF_A_COMMIT, section):
+            shown = subprocess.run(["git", "show", f"{commit}:{file}"], cwd=ROOT, capture_output=True, text=True)
+            texts.append(shown.stdout)
+        numbers = np.array([float(number) for text in texts for number in re.findall(NUMBER, text.replace(",", ""))])
+        for number in re.findall(NUMBER, "\n".join(tables).replace(",", "")):
+            near = 0.5 * 10.0 ** -len(number.partition(".")[2]) + 1e-9
+            assert "." not in number or np.abs(numbers - float(number)).min() <= near, f"{path}: {number}"
+
+
+@pytest.mark.parametrize("path", RESULTS)
+def test_each_section_with_measured_numbers_has_a_command_or_a_record(path):
+    for section in re.split(r"(?m)^#+ ", (HERE / path).read_text(encoding="utf-8"))[1:]:
+        measured = re.search(r"\d%| ± |\d s\b|\d times|\bGiB|\[[-+−]\d", section)
+        named = re.search(r"python benchmark/|records/|\.md#|" + OF_A_COMMIT, section)
+        assert named or not measured or section.splitlines()[0] in SETTINGS, f"{path}: {section.splitlines()[0]}"
+
+
+@each_page
+def test_no_number_is_without_a_record(page):
+    assert not re.search(r"\bno records?\b(?! is)", page.read_text(encoding="utf-8"))

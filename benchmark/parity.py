@@ -216,7 +216,7 @@ def compare(python: str) -> list[dict]:
 
 
 def summary(rows: list[dict]) -> str:
-    """Returns a line for each version of TRL."""
+    """Returns a line for each version of TRL, and a table of the settings that differ."""
     text = []
     for version in dict.fromkeys(row["trl"] for row in rows):
         of_version = [row for row in rows if row["trl"] == version]
@@ -224,7 +224,10 @@ def summary(rows: list[dict]) -> str:
         largest, share = (max(row[name] for row in agree) for name in ("largest", "share"))
         counts = f"{len(agree)} of {len(of_version)} settings agree"
         text.append(f"{version}: {counts}; weights to {largest:.1e}, {share:.3%} of TRL's movement")
-    return "\n".join(text)
+    differ = sorted((row for row in rows if row["share"] > AGREE), key=lambda row: (row["trl"], -row["share"]))
+    cells = [[row["setting"], f"{row['share']:.2%}", row["why"]] for row in differ]
+    head = ["setting", "difference, % of TRL's movement", "why"]
+    return "\n".join([*text, "", runs.markdown([head, *cells])])
 
 
 def main():

@@ -61,6 +61,27 @@ def courses(titles: dict[str, str], records: dict[str, list[dict]], file: Path, 
     save(figure, file)
 
 
+def trainers(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
+    """Draws the score of training completions over a run, and wins at its end, for each trainer of a study."""
+    records = {row: found for row, found in records.items() if "scores" in found[0]}
+    figure, ((scores, wins),) = canvas(1, 2)
+    for number, (row, found) in enumerate(records.items()):
+        curves, style = np.array([record["scores"] for record in found]), {"color": f"C{number}"}
+        share = (np.arange(curves.shape[1]) + 0.5) / curves.shape[1]
+        scores.plot(share, curves.T, lw=0.6, alpha=0.5, **style)
+        scores.plot(share, curves.mean(0), lw=2, label=titles[row], **style)
+        for mode, marker in (("sampled", "o"), ("greedy", "s")):
+            mean, error = runs.mean_and_error([record[f"{mode}/gold_win_rate"] for record in found])
+            wins.errorbar(mean, number, xerr=1.96 * error, fmt=marker, **style)
+    scores.set(title="Score, training prompts", xlabel="share of the run\nThin: seeds; thick: their mean")
+    scores.legend(fontsize=9)
+    wins.set_yticks(range(len(records)), [f"({len(found)})" for found in records.values()])
+    wins.xaxis.set_major_formatter("{x:.0%}")
+    wins.set(title="Wins of held-out posts at the end", ylim=(len(records) - 0.5, -0.5))
+    wins.set_xlabel("Circles: sampled; squares: greedy\n(n): seeds; lines: 95% intervals")
+    save(figure, file)
+
+
 def forest(titles: dict[str, str], records: dict[str, list[dict]], file: Path, beside: list[dict] | None = None):
     """Draws by how many points of greedy ROUGE-L the rows of smollm in `titles` exceed the row sft, best on top. Each
     interval is over prompts, also with several seeds, so that rows can be compared. beside: records of mini TL;DR,

@@ -106,15 +106,19 @@ def made_by(records: Sequence[dict]) -> str:
     return "Records: " + "; ".join(f"{kinds[kind]} of {kind}" for kind in most_first) + "."
 
 
-# ---- Means and intervals over seeds ----------------------------------------------------------------------------------
+# ---- Errors that count seeds and held-out items ----------------------------------------------------------------------
 
 
-def mean_and_error(grades: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Returns the mean and standard error of a grade over seeds, or with fewer than three seeds over prompts. grades:
-    mean and standard error over prompts, for each seed."""
-    means, errors = np.transpose(grades)
-    error = means.std(ddof=1) / len(means) ** 0.5 if len(means) > 2 else errors.mean()
-    return float(means.mean()), float(error)
+def packed(grades: Sequence[float]) -> str | list[float]:
+    """Returns a grade per item for a record: a digit each, the number of quarters, or numbers with three decimals."""
+    quarters = [4 * grade for grade in grades]
+    if set(quarters) <= {0, 1, 2, 3, 4}:
+        return "".join(str(int(quarter)) for quarter in quarters)
+    return [round(float(grade), 3) for grade in grades]
+
+
+def unpacked(grades: str | list[float]) -> np.ndarray:
+    return np.array([int(digit) / 4 for digit in grades] if isinstance(grades, str) else grades)
 
 
 def t_quantile(freedom: float, outside: float) -> float:
@@ -128,21 +132,56 @@ def t_quantile(freedom: float, outside: float) -> float:
     return math.sqrt(freedom) * math.tan(np.interp(1 - outside, within, edges))
 
 
-def interval(values: Sequence[float], of: int = 1) -> tuple[float, float, float]:
-    """Returns the mean of two or more values and the ends of its 95% interval (Student's t). With `of` intervals in a
-    table, all of them hold together with 95% (Bonferroni)."""
-    mean = float(np.mean(values))
-    half = t_quantile(len(values) - 1, 0.05 / of) * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return mean, mean - half, mean + half
+def error_and_freedom(*policies: np.ndarray, of_items: float | None = None) -> tuple[float, float]:
+    """Returns the standard error of a policy's mean grade, or of the difference of two means, for other seeds and other
+    items, with its degrees of freedom. policies: grades (seeds, items) of one or two policies, of the same items.
+
+    A grade is the mean + an effect of the seed + an effect of the item + chance. Each policy has its own seeds, but the
+    items are common, so a difference is taken item by item. The variance of means over seeds and that of means over
+    items both contain chance, which is subtracted once. Freedom is Satterthwaite's. A single seed has no spread, so
+    that it stands for itself alone.
+
+    of_items: the items' part of the variance, for policies of which only means (seeds, 1) are known."""
+    of_seeds, chance, freedom = 0.0, 0.0, 0.0  # variances; last the sum of variance² / its degrees of freedom
+    for grades in policies:
+        seeds, items = grades.shape
+        if seeds > 1:
+            part = grades.mean(1).var(ddof=1) / seeds
+            of_seeds += part
+            freedom += part**2 / (seeds - 1)
+            rest = grades - grades.mean(1, keepdims=True) - grades.mean(0) + grades.mean()
+            chance += (rest**2).sum() / max(1, (seeds - 1) * (items - 1)) / (seeds * items)
+    if of_items is None:
+        by_item = policies[0].mean(0) - (policies[1].mean(0) if len(policies) == 2 else 0)
+        of_items = by_item.var(ddof=1) / len(by_item)
+        freedom += of_items**2 / (len(by_item) - 1)
+    variance = max(of_seeds + of_items - chance, of_seeds, of_items)
+    return math.sqrt(variance), max(1.0, variance**2 / freedom) if freedom else math.inf
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float], of: int = 1) -> tuple[float, float, float]:
-    """Returns the difference of two means over seeds and the ends of its 95% interval (Welch's t), as `interval`."""
-    parts = [np.var(x, ddof=1) / len(x) for x in (ours, theirs)]
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs)))
-    mean = float(np.mean(ours) - np.mean(theirs))
-    half = t_quantile(freedom, 0.05 / of) * math.sqrt(sum(parts))
-    return mean, mean - half, mean + half
+def mean_and_error(grades: Sequence[Sequence[float]], by_item: np.ndarray | None = None) -> tuple[float, float]:
+    """Returns the mean and standard error of a policy's grade. grades: mean and standard error over items, for each
+    seed. Without by_item (seeds, items), chance is counted twice and the error is a little too large."""
+    means, errors = np.transpose(grades)
+    if by_item is not None:
+        return float(means.mean()), error_and_freedom(by_item)[0]
+    return float(means.mean()), error_and_freedom(means[:, None], of_items=float(np.mean(errors**2)))[0]
+
+
+def difference(ours: Sequence, theirs: Sequence, of: int = 1, by_item: Sequence[np.ndarray] | None = None):
+    """Returns our mean minus theirs and the ends of its 95% interval. With `of` intervals in a table, all of them hold
+    together with 95% (Bonferroni). ours, theirs: mean and standard error over items, for each seed; by_item: grades
+    (seeds, items) of both. Without by_item items are not paired, and the interval is wider than it need be."""
+    if by_item is None:
+        means, errors = zip(*(np.transpose(grades) for grades in (ours, theirs)))
+        of_items = float(sum(np.mean(error**2) for error in errors))
+        error, freedom = error_and_freedom(*(mean[:, None] for mean in means), of_items=of_items)
+    else:
+        means = [grades.mean(1) for grades in by_item]  # of the items that both have
+        error, freedom = error_and_freedom(*by_item)
+    gap = float(means[0].mean() - means[1].mean())
+    half = t_quantile(min(freedom, 1e4), 0.05 / of) * error
+    return gap, gap - half, gap + half
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------

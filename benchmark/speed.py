@@ -3,7 +3,6 @@
     python benchmark/speed.py --trl trl0/bin/python trl1/bin/python                    # on a CPU: ten minutes
     python benchmark/speed.py --shape pythia-14m --k 2 4 8                             # what does a larger k cost?
     python benchmark/speed.py --shape pythia-1b --device cuda --trl trl1/bin/python    # on a GPU: five minutes
-    python benchmark/speed.py --shape qwen2.5-1.5b --device cuda --profile             # where the time goes
 
 The last column compares with rloo.py in group rows. Trainers take turns, A B C A B C, and ratios are of times within a
 round, so that a slow minute slows all. Each run is a process of its own. The first updates do not count. Models have
@@ -15,10 +14,8 @@ AdamW, no gradient checkpointing, no vLLM; 1.x its dynamic cache. Both read the 
 import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import log
 from statistics import median
@@ -31,9 +28,6 @@ import trl_run
 import tyro
 from runs import Records
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.profiler import ProfilerActivity, profile, record_function
-
-import rloo
 
 FOLDER = runs.RUNS / "speed"  # of the latest measurement
 TEMPERATURE = 0.7
@@ -67,10 +61,15 @@ PYTHIA_70M = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads":
 PYTHIA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 8192}
 QWEN = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 4}
 QWEN |= {"intermediate_size": 8960, "tie_word_embeddings": True}
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2 |= {"intermediate_size": 1536, "tie_word_embeddings": True}
+MINI = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 SHAPES = {
     "pythia-14m": Shape(NEOX, PYTHIA_14M, 50_304, (224, 448), 53, 4, 4, 4, 4, "float32", timed=3),
-    "pythia-70m": Shape(NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 4, 4, 1, "float32", rounds=2, reward_model=True),
+    "pythia-70m": Shape(NEOX, PYTHIA_70M, 50_304, (224, 448), 53, 4, 4, 4, 1, "float32", 2, timed=5, reward_model=True),
+    "mini": Shape(NEOX, MINI, 1_024, (64, 112), 53, 4, 8, 8, 8, "float32", 2, timed=10, reward_model=True),
+    "smollm2-135m": Shape(LLAMA, SMOLLM2, 49_152, (24, 64), 16, 8, 8, 4, 4, "float32", 2, timed=5),
     "pythia-1b": Shape(NEOX, PYTHIA_1B, 50_304, (336, 448), 53, 4, 64, 16, 8, timed=2, ends=(False, True)),
     "qwen2.5-1.5b": Shape(LLAMA, QWEN, 151_936, (192, 256), 512, 8, 32, 2, 2, warm_up=2, timed=3),
     "tiny": Shape(NEOX, TINY, 512, (4, 8), 6, 2, 4, 4, 4, warm_up=2, ends=(False, True)),
@@ -217,44 +216,11 @@ def median_and_range(values: Sequence[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-# ---- Where the time of an update goes --------------------------------------------------------------------------------
-
-
-def profiled_run(words: list[str], update: int):
-    """Runs rloo.py, and prints torch.profiler's table for each part of an update. On a GPU it shows kernels, but for
-    the rollout, which has too many of them, what the CPU does. One line of it is the capture of CUDA graphs. The rest
-    of the rollout's seconds are the T decode steps."""
-    timed, begun = rloo.timed, Counter()
-    rloo.cuda_graph = record_function("capture of a CUDA graph")(rloo.cuda_graph)
-
-    @contextmanager
-    def profiled_part(times, name, device):
-        begun[name] += 1
-        if begun[name] != update:
-            with timed(times, name, device):
-                yield
-            return
-        kernels = device.type == "cuda" and name != "rollout"
-        activity = ProfilerActivity.CUDA if kernels else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiled, timed(times, name, device):
-            yield
-        column = "self_device_time_total" if kernels else "self_cpu_time_total"
-        print(f"\n{name}: {times[f'time/{name}']:.3f} s")
-        print(profiled.key_averages().table(sort_by=column, row_limit=15, max_name_column_width=60))
-
-    rloo.timed = profiled_part
-    rloo.command_line(words)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def main(
     shape: Literal[*SHAPES] = "pythia-70m",
     device: str = "cpu",
     trl: tuple[str, ...] = (),
     k: tuple[int, ...] = (),
-    profile: bool = False,
     again: bool = False,
 ):
     """Measures and records a shape, and prints its table.
@@ -264,15 +230,8 @@ def main(
         device: cpu or cuda
         trl: pythons of environments with TRL
         k: completions per prompt, in place of the shape's, for as many prompts per update
-        profile: print where the time of an update by rloo.py goes instead
         again: compare with the record and write nothing
     """
-    if profile:
-        sizes = replace(SHAPES[shape], warm_up=1, timed=1)
-        write_inputs(sizes, device)
-        words = flags(sizes, device, sizes.k, sizes.ours)
-        profiled_run([*OURS, *words, "--output_dir", f"{FOLDER}/out"], update=2)
-        return
     name = f"{shape}, {device}" + (f", k of {k}" if k else "")
     records = Records("speed", again)
     if again or not any(key.startswith(f"{name}: ") for key in records):

@@ -7,7 +7,7 @@
 
 benchmark/requirements.txt says how to make the environments. Defaults are those of rloo.py for mini TL;DR; prompts are
 texts. A trainer's config raises TypeError for a flag that it does not have. PPO samples one completion per prompt,
-whatever --rloo_k says, and begins its value model as the reward model.
+whatever --rloo_k says.
 
 The folder gets the policy, with the tokenizer and the configuration that it had before, and metrics.jsonl: a line for
 each update with its score, the seconds since the previous update and, on a GPU, the peak memory. A run cannot be
@@ -56,6 +56,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--sft_model_path", type=Path, default=TASK / "sft")
     parser.add_argument("--reward_model_path", type=Path, default=TASK / "reward")
+    parser.add_argument(
+        "--value_model_path", type=Path, help="what PPO's value model begins as; default: the reward model"
+    )
     parser.add_argument("--reward_fns", help="1.x: file.py:function, in place of the reward model")
     parser.add_argument("--reward_by", choices=["ids", "text"], default="ids", help="1.x: what a reward model reads")
     parser.add_argument("--dataset_name", type=Path, default=TASK, help="folder with train.jsonl")
@@ -198,7 +201,7 @@ def trainer_of(args, rows: list[dict]):
     given["reward_model"] = load_in_transformers_4(args.reward_model_path, args.dtype)
     if args.trainer == "rloo":
         return trainer(config=config, policy=policy, ref_policy=reference, **given)
-    given["value_model"] = load_in_transformers_4(args.reward_model_path, "float32")
+    given["value_model"] = load_in_transformers_4(args.value_model_path or args.reward_model_path, "float32")
     given["eval_dataset"] = given["train_dataset"].select(range(1))  # required, but unused
     return trainer(args=config, model=policy, ref_model=reference, **given)
 
