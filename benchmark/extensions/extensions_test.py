@@ -18,12 +18,22 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rloo
 import rloo_test
-from rloo_test import read_metrics, run_flags, save, spy, tiny_model, tiny_tokenizer, without_times
+from rloo_test import (
+    flag_of,
+    random_batch,
+    read_metrics,
+    run_flags,
+    save,
+    spy,
+    tiny_model,
+    tiny_tokenizer,
+    without_times,
+)
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.joinpath("README.md").read_text()
@@ -292,6 +302,11 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy_and_raises_it(run):
     assert first["loss/policy_avg"] == pytest.approx(expected, rel=1e-4)
     (some,), *_ = run("entropy", **flags, entropy_coef=0.03, mask_truncated_completions=True)
     assert 0.9 * expected < some["loss/policy_avg"] < 0  # less, without those of truncated completions
+    flags["reward_fns"] = flag_of(half=lambda completions, **_: [0.0, None] * (len(completions) // 2))
+    (half,), _, experience = run("entropy", **flags, entropy_coef=0.03)
+    entropies = -0.03 * half["policy/entropy_avg"] * experience.batch.policy_mask.sum(-1)
+    expected = entropies.where(~experience.scores.isnan(), 0.0).mean().item()  # as many nats in each token
+    assert half["loss/policy_avg"] == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("kind, correction", [("completion", "truncate"), ("token", "mask"), ("grpo", "mask")])
@@ -425,6 +440,15 @@ def test_the_critics_loss_and_steps(tiny):
     assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first moment is a tenth of the gradient
 
 
+def test_a_critic_is_checked_like_a_reward_model(run, tmp_path):
+    save(tmp_path, tiny_model(classifier=True), tiny_tokenizer(words={word: i for i, word in enumerate("mlkji", 3)}))
+    with pytest.raises(rloo.InputError, match="another tokenizer"):
+        run("value", value_model_path=str(tmp_path))
+    save(tmp_path, tiny_model("mistral", classifier=True), tiny_tokenizer())  # has a window
+    with pytest.raises(rloo.InputError, match="results differ"):
+        run("value", value_model_path=str(tmp_path), response_length=12)
+
+
 def resumed_and_whole(run, folder, *files, **flags):
     """Returns metrics and folders of a run that stopped after one of two updates and was continued, and of one that did
     not stop. Their metrics are equal."""
@@ -519,6 +543,30 @@ def test_what_a_resumed_run_in_bfloat16_leaves_is_merged_at_their_own_update(run
             expected = (expected.float() + 2 * (B @ A)).bfloat16()
             assert not torch.equal(expected, base[name].bfloat16())
         assert torch.equal(weight, expected), name
+    flags |= {"output_dir": again, "resume": True, "lora_alpha": 6}
+    with pytest.raises(rloo.InputError, match="no adapters of this policy .its --lora_rank is 3"):
+        run("lora", **flags, lora_rank=4)
+    del saved["base_model.model.gpt_neox.layers.1.attention.dense.lora_A.weight"]
+    save_file(saved, again / "checkpoint-2" / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(rloo.InputError, match="only one of them has .*layers.1.attention.dense.lora_A"):
+        run("lora", **flags, lora_rank=3)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_adapters_that_prompts_and_completions_use_have_the_gradient_of_plain_rows(dtype, tolerance, tiny):
+    """In group rows a weight is used in several forward passes, whose gradients are summed in backward."""
+    load("lora")
+    gradients = []
+    for layout in ("group", "plain"):
+        _, _, policy, _ = models_of(tiny, layout=layout, dtype=dtype, kl_coef=0.0)
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        logprobs, _ = rloo.completion_logprobs(policy, random_batch(max_prompt=20), 1.0)
+        logprobs.sum().backward()
+        gradients.append(torch.cat([x.grad.flatten() for x in policy.parameters() if x.requires_grad]))
+    found, expected = gradients
+    assert found.dtype == torch.float32 and (found - expected).norm() < tolerance * expected.norm()
 
 
 # ---- turns.py --------------------------------------------------------------------------------------------------------
