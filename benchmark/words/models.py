@@ -46,7 +46,7 @@ def sft(
     target: Literal["solution", "answer"] = "solution",
     steps: int = 0,
     batch_size: int = 16,
-    learning_rate: float = 1e-4,
+    learning_rate: float = 5e-5,
     seed: int = 1,
 ):
     """Trains all weights on worked solutions, or on answers alone, of a split. steps: 0 makes one pass over the split.
