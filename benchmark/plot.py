@@ -82,36 +82,45 @@ def trainers(titles: dict[str, str], records: dict[str, list[dict]], file: Path)
     save(figure, file)
 
 
-def forest(titles: dict[str, str], records: dict[str, list[dict]], file: Path, beside: list[dict] | None = None):
-    """Draws by how many points of greedy ROUGE-L the rows of smollm in `titles` exceed the row sft, best on top. Each
-    interval is over prompts, also with several seeds, so that rows can be compared. beside: records of mini TL;DR,
-    whose wins are drawn on the left."""
-    figure, (axes,) = canvas(1, 2) if beside else canvas(1, 1, height=4)
+def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path, beside: list[dict] | None = None):
+    """Draws greedy accuracy over the completions of the row rloo of the study words, and at the right edge its other
+    rows, all on the test problems that the runs of rloo grade on the way. beside: records of mini TL;DR, whose wins are
+    drawn on the left."""
+    figure, (axes,) = canvas(1, 2, width_ratios=(1, 1.25)) if beside else canvas(1, 1)
     left, axis = axes[0], axes[-1]
     if beside:
         mean = course(left, beside, "episode", "sampled/gold_win_rate", color="C3")
         left.legend(left.lines[-2:], [f"after RLOO: {mean[-1]:.0%}", f"before RLOO: {mean[0]:.0%}"], fontsize=11)
         episodes = f"episodes (completions)\nThin: {len(beside)} seeds; thick: their mean"
         left.set(title="0.86M parameters, 500 held-out posts", xlabel=episodes, ylim=(0, None))
-    grades = {row: 100 * np.array([record["by_prompt"] for record in records[row]]) for row in records}  # (seeds, N)
-    before = grades["sft"].mean(0)
-    gains = {row: grades[row] - before for row in titles if row != "sft"}
-    order = sorted(gains, key=lambda row: gains[row].mean())
-    axis.set_yticks(range(len(order)), [f"{titles[row]} ({len(grades[row])})" for row in order])
-    for place, (row, label) in enumerate(zip(order, axis.get_yticklabels())):
-        gain = gains[row].mean(0)
-        error = gain.std(ddof=1) / len(gain) ** 0.5
-        style = {"color": "C3", "weight": "bold"} if row == "rloo" else {"color": "0.4"}
-        axis.errorbar(gain.mean(), place, xerr=1.96 * error, fmt="o", ms=7, lw=2, color=style["color"])
-        axis.text(
-            1.02, place, f"{gain.mean():+.1f}", va="center_baseline", transform=axis.get_yaxis_transform(), **style
-        )
-        label.set(**style)
-    axis.axvline(0, zorder=0, ls="--", color="black")
-    axis.locator_params(axis="x", nbins=6, integer=True)
-    axis.set_title("SmolLM2-135M writes package synopses")
-    above = f"greedy ROUGE-L above SFT (dashed: {before.mean():.1f}%)"
-    axis.set_xlabel(f"{above}\n(n): seeds; lines: 95%, paired by package")
+    ours = records["rloo"]
+    mean = course(axis, ours, "episode", "greedy/score", color="C3")
+    last, items = ours[0]["course"]["episode"][-1], 200  # --num_eval_prompts
+    levels = {"rloo": mean[-1]}
+    for row, found in records.items():
+        grades = np.array([runs.unpacked(record["by_prompt"])[:items] for record in found])
+        if row != "rloo" and grades.shape[1] == items:  # else it has fewer
+            levels[row] = grades.mean()
+            axis.plot([0, last], [levels[row]] * 2, lw=1, color="0.6", ls="--" if row == "sft" else ":")
+    order = sorted(levels, key=levels.get)
+    places = np.array([levels[row] for row in order])
+    low, high = places[0] - 0.03, places[-1] + 0.03
+    apart = 0.075 * (high - low)  # of labels
+    for _ in range(500):  # push labels that overlap apart
+        close = np.maximum(0, apart - np.diff(places)) / 2 + 1e-9
+        places[:-1] -= close
+        places[1:] += close
+    for row, place in zip(order, places):
+        style = {"color": "C3", "weight": "bold"} if row == "rloo" else {"color": "0.3"}
+        label = f" {levels[row]:.0%} {titles[row]} ({len(records[row])})"
+        axis.annotate(
+            label, (last, levels[row]), (1.03 * last, place), va="center", fontsize=9, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.6, "shrinkA": 0, "shrinkB": 0}, **style,
+        )  # fmt: skip
+    axis.set_ylim(min(low, places[0] - apart), max(high, places[-1] + apart))
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    axis.set(title="SmolLM2-135M, word problems", ylabel=f"right greedy answers, {items} test problems", xlim=(0, last))
+    axis.set_xlabel("completions of RLOO\n(n): seeds")
     save(figure, file)
 
 

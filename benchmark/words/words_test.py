@@ -1,0 +1,123 @@
+"""Tests of prepare.py, answers.py and models.py, without the problems and the model that prepare.py makes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import answers  # noqa: E402
+import models  # noqa: E402
+import prepare  # noqa: E402
+import runs  # noqa: E402
+
+from rloo_test import write_rows  # noqa: E402
+
+MINI = HERE.parent / "mini_gsm8k" / "sft"  # a tiny model
+
+
+def problem(number: int, template: int = 1, **changed) -> dict:
+    found = {"question": f"What is {number} + 1?", "solution": f"It is 1.\n#### {number}", "answer": str(number)}
+    return found | {"template": template} | changed
+
+
+# ---- Problems --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", [
+    {"question": "What is 7 + 1?"},  # as another
+    {"question": "Why? " * 61}, {"solution": "So. " * 42 + "#### 8"},  # too long
+    {"question": "What is 101 - 93?"}, {"solution": "It is 1,008.\n#### 8"},  # too large
+    {"answer": "8.5", "solution": "#### 8.5"}, {"solution": "#### 9"},  # not whole; another answer
+])  # fmt: skip
+def test_problems_that_are_left_out(changed, monkeypatch):
+    monkeypatch.setattr(prepare, "TOO_FEW", 1)
+    found = prepare.choose([problem(7), problem(8, **changed), problem(9)])
+    assert [row["answer"] for row in found[1]] == ["7", "9"]
+
+
+def test_templates_with_few_problems_are_left_out_and_of_others_some_are_taken(monkeypatch):
+    monkeypatch.setattr(prepare, "TOO_FEW", 2)
+    monkeypatch.setattr(prepare, "A_TEMPLATE", 3)
+    problems = [problem(number, template=1) for number in range(9)] + [problem(20, template=2)]
+    assert {template: len(rows) for template, rows in prepare.choose(problems).items()} == {1: 3}
+
+
+def test_no_problem_is_in_two_splits_and_no_unseen_template_in_another(monkeypatch):
+    monkeypatch.setattr(prepare, "SPLITS", {"test": 6, "validation": 3, "sft": 5})
+    monkeypatch.setattr(prepare, "UNSEEN", 2)
+    rows = {t: [{"prompt": f"{t} {n}", "template": t, "solution": f"s{t}{n}"} for n in range(10)] for t in range(5)}
+    splits = prepare.split(rows)
+    shots = splits.pop("three_shot")
+    prompts = [row["prompt"] for found in splits.values() for row in found]
+    assert len(set(prompts)) == len(prompts)
+    assert [len(splits[name]) for name in ("test", "validation", "sft", "train")] == [6, 3, 5, 16]
+    unseen = {row["template"] for row in splits.pop("unseen")}
+    assert len(unseen) == 2 and unseen.isdisjoint(row["template"] for found in splits.values() for row in found)
+    first = splits["sft"][0]
+    assert shots[0]["prompt"].startswith(f"{first['prompt']} {first['solution']}\n\n")
+    assert shots[0]["prompt"].endswith(splits["test"][0]["prompt"])
+
+
+# ---- Grades ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("completion, grade", [
+    (" 3 + 4 = 7\n#### 7", 1), ("#### 7.0", 1), ("####7 apples", 1), ([{"role": "assistant", "content": "#### 7"}], 1),
+    ("#### 1,007", 0), ("#### 7.5", 0), ("#### -7", 0), ("#### 6 #### 7", 0), ("7", 0), ("#### seven", 0), ("", 0),
+])  # fmt: skip
+def test_a_completion_is_correct_by_the_first_number_after_the_mark(completion, grade):
+    assert answers.correct([completion], ["7"]) == [grade]
+
+
+def test_numbers_have_commas_and_signs():
+    assert [answers.final_number(text) for text in ("#### 1,007", "#### -7", "7")] == [1007, -7, None]
+
+
+def test_the_majority_is_of_samples_with_a_number():
+    grades = models.grades_of(["?", "?", "?", "#### 7", "#### 7", "#### 8"], "7")
+    assert grades == {"greedy/correct": 1, "sampled/correct": pytest.approx(1 / 3), "pass@16": 1}
+    grades = models.grades_of(["#### 8", "#### 8", "#### 7"], "7")
+    assert grades == {"greedy/correct": 0, "sampled/correct": pytest.approx(1 / 3), "pass@16": 1}
+    assert not any(models.grades_of(["?"], "7").values())
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    rows = [{"prompt": f"What is {n} + {n}?", "solution": f"{n} + {n} is\n#### {2 * n}"} for n in range(6)]
+    for split in ("sft", "test"):
+        answered = [row | {"answer": str(2 * n)} for n, row in enumerate(rows)]
+        write_rows(tmp_path / f"{split}.jsonl", answered)
+    monkeypatch.setattr(models, "PREPARED", tmp_path)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("target", ["solution", "answer"])
+def test_sft_learns_the_target(small, target):
+    models.sft(small, MINI, target=target, steps=40, batch_size=6, learning_rate=3e-3)
+    losses = [update["loss"] for update in runs.lines(small / "metrics.jsonl")]
+    assert len(losses) == 40 and losses[-1] < losses[0] / 5
+
+
+def test_the_loss_is_of_the_target_alone_whatever_else_is_in_the_batch():
+    model = models.transformers.AutoModelForCausalLM.from_pretrained(MINI, dtype=torch.float32)
+    one, longer = ([1, 2, 3], [4, 5]), ([6, 7, 8, 9, 10, 11], [12, 13, 14])
+    logprobs = model(torch.tensor([one[0] + one[1]])).logits[0].log_softmax(-1)
+    expected = -(logprobs[2, 4] + logprobs[3, 5]) / 2
+    assert models.loss_of(model, [one]).item() == pytest.approx(expected.item(), rel=2e-2)  # bfloat16
+    alone = 3 / 5 * models.loss_of(model, [longer]) + 2 / 5 * models.loss_of(model, [one])
+    assert models.loss_of(model, [one, longer]).item() == pytest.approx(alone.item(), rel=1e-2)
+
+
+def test_many_samples_are_graded_and_a_model_has_no_kl_from_itself(small, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(answers, "correct", lambda texts, right: drawn.append(texts) or [float(len(texts) > 3)] * 4)
+    models.many(small, MINI, reference=MINI, problems=5, k=4)
+    (evaluation,), lines = (runs.lines(small / f"{name}.jsonl") for name in ("evaluations", "completions"))
+    assert [line["completions"] for line in lines] == drawn and len(drawn) == 5
+    assert evaluation["sampled/correct"] == evaluation["pass@16"] == 1 and abs(evaluation["kl"]) < 0.3
