@@ -9,6 +9,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import answers  # noqa: E402
+import mistakes  # noqa: E402
 import models  # noqa: E402
 import prepare  # noqa: E402
 import runs  # noqa: E402
@@ -84,6 +85,29 @@ def test_the_majority_is_of_samples_with_a_number():
     assert not any(models.grades_of(["?"], "7").values())
 
 
+@pytest.mark.parametrize("completion, kind", [
+    ("35 pages x 2/5 = 14 pages, 35 - 14 = 21\n#### 21", "right"), ("35 pages x 2/5 = 10 pages\n#### 10", "arithmetic"),
+    ("She has $19 - $7 = $13.\n#### 13", "arithmetic"), ("8*0.5=4 and 35 + 2 = 37\n#### 37", "set-up"),
+    ("7*6=42 and 42/18 = 2\n#### 9", "arithmetic"), ("3 + 4 + 5 = 11\n#### 11", "arithmetic"), ("3 + 4 = 7", "form"),
+])  # fmt: skip
+def test_a_mistake_is_one_of_form_of_arithmetic_or_of_the_set_up(completion, kind):
+    assert mistakes.kind(completion, "21") == kind
+
+
+def test_mistakes_are_counted_by_template_and_problems_shown_in_full(tmp_path, capsys):
+    for folder, texts in (("a", ("#### 1", "2")), ("b", ("1 + 1 = 3 #### 3", "#### 2"))):
+        pairs = [(t, texts[t], mode) for t in (0, 1) for mode in ("greedy", "sampled")]
+        lines = [
+            {"mode": m, "prompt": "q?", "completion": x, "columns": {"template": t, "answer": "2"}} for t, x, m in pairs
+        ]
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / "completions.jsonl", lines)
+    mistakes.main(tmp_path / "a", tmp_path / "b", problems=1)
+    shown = capsys.readouterr().out
+    assert "| 0 | 0, 0 | 0, 1 | 1, 0 | 0, 0 |" in shown and "| all | 0, 1 | 0, 1 | 1, 0 | 1, 0 |" in shown
+    assert shown.endswith("q?\n[before: set-up]#### 1\n[after: arithmetic]1 + 1 = 3 #### 3\n")
+
+
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
 
@@ -119,5 +143,5 @@ def test_many_samples_are_graded_and_a_model_has_no_kl_from_itself(small, monkey
     monkeypatch.setattr(answers, "correct", lambda texts, right: drawn.append(texts) or [float(len(texts) > 3)] * 4)
     models.many(small, MINI, reference=MINI, problems=5, k=4)
     (evaluation,), lines = (runs.lines(small / f"{name}.jsonl") for name in ("evaluations", "completions"))
-    assert [line["completions"] for line in lines] == drawn and len(drawn) == 5
+    assert [line["completions"] for line in lines] == drawn and len(drawn) == len(evaluation["right"]) == 5
     assert evaluation["sampled/correct"] == evaluation["pass@16"] == 1 and abs(evaluation["kl"]) < 0.3
