@@ -706,23 +706,16 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
     assert over_kl[0].lines[3].get_xdata() == pytest.approx(np.mean([course["kl"] for course in courses], axis=0))
 
 
-def test_rows_of_words_are_drawn_at_the_level_of_the_same_problems(figures, tmp_path):
-    course = {"episode": [0, 32, 64], "greedy/score": [0.25, 0.5, 0.75]}
-    records = {
-        "rloo": [{"course": course, "by_prompt": "4" * 300}],
-        "sft": [{"by_prompt": "4" * 50 + "0" * 450}],  # right in 50 of the first 200
-        "continued": [{"by_prompt": "4" * 100 + "0" * 400}, {"by_prompt": "04" * 250}],
-        "raft": [{"by_prompt": "4" * 102 + "0" * 398}],
-        "many": [{"by_prompt": "4" * 100}],  # of too few problems
-    }
+def test_rows_of_words_are_drawn_at_their_level_and_no_label_is_on_another(figures, tmp_path):
+    curve = {"course": {"episode": [0, 32, 64]}, "scores": [0.1, 0.3] * 10}
+    levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.21, "continued": 0.22}
+    records = {row: [{"sampled/correct": [x, 0], "greedy/correct": [x + 0.1, 0]}] for row, x in levels.items()}
+    records["rloo"] = [records["rloo"][0] | curve] * 2
     mini = study.records_of(study.mini, runs.Records("mini"))["default"]
     plot.learning({row: row for row in records}, records, tmp_path / "a.png", beside=mini)
     wins, axis = figures[0].axes
     assert len(wins.lines) == 10 + 1 + 1  # seeds, mean, wins before
-    labels = {text.get_text().split()[1]: text for text in axis.texts}
-    assert {row: text.get_text().split()[0] for row, text in labels.items()} == {
-        "sft": "25%", "continued": "50%", "raft": "51%", "rloo": "75%"
-    }  # fmt: skip
-    heights = [labels[row].xyann[1] for row in ("sft", "continued", "raft", "rloo")]
-    assert min(np.diff(heights)) > 0.03  # no label on another
-    assert axis.get_ylim()[0] < heights[0] and heights[-1] < axis.get_ylim()[1]
+    assert [line.get_ydata() for line in axis.lines[:3]] == [pytest.approx([0.2] * 10)] * 3
+    labels = [text.get_text() for text in sorted(axis.texts, key=lambda text: text.xyann[1])]
+    assert labels == ["sft: 20% (30%)", "raft: 21% (31%)", "continued: 22% (32%)", "rloo: 50% (60%)"]
+    assert np.diff(sorted(text.xyann[1] for text in axis.texts)).min() > 0.025

@@ -83,9 +83,9 @@ def trainers(titles: dict[str, str], records: dict[str, list[dict]], file: Path)
 
 
 def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path, beside: list[dict] | None = None):
-    """Draws greedy accuracy over the completions of the row rloo of the study words, and at the right edge its other
-    rows, all on the test problems that the runs of rloo grade on the way. beside: records of mini TL;DR, whose wins are
-    drawn on the left."""
+    """Draws the share of right samples over the completions of the row rloo of the study words, on training problems,
+    each of which is met once, before it is learned from. At the right edge are all rows' samples of test problems.
+    beside: records of mini TL;DR, whose wins are drawn on the left."""
     figure, (axes,) = canvas(1, 2, width_ratios=(1, 1.25)) if beside else canvas(1, 1)
     left, axis = axes[0], axes[-1]
     if beside:
@@ -94,33 +94,34 @@ def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path,
         episodes = f"episodes (completions)\nThin: {len(beside)} seeds; thick: their mean"
         left.set(title="0.86M parameters, 500 held-out posts", xlabel=episodes, ylim=(0, None))
     ours = records["rloo"]
-    mean = course(axis, ours, "episode", "greedy/score", color="C3")
-    last, items = ours[0]["course"]["episode"][-1], 200  # --num_eval_prompts
-    levels = {"rloo": mean[-1]}
-    for row, found in records.items():
-        grades = np.array([runs.unpacked(record["by_prompt"])[:items] for record in found])
-        if row != "rloo" and grades.shape[1] == items:  # else it has fewer
-            levels[row] = grades.mean()
-            axis.plot([0, last], [levels[row]] * 2, lw=1, color="0.6", ls="--" if row == "sft" else ":")
+    scores = np.array([record["scores"] for record in ours]).reshape(len(ours), 10, -1).mean(-1)  # (seeds, tenths)
+    last = ours[0]["course"]["episode"][-1]
+    x = last * (np.arange(10) + 0.5) / 10
+    axis.plot(x, scores.T, lw=0.6, alpha=0.5, color="C3")
+    axis.plot(x, scores.mean(0), lw=2, color="C3")
+    modes = ("sampled/correct", "greedy/correct")
+    levels = {row: [np.mean([x[mode][0] for x in found]) for mode in modes] for row, found in records.items()}
     order = sorted(levels, key=levels.get)
-    places = np.array([levels[row] for row in order])
-    low, high = places[0] - 0.03, places[-1] + 0.03
-    apart = 0.075 * (high - low)  # of labels
+    places = np.array([levels[row][0] for row in order])
+    low, high = min(places[0], scores.min()) - 0.02, max(places[-1], scores.max()) + 0.02
+    apart = 0.08 * (high - low)  # of labels
     for _ in range(500):  # push labels that overlap apart
         close = np.maximum(0, apart - np.diff(places)) / 2 + 1e-9
         places[:-1] -= close
         places[1:] += close
     for row, place in zip(order, places):
         style = {"color": "C3", "weight": "bold"} if row == "rloo" else {"color": "0.3"}
-        label = f" {levels[row]:.0%} {titles[row]} ({len(records[row])})"
+        sampled, greedy = levels[row]
+        if row == "sft":
+            axis.axhline(sampled, ls="--", lw=1, color="0.4")
+        axis.plot(last, sampled, "o", ms=5, clip_on=False, color=style["color"])
         axis.annotate(
-            label, (last, levels[row]), (1.03 * last, place), va="center", fontsize=9, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.6, "shrinkA": 0, "shrinkB": 0}, **style,
+            f"{titles[row]}: {sampled:.0%} ({greedy:.0%})", (last, sampled), (1.06 * last, place), va="center",
+            fontsize=9, annotation_clip=False, arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.6}, **style,
         )  # fmt: skip
-    axis.set_ylim(min(low, places[0] - apart), max(high, places[-1] + apart))
+    axis.set(title="SmolLM2-135M, word problems", xlim=(0, last), ylim=(low, high), ylabel="right samples")
     axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.set(title="SmolLM2-135M, word problems", ylabel=f"right greedy answers, {items} test problems", xlim=(0, last))
-    axis.set_xlabel("completions of RLOO\n(n): seeds")
+    axis.set_xlabel("completions of RLOO\nDots: 500 test problems (in brackets: greedy)")
     save(figure, file)
 
 

@@ -9,6 +9,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import answers  # noqa: E402
+import mistakes  # noqa: E402
 import models  # noqa: E402
 import prepare  # noqa: E402
 import runs  # noqa: E402
@@ -21,9 +22,6 @@ MINI = HERE.parent / "mini_gsm8k" / "sft"  # a tiny model
 def problem(number: int, template: int = 1, **changed) -> dict:
     found = {"question": f"What is {number} + 1?", "solution": f"It is 1.\n#### {number}", "answer": str(number)}
     return found | {"template": template} | changed
-
-
-# ---- Problems --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changed", [
@@ -61,9 +59,6 @@ def test_no_problem_is_in_two_splits_and_no_unseen_template_in_another(monkeypat
     assert shots[0]["prompt"].endswith(splits["test"][0]["prompt"])
 
 
-# ---- Grades ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("completion, grade", [
     (" 3 + 4 = 7\n#### 7", 1), ("#### 7.0", 1), ("####7 apples", 1), ([{"role": "assistant", "content": "#### 7"}], 1),
     ("#### 1,007", 0), ("#### 7.5", 0), ("#### -7", 0), ("#### 6 #### 7", 0), ("7", 0), ("#### seven", 0), ("", 0),
@@ -84,7 +79,33 @@ def test_the_majority_is_of_samples_with_a_number():
     assert not any(models.grades_of(["?"], "7").values())
 
 
-# ---- Models ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("completion, kind", [
+    ("35 - 14 = 20\n#### 21", "right"), ("35 - 14 = 20\n#### 20", "arithmetic"),
+    ("20 - 7 = 13, 15 - 1 = 15\n#### 15", "arithmetic"),
+    ("35 + 2 = 37\n#### 37", "set-up"), ("35 - 14 = 21", "form"),
+])  # fmt: skip
+def test_a_mistake_is_one_of_form_of_arithmetic_or_of_the_set_up(completion, kind):
+    assert mistakes.kind(completion, "21") == kind
+
+
+def test_equations_are_found_with_units_and_without_spaces():
+    text = "35 pages x 2/5 = 14 pages. $19 - $7 = $13\n48*0.5=24 and 42 ÷ 18 - 1 = 2"
+    pairs = [("35 * 2 / 5", 14), ("19 - 7", 13), ("48 * 0.5", 24), ("42 / 18 - 1", 2)]
+    assert mistakes.equations(text) == pairs
+
+
+def test_mistakes_are_counted_by_template_and_problems_shown_in_full(tmp_path, capsys):
+    for folder, texts in (("a", ("#### 1", "2")), ("b", ("1 + 1 = 3 #### 3", "#### 2"))):
+        pairs = [(t, texts[t], mode) for t in (0, 1) for mode in ("greedy", "sampled")]
+        lines = [
+            {"mode": m, "prompt": "q?", "completion": x, "columns": {"template": t, "answer": "2"}} for t, x, m in pairs
+        ]
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / "completions.jsonl", lines)
+    mistakes.main(tmp_path / "a", tmp_path / "b", problems=1)
+    shown = capsys.readouterr().out
+    assert "| 0 | 0, 0 | 0, 1 | 1, 0 | 0, 0 |" in shown and "| all | 0, 1 | 0, 1 | 1, 0 | 1, 0 |" in shown
+    assert shown.endswith("q?\n[before: set-up]#### 1\n[after: arithmetic]1 + 1 = 3 #### 3\n")
 
 
 @pytest.fixture
@@ -119,5 +140,5 @@ def test_many_samples_are_graded_and_a_model_has_no_kl_from_itself(small, monkey
     monkeypatch.setattr(answers, "correct", lambda texts, right: drawn.append(texts) or [float(len(texts) > 3)] * 4)
     models.many(small, MINI, reference=MINI, problems=5, k=4)
     (evaluation,), lines = (runs.lines(small / f"{name}.jsonl") for name in ("evaluations", "completions"))
-    assert [line["completions"] for line in lines] == drawn and len(drawn) == 5
+    assert [line["completions"] for line in lines] == drawn and len(drawn) == len(evaluation["right"]) == 5
     assert evaluation["sampled/correct"] == evaluation["pass@16"] == 1 and abs(evaluation["kl"]) < 0.3
