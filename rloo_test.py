@@ -1917,6 +1917,14 @@ def test_a_checkpoint_of_another_batch_size_or_of_another_program_is_refused(who
         run(tiny, output, resume=True)
 
 
+def test_weights_that_an_edit_added_are_not_lost_on_resume_without_a_word(train, tmp_path, monkeypatch):
+    spy(monkeypatch, "load_models", lambda _, models: models[0].add_module("more", torch.nn.Linear(2, 2)) or models)
+    flags = {"output_dir": str(tmp_path / "out"), "total_episodes": 16}
+    train(**flags)
+    with pytest.raises(InputError, match="checkpoint-1: has weights that would not be read, .*more.weight"):
+        train(**flags, resume=True)
+
+
 def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, tiny, tmp_path, monkeypatch):
     output = shutil.copytree(whole, tmp_path / "out")
     collected = spy(monkeypatch, "collect")
