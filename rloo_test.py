@@ -346,13 +346,13 @@ def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_prompt_is_read_once_for_all_its_completions(again, monkeypatch):
+def test_a_prompt_is_read_once_for_all_its_completions(again, tmp_path, monkeypatch):
     """... in two parts of similar lengths, and so are the completions of each part. With --gradient_checkpointing
     layers run again in the backward pass, which changes no number."""
     batch, model, layers, update = random_batch(k=3, B=8, T=16), tiny_model(), [], rloo.Completions.update
     exact = flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model)
-    if again:
-        rloo.recompute_layers(model)
+    args = Args(sft_model_path=save(tmp_path, model), device="cpu", dtype="float32", gradient_checkpointing=again)
+    _, model, _ = rloo.load_models(args, None)
     reads = spy(monkeypatch, "read")
     monkeypatch.setattr(rloo.Completions, "update", lambda *inputs: layers.append(1) or update(*inputs))
     assert torch.equal(flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model), exact)
@@ -772,22 +772,6 @@ def test_rounding_is_not_another_sampler_and_top_p_is_one():
         rloo.check_sampler(torch.cat([gaps, torch.tensor([math.nan])]))
 
 
-def test_group_rows_can_be_cut_out():
-    source = Path(rloo.__file__).read_text()
-    before, after = (source.index(f"# ---- {title}") for title in ("Group layout", "Log-probs"))
-    source = source[:before] + source[after:]
-    source = source.replace('decode if model.layout == "group" else generate', "generate")
-    source = re.sub(r'    if model.layout == "group":\n.*\n', "", source)
-    without = types.ModuleType("rloo")
-    without.__file__ = rloo.__file__
-    exec(compile(source, rloo.__file__, "exec"), vars(without))
-    args, model, examples = Args(response_length=6), tiny_model(layout="plain"), random_batch().examples
-    for module in (rloo, without):
-        rloo.set_seed(1)
-        batch, sampled = module.rollout(args, model, examples, 2, 1.0, [0])
-        assert torch.allclose(sampled, module.completion_logprobs(model, batch, 1.0)[0], atol=1e-5)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name, layout", LAYOUTS)
 def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, layout):
@@ -826,9 +810,6 @@ def test_completions_do_not_depend_on_which_rows_have_left(k, seed, monkeypatch)
     mask = batch.response_mask
     assert torch.equal(tokens[mask], stay[mask]) and not batch.ended.all()
     assert torch.allclose(logprobs[mask], stay_logprobs[mask], atol=1e-5)
-    model.layout = "plain"
-    with torch.no_grad():
-        assert torch.allclose(logprobs[mask], rloo.completion_logprobs(model, batch, 1.0)[0][mask], atol=1e-5)
 
 
 class Graph(TorchDispatchMode):
@@ -992,7 +973,8 @@ def test_one_temperature_in_sampling_and_scoring_and_no_hidden_sampling_settings
 
 
 def test_each_token_has_its_share_of_the_random_numbers_also_one_of_a_long_tail():
-    """10,000 tokens of probability 1e-10, which in float32 would add nothing to the sum of the others."""
+    """10,000 tokens of probability 1e-10, which in float32 would add nothing to the sum of the others. One of
+    probability 0 is never drawn."""
     logits = torch.cat([torch.zeros(1), math.log(1e-10) - torch.linspace(0, 0.1, 10_000)])[None]
     exact = logits.double().softmax(-1).cumsum(-1)[0]
     for token in (0, 1, 2, 5_000, 9_999, 10_000):
@@ -1001,33 +983,24 @@ def test_each_token_has_its_share_of_the_random_numbers_also_one_of_a_long_tail(
         found, logprob = rloo.draw_tokens(logits, 1.0, torch.tensor([[inside]], dtype=torch.double))
         assert abs(found.item() - token) <= 1e-4 * token, (found, token)  # rounding of the probabilities to float32
         assert logprob.item() == pytest.approx(logits[0, token].item(), abs=1e-4)
-
-
-def test_a_token_of_probability_0_is_never_drawn():
-    for n in (4, 20_000):
+    for n, uniform in itertools.product((4, 20_000), (0.0, 0.25, 0.5, 2 / 3, 1 - 2**-53)):
         logits = torch.zeros(3, n)
-        logits[0, [0, -1]] = -math.inf
-        logits[1, : n // 2] = -math.inf
-        logits[2, n // 2 : -1] = -math.inf
-        for uniform in (0.0, 0.25, 0.5, 2 / 3, 1 - 2**-53):
-            _, logprob = rloo.draw_tokens(logits, 1.0, torch.full((3, 1), uniform, dtype=torch.double))
-            assert logprob.isfinite().all()
+        logits[0, [0, -1]] = logits[1, : n // 2] = logits[2, n // 2 : -1] = -math.inf
+        _, logprob = rloo.draw_tokens(logits, 1.0, torch.full((3, 1), uniform, dtype=torch.double))
+        assert logprob.isfinite().all()
 
 
 def test_pad_equal_to_eos_keeps_the_stop_token_and_every_stop_id_counts():
-    """... and the penalty looks for what stops the rollout, not for eos (0)."""
-    ids, real = rloo.pad([[5, 6], [7, 8, 9]], left=True)  # with a token of the row: that of id 0 may be all zeros
-    assert ids.tolist() == [[5, 5, 6], [7, 8, 9]] and real.tolist() == [[False, True, True], [True] * 3]
+    """Padding repeats a token of its row: that of id 0 may have an embedding of zeros, whose norm has no gradient."""
+    ids, real = rloo.pad([[0, 6], [7, 0, 9]], left=True)
+    assert ids.tolist() == [[0, 0, 6], [7, 0, 9]] and real.tolist() == [[False, True, True], [True] * 3]
     responses = torch.tensor([[[5, 0, 0, 0], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 0, 7]]])
-    rows = [{"prompt_ids": [0, 5]}] * 4
-    one, two, other = (rloo.make_batch(rows, responses, stop_ids) for stop_ids in ([0], [0, 9], [9]))
+    one, two = (rloo.make_batch([{"prompt_ids": [0, 5]}] * 4, responses, stop_ids) for stop_ids in ([0], [0, 9]))
     assert one.prompt_mask.all()  # a token of a prompt is never taken for padding
     assert one.response_mask.sum(-1).tolist() == [[2, 1, 4, 3]]
     assert two.response_mask.sum(-1).tolist() == [[2, 1, 4, 2]]
     assert one.ended.tolist() == two.ended.tolist() == [[True, True, False, True]]
     assert two.responses.tolist() == [[[5, 0, 5, 5], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 5, 5]]]
-    rewards = rloo.rewards_of(Args(missing_eos_penalty=2.0), torch.zeros(1, 4), other.ended, torch.zeros(1, 4, 4))
-    assert rewards[..., 0].tolist() == [[-2, -2, -2, 0]]
 
 
 def test_stop_ids_come_from_the_generation_config_and_the_tokenizer():
@@ -1387,26 +1360,18 @@ def test_names_of_functions_must_differ():
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 
 
-def parsed(line: str) -> Args:
-    return tyro.cli(Args, args=line.split(), use_underscores=True)
-
-
 def resolved(line: str) -> Args:
-    return rloo.resolve_args(parsed(line))
-
-
-TRL_1 = (
-    "--num-generations 8 --beta 0.1 --num_iterations 3 --epsilon 0.1 --epsilon_high 0.3 --max_completion_length 99 "
-    "--reward_funcs x.py:f --normalize_advantages"
-)
-SAME = "--rloo_k 8 --kl_coef 0.1 --num_ppo_epochs 3 --cliprange 0.1 --cliprange_high 0.3 --response-length 99 "
-SAME += "--reward_fns x.py:f --normalize_advantage"
+    return rloo.resolve_args(tyro.cli(Args, args=line.split(), use_underscores=True))
 
 
 def test_commands_of_trls_documentation_parse_and_mean_the_same():
     args = resolved("--model_name_or_path x --dataset_name y")
     assert args.sft_model_path == "x" and args.eval_fns == ()
-    assert parsed(TRL_1) == parsed(SAME) != Args()
+    flags = "--rloo_k 8 --kl_coef 0.1 --num_ppo_epochs 3 --cliprange 0.1 --cliprange_high 0.3 --response-length 99 "
+    flags += "--reward_fns x.py:f --normalize_advantage --output_dir x"
+    of_trl_1 = "--num-generations 8 --beta 0.1 --num_iterations 3 --epsilon 0.1 --epsilon_high 0.3 "
+    of_trl_1 += "--max_completion_length 99 --reward_funcs x.py:f --normalize_advantages --output_dir x"
+    assert resolved(of_trl_1) == resolved(flags) != resolved("--output_dir x")
 
 
 def test_defaults_depend_on_what_is_trained(tiny, train):
@@ -1586,39 +1551,35 @@ def test_evaluations_are_first_last_and_evenly_between(train, monkeypatch):
     assert found == [0.5, 0.0, 0.5, 0.5, 0.5, 0.0]
 
 
-def number_of(text: str) -> float:
-    return float(sum(map(ord, text)))
-
-
-def number_of_two(prompts, completions, completion_ids, n, **columns):
-    """None for every second row."""
-    return [number_of(text) if row % 2 else None for text, row in zip(completions, n, strict=True)]
+def sum_of_two(prompts, completions, completion_ids, n, **columns):
+    """The sum of the characters, None for every second row."""
+    return [float(sum(map(ord, text))) if row % 2 else None for text, row in zip(completions, n, strict=True)]
 
 
 def test_what_evaluations_leave_in_files_and_on_the_screen(train, tiny, capsys):
     """Of five prompts; at learning rate 1e-20, so that every evaluation finds the same: all draw the same random
     numbers. A grade that is None is left out of the means. The score is that of training, with its weights."""
-    functions = {"reward_fns": (spec("number_of_two"),), "eval_fns": (spec("count_tokens"),), "reward_weights": (1, 3)}
+    functions = {"reward_fns": (spec("sum_of_two"),), "eval_fns": (spec("count_tokens"),), "reward_weights": (1, 3)}
     flags = {"num_eval_prompts": 5, "num_sample_generations": 1, "total_episodes": 64, "learning_rate": 1e-20}
     _, output = train(**flags, **functions)
     rows = read_metrics(output, "completions")
     held_out = sorted(read_metrics(tiny / "data", "test")[:5], key=lambda row: len(row["prompt"]))
     expected = [(0, "sampled"), (0, "greedy"), (2, "sampled"), (4, "sampled"), (4, "greedy")]
     for row, ((update, mode), of_data) in zip(rows, itertools.product(expected, held_out), strict=True):
-        grades, number = row["grades"], number_of(row["completion"])
+        grades = row["grades"]
         assert {*row} == {"update", "mode", "prompt", "completion", "grades", "columns"}
         assert (row["update"], row["mode"]) == (update, mode)
         assert row["columns"] | {"prompt": row["prompt"]} == of_data
         assert len(row["completion"].split()) in (grades["length"], grades["length"] - 1)
         assert grades["count_tokens"] == grades["length"]
-        assert grades.get("rewards/number_of_two") == (number if of_data["n"] % 2 else None)
-        score = grades["rewards/reward_model"] + 3 * grades.get("rewards/number_of_two", 0)
+        assert [grades.get("rewards/sum_of_two")] == sum_of_two("", [row["completion"]], "", [of_data["n"]])
+        score = grades["rewards/reward_model"] + 3 * grades.get("rewards/sum_of_two", 0)
         assert grades["score"] == pytest.approx(score)
     completions = [row["completion"] for row in rows]
     assert completions[:10] == completions[15:] and completions[:5] == completions[10:15] != completions[5:10]
 
     first, middle, last = read_metrics(output, "evaluations")
-    names = ("length", "count_tokens", "score", "rewards/reward_model", "rewards/number_of_two")
+    names = ("length", "count_tokens", "score", "rewards/reward_model", "rewards/sum_of_two")
     sampled, greedy = (
         {f"{mode}/{name}{end}" for name in names for end in ("", "_stderr", "_count")} for mode in ("sampled", "greedy")
     )
@@ -1697,15 +1658,11 @@ def test_runs_are_logged_and_resumed_ones_continue_their_log(train, tmp_path, mo
         train(track=True)
 
 
-def test_a_reward_function_may_be_anywhere(tmp_path, monkeypatch):
+def test_a_reward_function_may_be_anywhere(tmp_path):
     """... also in a file whose name has a hyphen, or that pickles dataclasses. Two files of one name, and
     a name that is taken, are refused."""
-    monkeypatch.syspath_prepend(tmp_path)
     pickles = "import pickle\nfrom dataclasses import dataclass\n@dataclass\nclass Answer:\n    value: 'float'\n"
     for file, content in {
-        "rewards/__init__.py": "",
-        "rewards/beside.py": "one = 1.0",
-        "rewards/length.py": "from .beside import one\ndef f(**columns): return one",
         "beside_it.py": "two = 2.0",
         "my-rewards.py": "from beside_it import two\ndef f(**columns): return two",
         "other/my-rewards.py": "def f(**columns): return 5.0",
@@ -1714,8 +1671,8 @@ def test_a_reward_function_may_be_anywhere(tmp_path, monkeypatch):
     }.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(content)
-    for source, value in (("rewards.length", 1), (f"{tmp_path}/my-rewards.py", 2), (f"{tmp_path}/pool.py", 4)):
-        assert rloo.load_function(f"{source}:f")() == value
+    for source, value in (("my-rewards.py", 2), ("pool.py", 4)):
+        assert rloo.load_function(f"{tmp_path}/{source}:f")() == value
     for source in ("other/my-rewards.py", "json.py"):
         with pytest.raises(InputError, match=f"{source}:f: .*rename the file"):
             rloo.load_function(f"{tmp_path}/{source}:f")
@@ -1894,18 +1851,6 @@ def test_one_run_at_a_time_writes_to_a_folder(tiny, tmp_path):
     rloo.lock_folder(Args(**flags), tmp_path).close()
 
 
-def test_a_run_resumed_with_other_flags_goes_on_by_them(whole, tiny, tmp_path):
-    output = shutil.copytree(whole, tmp_path / "out")
-    changed = {"total_episodes": 144, "save_steps": 9, "learning_rate": 1e-3, "rloo_k": 4, "seed": 7}
-    run(tiny, output, resume=True, **changed, reward_fns=(spec("count_tokens"),), eval_fns=())
-    assert json.loads((output / "args.json").read_text())["rloo_k"] == 4
-    metrics = read_metrics(output)
-    assert metrics[:6] == read_metrics(whole) and [update["update"] for update in metrics] == [*range(1, 10)]
-    lrs = [1e-3 * (0.5 - 0.5 * math.cos(math.pi * left / 6)) for left in (3, 2, 1)]  # of nine updates, not of three
-    assert [update["lr"] for update in metrics[6:]] == pytest.approx(lrs)
-    assert [x["update"] for x in read_metrics(output, "evaluations")] == [0, 3, 6, 9]
-
-
 def test_a_checkpoint_of_another_batch_size_or_of_another_program_is_refused(whole, tiny, tmp_path):
     output = shutil.copytree(whole, tmp_path / "out")
     with pytest.raises(InputError, match="checkpoint-6: had 16 completions per update"):
@@ -1925,24 +1870,24 @@ def test_weights_that_an_edit_added_are_not_lost_on_resume_without_a_word(train,
         train(**flags, resume=True)
 
 
-def test_a_finished_run_is_not_repeated_and_fewer_episodes_undo_nothing(whole, tiny, tmp_path, monkeypatch):
+def test_a_finished_run_is_not_repeated_goes_on_with_more_episodes_and_loses_nothing_with_fewer(whole, tiny, tmp_path):
     output = shutil.copytree(whole, tmp_path / "out")
-    collected = spy(monkeypatch, "collect")
     for episodes in (96, 16):
         run(tiny, output, resume=True, total_episodes=episodes)
-        assert not collected and end_of(output) == end_of(whole)
+        assert end_of(output) == end_of(whole)
+    run(tiny, output, resume=True, total_episodes=144, learning_rate=1e-3, rloo_k=4, seed=7)
+    metrics = read_metrics(output)
+    assert metrics[:6] == read_metrics(whole) and [update["update"] for update in metrics] == [*range(1, 10)]
+    lrs = [1e-3 * (0.5 - 0.5 * math.cos(math.pi * left / 6)) for left in (3, 2, 1)]  # of nine updates, not of three
+    assert [update["lr"] for update in metrics[6:]] == pytest.approx(lrs)
 
 
 def test_seeds_are_told_apart_not_added_up_and_every_epoch_is_each_prompt_once():
-    """... the run's, the update's and the rank's; in the order of rows the run's and the epoch's."""
-    drawn, rows = set(), [*range(50)]
-    for numbers in itertools.product(range(4), repeat=3):
-        rloo.set_seed(*numbers)
-        drawn |= {torch.rand(1).item(), random.random(), tuple(rloo.examples_of_update(rows, numbers[0], 0, 50))}
-    assert len(drawn) == 2 * 4**3 + 4
-    drawn = [row for begin in range(0, 200, 20) for row in rloo.examples_of_update(rows, 1, begin, 20)]
+    triples = itertools.product(range(4), repeat=3)  # the run's, the update's and the rank's
+    assert len({rloo.set_seed(*numbers) or (random.random(), torch.rand(1).item()) for numbers in triples}) == 4**3
+    drawn = [row for begin in range(0, 200, 20) for row in rloo.examples_of_update([*range(50)], 1, begin, 20)]
     epochs = [drawn[i : i + 50] for i in range(0, 200, 50)]
-    assert all(sorted(epoch) == rows for epoch in epochs) and epochs[0] != epochs[1]
+    assert all(sorted(epoch) == [*range(50)] for epoch in epochs) and epochs[0] != epochs[1]
     assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7  # small datasets cycle
 
 
