@@ -342,15 +342,21 @@ def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
 def test_a_prompt_is_read_once_for_all_its_completions(again, tmp_path, monkeypatch):
     """... in two parts of similar lengths, and so are the completions of each part. With --gradient_checkpointing
     layers run again in the backward pass, which changes no number."""
-    batch, model, layers, update = random_batch(k=3, B=8, T=16), tiny_model(), [], rloo.Completions.update
+    batch, model = random_batch(k=3, B=8, T=16), tiny_model()
     exact = flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model)
     args = Args(sft_model_path=save(tmp_path, model), device="cpu", dtype="float32", gradient_checkpointing=again)
     _, model, _ = rloo.load_models(args, None)
     reads = spy(monkeypatch, "read")
-    monkeypatch.setattr(rloo.Completions, "update", lambda *inputs: layers.append(1) or update(*inputs))
+    layers, read_layers = [], rloo.of_completions
+
+    def counted(*inputs):
+        cache = read_layers(*inputs)
+        return rloo.Cache(lambda *inputs: layers.append(1) or cache.update(*inputs))
+
+    monkeypatch.setattr(rloo, "of_completions", counted)
     assert torch.equal(flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model), exact)
-    rows = [(len(ids), type(cache).__name__) for (_, ids, _, cache), _ in reads]
-    assert rows == 2 * [(4, "Prompts"), (6, "Completions"), (6, "Completions")]
+    rows = [(len(ids), "after a prompt" if real.shape[1] > ids.shape[1] else "") for (_, ids, real, _), _ in reads]
+    assert rows == 2 * [(4, ""), (6, "after a prompt"), (6, "after a prompt")]
     assert len(layers) == 2 * 4 * (1 + again)  # two layers in four reads
     slots = sum(inputs[1].numel() for inputs, _ in reads)
     assert slots < 1.4 * (batch.prompt_mask.sum() + batch.response_mask.sum())
@@ -788,17 +794,14 @@ def decoded(model, batch: Batch, k: int, T: int, stop_ids: list[int], seed: int 
 @pytest.mark.parametrize("k, seed", [(4, 0), (1, 1)])
 def test_completions_do_not_depend_on_which_rows_have_left(k, seed, monkeypatch):
     """They leave when they are half, or when the slots are full."""
-    model, prompts, kept = tiny_model("qwen3", vocab_size=50), random_batch(B=6), []
-    keep = rloo.Decoder.keep
-
-    def noted(decoder, alive, room):
-        kept.append((decoder.room, room, len(alive), int(alive.sum())))
-        keep(decoder, alive, room)
-
-    monkeypatch.setattr(rloo.Decoder, "keep", noted)
+    model, prompts = tiny_model("qwen3", vocab_size=50), random_batch(B=6)
+    masks = spy(monkeypatch, "added")
     tokens, logprobs = decoded(model, prompts, k, 80, [0], seed)
-    assert any(before == room and rows >= 2 * alive for before, room, rows, alive in kept)
-    assert any(before == 64 and room == 80 for before, room, _, _ in kept)
+    sizes = [(len(mask), mask.shape[-1] - prompts.prompt_ids.shape[1]) for (mask, _), _ in masks[1:]]  # of the steps
+    assert any(
+        room == before and 2 * rows <= all_rows for (all_rows, before), (rows, room) in itertools.pairwise(sizes)
+    )
+    assert any(before == 64 and room == 80 for (_, before), (_, room) in itertools.pairwise(sizes))
     stay, stay_logprobs = decoded(model, prompts, k, 80, [99], seed)
     batch = rloo.make_batch(prompts.examples, tokens, [0])
     mask = batch.response_mask

@@ -554,13 +554,16 @@ def test_what_a_run_would_do_with_a_model(name, group, plain):
 
 
 def test_small_mistakes_are_found(monkeypatch):
-    def update(cache, *inputs, **others):
-        keys, values = right(cache, *inputs, **others)
-        return keys, values * 1.0003
+    def wrong_in_steps(update):
+        def changed(key, *inputs, **others):
+            keys, values = update(key, *inputs, **others)
+            return keys, values * (1.0003 if key.shape[2] == 1 else 1.0)
 
-    model, right = check.small_model("llama"), rloo.Slots.update
+        return right(changed)
+
+    model, right = check.small_model("llama"), rloo.Cache
     with monkeypatch.context() as patched:
-        patched.setattr(rloo.Slots, "update", update)
+        patched.setattr(rloo, "Cache", wrong_in_steps)
         found = check.compare(model)
         assert found["group"].startswith("WRONG: sampling") and found["plain"] == "ok"
     monkeypatch.setattr(rloo, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) % 9)
