@@ -378,6 +378,8 @@ def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     assert sorted(len(hidden) for (_, hidden), _ in seen) == sorted(2 * sizes)
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, whole))
     assert (gradient - exact).abs().max() < 1e-5 * exact.abs().max()
+    check(model, batch.examples, T=64)  # compares 256 tokens at once, or more
+    assert max(hidden.shape[:-1].numel() for (_, hidden), _ in seen) == 128
 
 
 def test_tokens_that_the_policy_did_not_write_are_read_but_not_learned_from():
@@ -1052,8 +1054,7 @@ def test_the_saved_model_keeps_its_generation_config_also_one_that_cannot_be_sav
 
 
 def resumed_at(output: Path, update: int, to: Path) -> dict:
-    """Flags that continue a copy of a run at the checkpoint of an update."""
-    shutil.copytree(output, to)
+    shutil.copytree(output, to)  # which is continued at the checkpoint of an update
     for newer in range(update + 1, 10):
         shutil.rmtree(to / f"checkpoint-{newer}", ignore_errors=True)
     return {"output_dir": str(to), "resume": True}
