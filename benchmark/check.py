@@ -142,7 +142,7 @@ def refusal(model, args, examples, stops) -> str:
     """Returns how check_policy or check_sampler would end a run with the model; empty if the run would train it."""
     stage = "refused"
     try:
-        rloo.check_policy(args, model, examples)
+        rloo.check_policy(args, model, pair=examples)
         stage = "ends"
         sampled, sampler_logprobs = rloo.rollout(args, model, examples, MANY, TEMPERATURE, stops)
         logprobs = rloo.logprobs_in_parts(args, model, sampled)

@@ -30,6 +30,8 @@ import rloo
 with mock.patch.dict(vars(rloo)):  # importing an extension replaces functions of rloo.py
     from extensions import correction, grpo
 
+    of_grpo = SimpleNamespace(**vars(rloo))
+
 SEEDS, KS = range(1, 6), (2, 3)  # models, each with rewards of its own; completions per prompt
 B, V, T, BETA = 2, 3, 2, 0.3
 AWAY = 0.5  # nats from the reference of the policies that are not at it
@@ -144,14 +146,14 @@ def estimates(case, index, kl="k1", baseline=True, token_level_kl=False, flags=N
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # to which they round
         rewards = rloo.rewards_of(args, scores, batch.ended, in_reward)
         if flags is not None:
-            functions, args = grpo, grpo.Args(**flags, cliprange_high=0.2)
+            functions, args = of_grpo, grpo.Args(**flags, cliprange_high=0.2)
             centered = grpo.BASELINES[args.baseline]
         advantages = centered(rewards) if baseline else rewards
         advantages = functions.advantages_for_loss(args, advantages, batch.ended, mask)
         if correct:
             advantages = advantages * correction.importance_weight(old, sampled, mask, correct, 2.0, token_level_kl)
         experience = SimpleNamespace(batch=batch, rewards=rewards, advantages=advantages, ref_logprobs=ref)
-        losses, *_ = functions.completion_loss(args, experience, slice(None), new, old, None)
+        losses, *_ = functions.completion_loss(args, experience, slice(None), new, old)
     (slope,) = torch.autograd.grad(losses.sum() / (k * B), new)
     return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[PROMPTS, index])
 

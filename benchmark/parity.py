@@ -130,7 +130,7 @@ def train_rloo(flags: dict) -> dict[str, torch.Tensor]:
         examples = sorted(examples, key=lambda example: example["columns"]["number"])
         responses = [[example["columns"]["given"][lane] for example in examples] for lane in range(k)]
         batch = rloo.make_batch(examples, torch.tensor(responses), stop_ids)
-        return batch, rloo.chunked_logprobs(policy, batch, temperature, args.local_rollout_forward_batch_size)
+        return batch, rloo.logprobs_in_parts(args, policy, batch)
 
     def examples_of_update(examples, seed, begin, count):
         return examples[begin : begin + count]

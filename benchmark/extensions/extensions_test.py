@@ -3,6 +3,7 @@
 python -m pytest -q benchmark/extensions
 """
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -17,12 +18,22 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rloo
 import rloo_test
-from rloo_test import read_metrics, run_flags, save, spy, tiny_model, tiny_tokenizer, without_times
+from rloo_test import (
+    flag_of,
+    random_batch,
+    read_metrics,
+    run_flags,
+    save,
+    spy,
+    tiny_model,
+    tiny_tokenizer,
+    without_times,
+)
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.joinpath("README.md").read_text()
@@ -100,14 +111,26 @@ def test_each_file_runs_with_its_commands(command, tiny, tmp_path, monkeypatch):
 
 
 def test_the_page_lists_every_file_with_what_it_replaces():
-    """A file extends `Args` and those functions whose original it calls."""
+    """A file wraps all else that it changes, and extends `Args`."""
     rows = dict(re.findall(r"(?m)^\| \[(\w+)\.py\]\(\1\.py\) \|([^|]*)\|", PAGE))
     assert rows.keys() == FILES.keys() and all(COMMANDS.values())
     for name in FILES.keys() - {"own_loop", "text_reward"}:
         load(name)
-        changed = {x for x in vars(rloo) if vars(rloo)[x] is not ORIGINAL.get(x)}
-        replaced = {x for x in changed - {"Args"} if not re.search(rf"found\.{x}\b", FILES[name])}
+        changed = {x for x in ORIGINAL if vars(rloo)[x] is not ORIGINAL[x]}
+        replaced = {x for x in changed - {"Args"} if not isinstance(vars(rloo)[x], functools.partial)}
         assert changed and {*re.findall(r"`(\w+)`", rows[name])} == replaced, name
+
+
+def not_together() -> list[tuple[str, str]]:
+    """Returns pairs of files of which the page says that they do not work together."""
+    rows = re.findall(r"(?m)^\| \[(\w+)\.py\].*\|([^|]*)\|$", PAGE)
+    return [(name, other) for name, others in rows for other in re.findall(r"(\w+)\.py", others)]
+
+
+@pytest.mark.parametrize("names", [*not_together(), ("turns", "vllm_rollout"), ("entropy", "grpo")], ids=" ".join)
+def test_a_file_that_would_drop_another_ones_function_is_refused(names):
+    with pytest.raises(rloo.InputError, match="two files replace"):
+        load(*names)
 
 
 def test_every_function_of_the_page_s_table_is_called_if_it_is_replaced(run, tmp_path, monkeypatch):
@@ -196,13 +219,14 @@ def test_grpo_equals_the_loops(ratio, baseline, loss_mean):
     flags = {"baseline": baseline, "loss_mean": loss_mean, "ratio": ratio, "unbiased_kl": unbiased, "kl_coef": 0.3}
     flags |= {"cliprange_high": 0.25, "mask_truncated_completions": True, "drop_equal_groups": True, "device": "cpu"}
     args = rloo.resolve_args(rloo.Args(**flags))
+    rloo.check_args(args)
     rewards = rloo.rewards_of(args, scores, ended, torch.rand(3, 4, 5))  # the KL is not in the reward
     advantages = rloo.advantages_for_loss(args, rloo.advantage(rewards), ended, mask)
     experience = experience_of(mask, ended, scores=scores, ref_logprobs=ref, rewards=rewards, advantages=advantages)
     prompts = torch.tensor([2, 0, 1])
     index = slice(1, 3), prompts
     ours, theirs = new.clone().requires_grad_(), new.clone().requires_grad_()
-    losses, log_ratio, clipped = rloo.completion_loss(args, experience, index, ours[index], old[index], None)
+    losses, log_ratio, clipped = rloo.completion_loss(args, experience, index, ours[index], old[index])
 
     out = [(0, 1), (2, 2), (0, 3), (1, 3), (2, 3)]
     counted = sum(int(mask[j, b].sum()) for j, b in itertools.product(range(3), range(4)) if (j, b) not in out)
@@ -242,7 +266,7 @@ def test_advantages_equal_the_loops():
     rewards[0, 3] = math.nan
     found = {}
     for name in ("none", "raft", "maxrl"):
-        rloo.resolve_args(rloo.Args(advantages=name, device="cpu"))
+        rloo.check_args(rloo.resolve_args(rloo.Args(advantages=name, device="cpu")))
         found[name] = rloo.advantage(rewards)
         assert found[name][0, 3].isnan()
     for b in range(7):
@@ -254,6 +278,8 @@ def test_advantages_equal_the_loops():
             assert found[name][scored, b, 0].tolist() == pytest.approx(expected, abs=1e-6)
     with pytest.raises(rloo.InputError, match="rewards must be 0 or 1"):
         rloo.advantage(torch.tensor([[[0.5]], [[1.0]]]))
+    with pytest.raises(rloo.InputError, match="raft: not with --token_level_kl"):
+        rloo.check_args(rloo.resolve_args(rloo.Args(advantages="raft", token_level_kl=True, device="cpu")))
 
 
 # ---- entropy.py, correction.py and truncate.py -----------------------------------------------------------------------
@@ -276,6 +302,11 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy_and_raises_it(run):
     assert first["loss/policy_avg"] == pytest.approx(expected, rel=1e-4)
     (some,), *_ = run("entropy", **flags, entropy_coef=0.03, mask_truncated_completions=True)
     assert 0.9 * expected < some["loss/policy_avg"] < 0  # less, without those of truncated completions
+    flags["reward_fns"] = flag_of(half=lambda completions, **_: [0.0, None] * (len(completions) // 2))
+    (half,), _, experience = run("entropy", **flags, entropy_coef=0.03)
+    entropies = -0.03 * half["policy/entropy_avg"] * experience.batch.policy_mask.sum(-1)
+    expected = entropies.where(~experience.scores.isnan(), 0.0).mean().item()  # as many nats in each token
+    assert half["loss/policy_avg"] == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("kind, correction", [("completion", "truncate"), ("token", "mask"), ("grpo", "mask")])
@@ -286,7 +317,7 @@ def test_a_mismatch_is_corrected_and_logged(kind, correction, run):
 
     def noisy(*inputs):
         batch, logprobs = ORIGINAL["rollout"](*inputs)
-        return batch, (logprobs - off * noise) * batch.response_mask
+        return batch, (logprobs - off * noise[:, : len(batch.examples)]) * batch.response_mask
 
     flags = {"kl_coef": 0.3, "token_level_kl": kind == "token", "rollout_correction": correction}
     module = load(*(["grpo", "correction"] if kind == "grpo" else ["correction"]))
@@ -330,7 +361,7 @@ def test_log_probs_of_the_sampler_and_the_policy_are_those_of_the_kept_tokens(la
     torch.manual_seed(1)
     batch, sampled = rloo.rollout(args, policy, [{"prompt_ids": ids} for ids in PROMPTS], 4, args.temperature, [0])
     trained, _ = rloo.completion_logprobs(policy, batch, args.temperature)
-    full = rloo.chunked_logprobs(reference, batch, args.temperature, 64)
+    full = rloo.logprobs_in_parts(args, reference, batch)
     for row, ids in enumerate(batch.completion_ids()):
         j, b = divmod(row, len(PROMPTS))
         logits = policy(torch.tensor([PROMPTS[b] + ids])).logits[0, len(PROMPTS[b]) - 1 :].detach() / 0.8
@@ -363,12 +394,19 @@ def with_a_tool(*inputs):
 
 def test_the_critics_loss_and_steps(tiny):
     """Advantages are GAE of the critic's values over the policy's tokens; its loss is the clipped square, and its steps
-    have a rate and a norm of their own. One completion has no score."""
+    have a rate of their own and a norm in common. One completion has no score."""
     value = load("value")
     rloo.rollout = with_a_tool
     flags = {"value_model_path": f"{tiny}/reward", "value_learning_rate": 0.25, "learning_rate": 1e-3, "kl_coef": 0.3}
-    flags |= {"max_grad_norm": 1e-3, "gamma": 0.9, "lam": 0.7, "value_cliprange": 0.05}
+    flags |= {
+        "reward_model_path": f"{tiny}/reward",
+        "max_grad_norm": 1e-3,
+        "gamma": 0.9,
+        "lam": 0.7,
+        "value_cliprange": 0.05,
+    }
     args, master, policy, reference = models_of(tiny, **flags, rloo_k=2, per_device_train_batch_size=4)
+    rloo.load_reward_model(args, tiny_tokenizer(), [{"prompt_ids": ids} for ids in PROMPTS[:2]])
     optimizer = rloo.make_optimizer(args, master)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.25]
     examples = [{"prompt_ids": ids} for ids in PROMPTS[:2]]
@@ -389,7 +427,7 @@ def test_the_critics_loss_and_steps(tiny):
     torch.nn.init.normal_(value.critic.score.weight, std=0.3)
     index = slice(0, 2), torch.tensor([1, 0])
     zeros = torch.zeros(2, 2, batch.responses.shape[-1])
-    losses, *_ = rloo.completion_loss(args, experience, index, zeros, zeros, zeros)
+    losses, *_ = rloo.completion_loss(args, experience, index, zeros, zeros)
     now, old, returns = (x[index] for x in (value.values_of(batch), V, V + A))
     plain, limited = (now - returns) ** 2, (old + (now - old).clamp(-0.05, 0.05) - returns) ** 2
     assert (limited > plain).any() and (limited < plain).any()
@@ -397,10 +435,18 @@ def test_the_critics_loss_and_steps(tiny):
     squares = (torch.maximum(plain, limited) * scored[index]).sum(-1)
     assert torch.allclose(losses, squares / 2 - A[index].sum(-1), atol=1e-3)
     rloo.improve(args, policy, master, optimizer, experience)
-    for model in (master, value.critic):
-        moments = [optimizer.state[weight]["exp_avg"] for weight in model.parameters()]
-        norm = sum(x.square().sum() for x in moments).sqrt().item()
-        assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first moment is a tenth of the gradient
+    weights = [*master.parameters(), *value.critic.parameters()]
+    norm = sum(optimizer.state[weight]["exp_avg"].square().sum() for weight in weights).sqrt().item()
+    assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first moment is a tenth of the gradient
+
+
+def test_a_critic_is_checked_like_a_reward_model(run, tmp_path):
+    save(tmp_path, tiny_model(classifier=True), tiny_tokenizer(words={word: i for i, word in enumerate("mlkji", 3)}))
+    with pytest.raises(rloo.InputError, match="another tokenizer"):
+        run("value", value_model_path=str(tmp_path))
+    save(tmp_path, tiny_model("mistral", classifier=True), tiny_tokenizer())  # has a window
+    with pytest.raises(rloo.InputError, match="results differ"):
+        run("value", value_model_path=str(tmp_path), response_length=12)
 
 
 def resumed_and_whole(run, folder, *files, **flags):
@@ -497,6 +543,30 @@ def test_what_a_resumed_run_in_bfloat16_leaves_is_merged_at_their_own_update(run
             expected = (expected.float() + 2 * (B @ A)).bfloat16()
             assert not torch.equal(expected, base[name].bfloat16())
         assert torch.equal(weight, expected), name
+    flags |= {"output_dir": again, "resume": True, "lora_alpha": 6}
+    with pytest.raises(rloo.InputError, match="no adapters of this policy .its --lora_rank is 3"):
+        run("lora", **flags, lora_rank=4)
+    del saved["base_model.model.gpt_neox.layers.1.attention.dense.lora_A.weight"]
+    save_file(saved, again / "checkpoint-2" / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(rloo.InputError, match="only one of them has .*layers.1.attention.dense.lora_A"):
+        run("lora", **flags, lora_rank=3)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_adapters_that_prompts_and_completions_use_have_the_gradient_of_plain_rows(dtype, tolerance, tiny):
+    """In group rows a weight is used in several forward passes, whose gradients are summed in backward."""
+    load("lora")
+    gradients = []
+    for layout in ("group", "plain"):
+        _, _, policy, _ = models_of(tiny, layout=layout, dtype=dtype, kl_coef=0.0)
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        logprobs, _ = rloo.completion_logprobs(policy, random_batch(max_prompt=20), 1.0)
+        logprobs.sum().backward()
+        gradients.append(torch.cat([x.grad.flatten() for x in policy.parameters() if x.requires_grad]))
+    found, expected = gradients
+    assert found.dtype == torch.float32 and (found - expected).norm() < tolerance * expected.norm()
 
 
 # ---- turns.py --------------------------------------------------------------------------------------------------------
@@ -517,7 +587,7 @@ def exchange(tiny, writes, answer, prompts=("a",), k=1, **flags):
         return batch, logprobs.where(batch.policy_mask, 0.0)
 
     turns = load("turns")
-    turns.found.rollout = one_turn
+    rloo.rollout = functools.partial(turns.rollout, one_turn)
     args, model, *_ = models_of(tiny, **{"tool": f"{__file__}:tool", "tool_mark": "m", "kl_coef": 0.0} | flags)
     _, mark, tokenizer = turns.tool
     turns.tool = lambda text: [asked.append(text), answer(text)][1], mark, tokenizer
@@ -573,15 +643,16 @@ def test_rules_of_turns(rule, tiny):
     assert texts == [text] and len(asked) == number and batch.ended.item() == ended
 
 
-def test_a_run_with_turns_has_the_sampler_of_its_policy_and_learns_from_its_tokens_alone(run):
+def test_a_run_with_turns_has_the_sampler_of_its_policy_and_learns_from_its_tokens_alone(run, monkeypatch):
     """Log-probs of the sampler, over prompts with answers in them, are those of training: val/rollout_kl is 0."""
+    load("turns")
+    checked = spy(monkeypatch, "check_model")
     flags = {"tool": f"{__file__}:tool", "tool_mark": "m", "kl_coef": 0.1}
-    (metrics,), _, experience = run("turns", **flags, response_length=24)
+    (metrics,), _, experience = run(**flags, response_length=24)
     assert abs(metrics["val/rollout_kl"]) < 1e-5 and metrics["grad_norm"] > 0.1
     batch = experience.batch
     assert (batch.response_mask & ~batch.policy_mask).sum() > 8 and batch.responses.shape[-1] <= 24
-    with pytest.raises(rloo.InputError, match="positions; the longest prompt and completion need"):
-        run(**flags, response_length=100)  # a turn may continue for 100 more
+    assert checked[0][0][0].response_length == 48  # a turn may continue for 24 more
     with pytest.raises(rloo.InputError, match="must be one token, is 2"):
         run(**flags | {"tool_mark": "m m"})
 
@@ -599,7 +670,7 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, folder, **settings):
-        assert settings["max_model_len"] == 99 + 2 * 12 and settings["dtype"] == "float32"
+        assert settings["max_model_len"] >= 99 + 2 * 12 and settings["dtype"] == "float32"
         assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
         assert "RANK" not in os.environ and "MASTER_PORT" not in os.environ and os.environ["HF_HUB_OFFLINE"] == "1"
         self.weights, self.stale = 1, False
@@ -616,7 +687,7 @@ class LLM:
         found = []
         for prompt, sampling in zip(prompts, params, strict=True):
             options = sampling.options
-            assert 0 in options["stop_token_ids"] and options["ignore_eos"] and options["max_tokens"] <= 12
+            assert options["ignore_eos"] and min(options["stop_token_ids"]) >= 0 and options["max_tokens"] <= 24
             ids = [3 + sum(prompt["prompt_token_ids"]) % 11, self.weights, 3 + sampling.seed % 11, 0]
             steps = [{token: SimpleNamespace(logprob=-1.0 - i)} for i, token in enumerate(ids)]
             found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=steps)]))
@@ -635,8 +706,10 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     importlib.import_module("benchmark.extensions.turns")
     flags = {"response_length": 12, "max_prompt_length": 99, "tool": f"{__file__}:tool", "tool_mark": "m"}
     metrics, *_ = run(**flags, total_episodes=32, num_eval_prompts=2)
-    assert [inputs[4] for inputs, _ in rollouts] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures
-    for weights, (_, (batch, logprobs)) in enumerate(rollouts, 1):
+    checks = sum(-1 in inputs[5] for inputs, _ in rollouts)  # by check_policy, without a stop token
+    rollouts = rollouts[checks:]
+    assert checks and [inputs[4] for inputs, _ in rollouts] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures
+    for weights, (_, (batch, logprobs)) in enumerate(rollouts, checks + 1):
         k, B, T = batch.responses.shape
         first = [3 + sum(example["prompt_ids"]) % 11 for example in batch.examples]
         assert batch.responses[..., 0].tolist() == [first] * k and len(set(first)) > 1
@@ -669,7 +742,7 @@ def test_vllm_samples_from_the_newest_weights():
     for _ in range(2):
         examples = [{"prompt_ids": ids} for ids in PROMPTS]
         batch, logprobs = vllm_rollout.rollout(args, model, examples, 2, 0.8, [0])
-        own = rloo.chunked_logprobs(model, batch, 0.8, 64)
+        own = rloo.logprobs_in_parts(args, model, batch)
         assert torch.allclose(own, logprobs, atol=1e-4) and len({tuple(ids) for ids in batch.completion_ids()}) > 3
         for weight in model.parameters():
             weight.data *= 1.01
@@ -690,8 +763,11 @@ def test_scores_of_texts_are_those_of_each_text_alone(chat, template, dtype, tmp
     save(tmp_path, model, tokenizer)
     monkeypatch.setenv("TEXT_REWARD_MODEL", str(tmp_path))
     prompts, completions = ["b c d e ", "f ", "g h " * 20, "i j "], ["k l", "", "a b", "c"]
-    given = [[{"role": "user", "content": prompt}] for prompt in prompts] if chat else prompts
-    scores = load("text_reward").text_reward(given, completions, None)
+    given = prompts, completions
+    if chat:
+        roles = ("user", "assistant")
+        given = ([[{"role": role, "content": text}] for text in texts] for role, texts in zip(roles, given))
+    scores = load("text_reward").text_reward(*given, None)
     for prompt, text, score in zip(prompts, completions, scores, strict=True):
         ids = tokenizer(f"u {prompt} a {text} " if chat else f"{prompt}{text} <eos>")["input_ids"]
         last = model.base_model(torch.tensor([ids[-24:]]))[0][0, -1]

@@ -24,7 +24,7 @@ tokenizer = AutoTokenizer.from_pretrained(path)
 texts = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
 examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in texts]
 master, policy, reference = rloo.load_models(args, resumed=None)
-rloo.check_policy(args, policy, examples)  # is what this file computes what the model computes?
+rloo.check_policy(args, policy, pair=examples)  # is what this file computes what the model computes?
 optimizer = rloo.make_optimizer(args, master)
 stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
 rewards = {"brevity": lambda batch: -batch.response_mask.sum(-1).float()}  # of a Batch: scores (k, B)

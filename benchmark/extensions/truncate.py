@@ -17,6 +17,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
+draw_from_all = rloo.draw_tokens
 limits = {}  # set by check_policy
 
 
@@ -26,10 +27,10 @@ class Args(rloo.Args):
     top_k: int = 0  # 0: keep all tokens
 
 
-def check_policy(found, args, *inputs):
+def check_policy(found, args, model, pair):
     """Sets the limits after `check_policy`, which compares the log-probs of the whole distribution."""
     limits.update(top_p=1.0, top_k=0)
-    found(args, *inputs)
+    found(args, model, pair)
     limits.update(top_p=args.top_p, top_k=args.top_k)
 
 
@@ -39,8 +40,8 @@ def left_out(logits):
     return TopPLogitsWarper(limits["top_p"])(None, kept).isneginf()
 
 
-def draw_tokens(found, logits, temperature, uniform):
-    return found(logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform)
+def draw_tokens(logits, temperature, uniform):
+    return draw_from_all(logits.masked_fill(left_out(logits / (temperature or 1.0)), -torch.inf), temperature, uniform)
 
 
 def block_logprobs(model, hidden, tokens, temperature):
@@ -53,8 +54,8 @@ def block_logprobs(model, hidden, tokens, temperature):
 
 
 rloo.Args = Args
-rloo.replace(block_logprobs=block_logprobs)
-rloo.wrap(check_policy=check_policy, draw_tokens=draw_tokens)
+rloo.replace(draw_tokens=draw_tokens, block_logprobs=block_logprobs)
+rloo.wrap(check_policy=check_policy)
 
 if __name__ == "__main__":
     rloo.command_line()

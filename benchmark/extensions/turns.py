@@ -47,10 +47,10 @@ def load_models(found, args, resumed):
     return found(args, resumed)
 
 
-def check_policy(found, args, *inputs):
+def check_policy(found, args, model, pair):
     """`check_policy` with rows of 2 T tokens. All exchanges of a turn get as many tokens as the shortest one needs to
     have T, so one that has T may be continued by as many more, which are dropped. It also calls the tool."""
-    found(replace(args, response_length=2 * args.response_length), *inputs)
+    found(replace(args, response_length=2 * args.response_length), model, pair)
 
 
 @torch.no_grad()

@@ -38,19 +38,19 @@ def check_args(found, args):
     found(args)
 
 
-def load_reward_model(found, args, tokenizer, examples):
+def load_reward_model(found, args, tokenizer, pair):
     """Also loads the critic, in float32. It is checked like a reward model, which it begins as."""
     global critic
     path = args.value_model_path or args.sft_model_path
     as_reward = replace(args, reward_model_path=path, dtype="float32")
-    critic = found(as_reward, tokenizer, examples)["rewards/reward_model"].args[0]
+    critic = found(as_reward, tokenizer, pair)["rewards/reward_model"].args[0]
     if not args.value_model_path:
         print(f"{path}: the critic begins as the policy, with a head of 0")
         torch.nn.init.zeros_(critic.score.weight)
     if resumed := args.resume and next(iter(rloo.checkpoints(Path(args.output_dir))), None):
         critic.load_state_dict(torch.load(resumed / "critic.pt", map_location="cpu", weights_only=True))
     critic.requires_grad_(True)
-    return found(args, tokenizer, examples)
+    return found(args, tokenizer, pair)
 
 
 def save_policy(found, folder, master, tokenizer):

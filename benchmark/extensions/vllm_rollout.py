@@ -45,7 +45,8 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     longest = min(positions, args.max_prompt_length + 2 * T)
     settings = FIXED | SETTINGS[model.device.type] | {"max_model_len": longest}
     settings |= {"dtype": str(model.dtype).removeprefix("torch.")}
-    options = OPTIONS | {"temperature": temperature, "max_tokens": T, "stop_token_ids": stop_ids}
+    options = OPTIONS | {"temperature": temperature, "max_tokens": T}
+    options["stop_token_ids"] = [number for number in stop_ids if number >= 0]  # -1, in check_policy, is no token
     prompts = [example["prompt_ids"] for example in examples for _ in range(k)]
     seeds = torch.randint(2**48, (len(prompts),)).tolist()  # they follow from --seed and the update
     with tempfile.TemporaryDirectory(prefix="rloo-vllm-") as folder:
@@ -59,6 +60,10 @@ def rollout(args, model, examples, k, temperature, stop_ids):
 
     batch = rloo.make_batch(examples, padded(tokens), stop_ids)
     return batch, padded(logprobs)
+
+
+def draw_tokens(*inputs):
+    raise NotImplementedError("vLLM draws the tokens")  # so another file cannot change how they are drawn
 
 
 def write_weights(model, folder):
@@ -109,7 +114,7 @@ def serve(pipe: Connection):
         pipe.send((tokens, [[of_step[token].logprob for token, of_step in step] for step in steps]))
 
 
-rloo.replace(rollout=rollout)
+rloo.replace(rollout=rollout, draw_tokens=draw_tokens)
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     with suppress(EOFError, BrokenPipeError):  # rloo.py has ended

@@ -61,15 +61,21 @@ def final_answer(text: str) -> Fraction | None:
     return (numbers(held.rpartition("=")[2]) or [None])[0]
 
 
+def text_of(completion) -> str:
+    """Returns the text of a completion, which for a chat is a list with a message."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
 def correctness(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
     """Returns 1 if the completion has the answer of the row, 0 if not, and None if the row has no answer."""
     wanted = [None if x is None else final_answer(str(x)) for x in answer]
-    return [None if right is None else float(final_answer(text) == right) for text, right in zip(completions, wanted)]
+    found = [final_answer(text_of(completion)) for completion in completions]
+    return [None if right is None else float(answer == right) for answer, right in zip(found, wanted)]
 
 
 def format(prompts, completions, completion_ids, **columns) -> list[float]:
     """Returns 1 if a completion has the format that SYSTEM asks for: steps, then one `####`, then only a number."""
-    texts = [text.rpartition("</think>")[2].strip() for text in completions]
+    texts = [text_of(completion).rpartition("</think>")[2].strip() for completion in completions]
     return [
         float(text.count("####") == 1 and not text.startswith("####") and ENDING.search(text) is not None)
         for text in texts

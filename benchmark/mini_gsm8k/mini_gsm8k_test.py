@@ -20,7 +20,10 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+
 
 
 def correct(text: str, answer) -> float | None:
-    return gsm8k_reward.correctness([None], [text], [[0]], answer=[answer], id=[7])[0]
+    chat = [{"role": "assistant", "content": text}]
+    found, of_chat = gsm8k_reward.correctness([None] * 2, [text, chat], [[0]] * 2, answer=[answer] * 2, id=[7] * 2)
+    assert found == of_chat
+    return found
 
 
 @pytest.mark.parametrize("text, number", [
@@ -76,7 +79,7 @@ def test_the_shipped_miniature_is_what_the_builder_writes(tmp_path, monkeypatch)
         {str(path.relative_to(folder)) for path in folder.rglob("*.json*")} for folder in (tmp_path, HERE)
     )
     assert built == shipped and (tmp_path / "sft" / "model.safetensors").exists()
-    rows = {split: rloo.load_rows(str(HERE), split) for split in ("train", "validation", "test")}
+    rows = {split: [*rloo.load_rows(str(HERE), split).values()] for split in ("train", "validation", "test")}
     for row in itertools.chain(*rows.values()):  # computations: ("3 + 4", "7 - 2")
         row["key"] = tuple(re.findall(r"(\d+ [-+*] \d+) =", row["answer"]))
         assert len(row["key"]) == row["steps"] in (1, 2, 3)
@@ -119,5 +122,5 @@ def test_the_real_problems_are_prepared_as_the_page_says(tmp_path):
     (tmp_path / "gsm8k").mkdir()
     subprocess.run([sys.executable, "-"], input=script, text=True, cwd=tmp_path, check=True)
     for split in ("train", "test"):
-        (row,) = rloo.load_rows(str(tmp_path / "gsm8k"), split)
+        (row,) = rloo.load_rows(str(tmp_path / "gsm8k"), split).values()
         assert row["prompt"] == gsm8k_reward.chat(split + "?") and correct("It is 1203.", row["answer"]) == 1.0

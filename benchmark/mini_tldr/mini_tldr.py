@@ -217,6 +217,7 @@ def optimize(name, model, total, make_chunk, length_of, loss_fn, lr, rng, batch_
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
     model.train()
+    model.layout = "plain"  # for functions of rloo.py
     batches = []
     for _ in tqdm(range(steps), desc=name, mininterval=10):
         if not batches:

@@ -52,7 +52,7 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path, monkeypatch):
         assert model.config.vocab_size == len(tokenizer) and tokenizer.pad_token == "[PAD]" != tokenizer.eos_token
         config = json.loads((tmp_path / part / "tokenizer_config.json").read_text())
         assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows no other name
-    rows = {split: rloo.load_rows(str(tmp_path), split) for split in ("train", "validation", "test")}
+    rows = {split: [*rloo.load_rows(str(tmp_path), split).values()] for split in ("train", "validation", "test")}
     facts = [{tuple(row["facts"].values()) for row in split} for split in rows.values()]
     assert not any(one & other for one, other in itertools.combinations(facts, 2))
     own = [row["completion"] for row in rows["test"]]
@@ -67,7 +67,7 @@ def test_the_bundled_task_can_be_rebuilt(tmp_path, monkeypatch):
 
 def test_the_shipped_reward_model_agrees_with_the_judge_on_samples_of_the_policy():
     agree = []
-    for _, grades in study.samples_of_sft(rloo.load_rows(str(HERE), "test")[:64], 2, 0.7):
-        gold, score = (grades[name][0] - grades[name][1] for name in ("gold_judge", "reward_model"))
+    for _, grades in study.samples_of_sft([*rloo.load_rows(str(HERE), "test").values()][:64], 2, 0.7):
+        gold, score = (grades[name][0] - grades[name][1] for name in ("gold_judge", "rewards/reward_model"))
         agree += (gold * score > 0)[gold != 0].tolist()
     assert len(agree) > 40 and np.mean(agree) > 0.75

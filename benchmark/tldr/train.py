@@ -11,14 +11,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-rewards_of = rloo.rewards_of
+
+def rewards_of(found, args, scores, ended, kl):
+    return found(args, scores.where(ended, -1.0), ended, kl)
 
 
-def rewards_of_ended(args, scores, ended, kl):
-    return rewards_of(args, scores.where(ended, -1.0), ended, kl)
-
-
-rloo.rewards_of = rewards_of_ended
+rloo.wrap(rewards_of=rewards_of)
 
 if __name__ == "__main__":
     rloo.command_line()
