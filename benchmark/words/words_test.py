@@ -86,7 +86,8 @@ def test_the_majority_is_of_samples_with_a_number():
 
 
 @pytest.mark.parametrize("completion, kind", [
-    ("35 - 14 = 20\n#### 21", "right"), ("35 - 14 = 20\n#### 20", "arithmetic"), ("20 - 7 = 13, 15 - 1 = 15\n#### 15", "arithmetic"),
+    ("35 - 14 = 20\n#### 21", "right"), ("35 - 14 = 20\n#### 20", "arithmetic"),
+    ("20 - 7 = 13, 15 - 1 = 15\n#### 15", "arithmetic"),
     ("35 + 2 = 37\n#### 37", "set-up"), ("35 - 14 = 21", "form"),
 ])  # fmt: skip
 def test_a_mistake_is_one_of_form_of_arithmetic_or_of_the_set_up(completion, kind):
