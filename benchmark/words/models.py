@@ -4,7 +4,7 @@
     python benchmark/words/models.py sft --source runs/sft --split train --steps 100 --output_dir runs/on_train
     python benchmark/words/models.py many --source runs/sft --output_dir runs/sft_many
 
-The commands of the study's rows are in ../study.py. SFT is plain PyTorch and takes nothing from rloo.py.
+The commands of the study's rows are in ../study.py. SFT is plain PyTorch.
 """
 
 import json
@@ -34,9 +34,6 @@ T = 72  # --response_length of the study
 
 def rows_of(split: str) -> list[dict]:
     return runs.lines(PREPARED / f"{split}.jsonl")
-
-
-# ---- SFT -------------------------------------------------------------------------------------------------------------
 
 
 def sft(
@@ -76,7 +73,7 @@ def sft(
         print(json.dumps(updates[-1]), flush=True)
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
-    write_lines(output_dir / "metrics.jsonl", updates)
+    rloo.append(output_dir / "metrics.jsonl", updates)
 
 
 def loss_of(model, batch: list[tuple[list[int], list[int]]]) -> torch.Tensor:
@@ -92,9 +89,6 @@ def loss_of(model, batch: list[tuple[list[int], list[int]]]) -> torch.Tensor:
         hidden = model.model(ids, attention_mask=real).last_hidden_state
         logits = model.lm_head(hidden[:, :-1][learned[:, 1:]])  # of the tokens before those that are learned
     return F.cross_entropy(logits.float(), ids[learned])
-
-
-# ---- Many samples of each problem ------------------------------------------------------------------------------------
 
 
 def many(
@@ -124,11 +118,11 @@ def many(
         values = [grade[name] for grade in grades]
         evaluation[name] = float(np.mean(values))
         evaluation[f"{name}_stderr"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
-    write_lines(output_dir / "evaluations.jsonl", [evaluation])
+    output_dir.mkdir(parents=True, exist_ok=True)
+    rloo.append(output_dir / "evaluations.jsonl", [evaluation])
     label = {"update": 0, "mode": "greedy", "grades": {}}  # without grades: other rows have other problems
     lines = [label | {"completions": x, "columns": e["columns"]} for x, e in zip(samples, examples, strict=True)]
-    write_lines(output_dir / "completions.jsonl", lines)
-    write_lines(output_dir / "metrics.jsonl", [])
+    rloo.append(output_dir / "completions.jsonl", lines)
 
 
 def grades_of(texts: list[str], answer: str) -> dict[str, float]:
@@ -138,11 +132,6 @@ def grades_of(texts: list[str], answer: str) -> dict[str, float]:
     right = answers.correct(texts, [answer] * len(texts))
     majority = bool(votes) and votes.most_common(1)[0][0] == float(answer)
     return {"greedy/correct": float(majority), "sampled/correct": float(np.mean(right)), "pass@16": max(right)}
-
-
-def write_lines(file: Path, objects: list[dict]):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in objects), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,6 @@ SPLITS = {"test": 600, "validation": 300, "sft": 500}  # train: all others
 SHOTS = 3  # solved problems before a prompt in the split three_shot: the first ones of sft
 
 
-# ---- Problems --------------------------------------------------------------------------------------------------------
-
-
 def prompt_of(question: str) -> str:
     return f"Question: {question}\nAnswer:"
 
@@ -86,9 +83,6 @@ def write_problems(folder: Path):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"{folder}/{name}.jsonl: {len(rows):,} problems, {len({row['template'] for row in rows})} templates")
-
-
-# ---- Model -----------------------------------------------------------------------------------------------------------
 
 
 def write_model(folder: Path):

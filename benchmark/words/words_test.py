@@ -24,9 +24,6 @@ def problem(number: int, template: int = 1, **changed) -> dict:
     return found | {"template": template} | changed
 
 
-# ---- Problems --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changed", [
     {"question": "What is 7 + 1?"},  # as another
     {"question": "Why? " * 61}, {"solution": "So. " * 42 + "#### 8"},  # too long
@@ -60,9 +57,6 @@ def test_no_problem_is_in_two_splits_and_no_unseen_template_in_another(monkeypat
     first = splits["sft"][0]
     assert shots[0]["prompt"].startswith(f"{first['prompt']} {first['solution']}\n\n")
     assert shots[0]["prompt"].endswith(splits["test"][0]["prompt"])
-
-
-# ---- Grades ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("completion, grade", [
@@ -112,9 +106,6 @@ def test_mistakes_are_counted_by_template_and_problems_shown_in_full(tmp_path, c
     shown = capsys.readouterr().out
     assert "| 0 | 0, 0 | 0, 1 | 1, 0 | 0, 0 |" in shown and "| all | 0, 1 | 0, 1 | 1, 0 | 1, 0 |" in shown
     assert shown.endswith("q?\n[before: set-up]#### 1\n[after: arithmetic]1 + 1 = 3 #### 3\n")
-
-
-# ---- Models ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
