@@ -82,29 +82,32 @@ def trainers(titles: dict[str, str], records: dict[str, list[dict]], file: Path)
     save(figure, file)
 
 
-def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path, beside: list[dict] | None = None):
+def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
+    """Draws wins of the default run of mini TL;DR over its episodes."""
+    figure, ((axis,),) = canvas(1, 1)
+    mean = course(axis, records["default"], "episode", "sampled/gold_win_rate", color="C3")
+    axis.legend(axis.lines[-2:], [f"after RLOO: {mean[-1]:.0%}", f"before RLOO: {mean[0]:.0%}"], fontsize=11)
+    episodes = f"episodes (completions). Thin: {len(records['default'])} seeds; thick: their mean"
+    axis.set(title="0.86M parameters, 500 held-out posts", xlabel=episodes, ylim=(0, None))
+    save(figure, file)
+
+
+def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     """Draws the share of right samples over the completions of the row rloo of the study words, on training problems,
-    each of which is met once, before it is learned from. At the right edge are all rows' samples of test problems.
-    beside: records of mini TL;DR, whose wins are drawn on the left."""
-    figure, (axes,) = canvas(1, 2, width_ratios=(1, 1.25)) if beside else canvas(1, 1)
-    left, axis = axes[0], axes[-1]
-    if beside:
-        mean = course(left, beside, "episode", "sampled/gold_win_rate", color="C3")
-        left.legend(left.lines[-2:], [f"after RLOO: {mean[-1]:.0%}", f"before RLOO: {mean[0]:.0%}"], fontsize=11)
-        episodes = f"episodes (completions)\nThin: {len(beside)} seeds; thick: their mean"
-        left.set(title="0.86M parameters, 500 held-out posts", xlabel=episodes, ylim=(0, None))
+    each of which is met once, before it is learned from. At the right edge are all rows' samples of test problems."""
+    figure, ((axis,),) = canvas(1, 1, height=3.8)
     ours = records["rloo"]
     scores = np.array([record["scores"] for record in ours]).reshape(len(ours), 10, -1).mean(-1)  # (seeds, tenths)
     last = ours[0]["course"]["episode"][-1]
     x = last * (np.arange(10) + 0.5) / 10
     axis.plot(x, scores.T, lw=0.6, alpha=0.5, color="C3")
-    axis.plot(x, scores.mean(0), lw=2, color="C3")
+    axis.plot(x, scores.mean(0), lw=2, color="C3", label=f"RLOO ({len(ours)}), problems met for the first time")
     modes = ("sampled/correct", "greedy/correct")
     levels = {row: [np.mean([x[mode][0] for x in found]) for mode in modes] for row, found in records.items()}
     order = sorted(levels, key=levels.get)
     places = np.array([levels[row][0] for row in order])
     low, high = min(places[0], scores.min()) - 0.02, max(places[-1], scores.max()) + 0.02
-    apart = 0.08 * (high - low)  # of labels
+    apart = 0.07 * (high - low)  # of labels
     for _ in range(500):  # push labels that overlap apart
         close = np.maximum(0, apart - np.diff(places)) / 2 + 1e-9
         places[:-1] -= close
@@ -113,15 +116,17 @@ def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path,
         style = {"color": "C3", "weight": "bold"} if row == "rloo" else {"color": "0.3"}
         sampled, greedy = levels[row]
         if row == "sft":
-            axis.axhline(sampled, ls="--", lw=1, color="0.4")
+            axis.axhline(sampled, ls="--", lw=1, color="0.4", label="before RLOO, test problems")
         axis.plot(last, sampled, "o", ms=5, clip_on=False, color=style["color"])
+        line = {"arrowstyle": "-", "color": "0.7", "lw": 0.6, "relpos": (0, 0.5), "shrinkA": 0}
+        label = f"{titles[row]}: {sampled:.0%} (greedy {greedy:.0%})"
         axis.annotate(
-            f"{titles[row]}: {sampled:.0%} ({greedy:.0%})", (last, sampled), (1.06 * last, place), va="center",
-            fontsize=9, annotation_clip=False, arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.6}, **style,
-        )  # fmt: skip
-    axis.set(title="SmolLM2-135M, word problems", xlim=(0, last), ylim=(low, high), ylabel="right samples")
+            label, (last, sampled), (1.06 * last, place), va="center", fontsize=9, arrowprops=line, **style
+        ).set_annotation_clip(False)
+    axis.set(title="SmolLM2-135M learns word problems from their answers", xlim=(0, last), ylim=(low, high))
     axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.set_xlabel("completions of RLOO\nDots: 500 test problems (in brackets: greedy)")
+    axis.set(xlabel="completions. Dots: samples of 500 test problems", ylabel="right samples (temperature 1)")
+    axis.legend(loc="best", fontsize=9)
     save(figure, file)
 
 

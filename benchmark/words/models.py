@@ -79,14 +79,13 @@ def sft(
 def loss_of(model, batch: list[tuple[list[int], list[int]]]) -> torch.Tensor:
     """Returns the mean of -log π over all target tokens of a batch."""
     ids = torch.zeros(len(batch), max(len(prompt + target) for prompt, target in batch), dtype=torch.long)
-    real, learned = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    learned = torch.zeros_like(ids, dtype=torch.bool)
     for row, (prompt, target) in enumerate(batch):
         end = len(prompt + target)
         ids[row, :end] = torch.tensor(prompt + target)
-        real[row, :end] = 1
         learned[row, len(prompt) : end] = True
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(ids, attention_mask=real).last_hidden_state
+        hidden = model.model(ids).last_hidden_state  # no token attends to the padding behind it
         logits = model.lm_head(hidden[:, :-1][learned[:, 1:]])  # of the tokens before those that are learned
     return F.cross_entropy(logits.float(), ids[learned])
 

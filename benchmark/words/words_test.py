@@ -118,11 +118,14 @@ def small(tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("target", ["solution", "answer"])
-def test_sft_learns_the_target(small, target):
+@pytest.mark.parametrize("target, text", [("solution", " 2 + 2 is\n#### 4"), ("answer", " #### 4")])
+def test_sft_learns_the_target(small, target, text):
     models.sft(small, MINI, target=target, steps=40, batch_size=6, learning_rate=3e-3)
     losses = [update["loss"] for update in runs.lines(small / "metrics.jsonl")]
     assert len(losses) == 40 and losses[-1] < losses[0] / 5
+    tokenizer = models.transformers.AutoTokenizer.from_pretrained(small)
+    item = tokenizer("What is 2 + 2?")["input_ids"], [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    assert models.loss_of(models.transformers.AutoModelForCausalLM.from_pretrained(small), [item]) < 0.5
 
 
 def test_the_loss_is_of_the_target_alone_whatever_else_is_in_the_batch():
@@ -136,9 +139,14 @@ def test_the_loss_is_of_the_target_alone_whatever_else_is_in_the_batch():
 
 
 def test_many_samples_are_graded_and_a_model_has_no_kl_from_itself(small, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(answers, "correct", lambda texts, right: drawn.append(texts) or [float(len(texts) > 3)] * 4)
-    models.many(small, MINI, reference=MINI, problems=5, k=4)
+    """... each of them by the answer to its own problem."""
+
+    def texts(batch, tokenizer):
+        return [x["columns"]["answer"] for x in batch.examples] * 63 + ["#### 2"] * len(batch.examples)
+
+    monkeypatch.setattr(models.rloo, "completion_texts", texts)
+    models.many(small, MINI, reference=MINI, problems=5, k=64)  # two problems in a pass
     (evaluation,), lines = (runs.lines(small / f"{name}.jsonl") for name in ("evaluations", "completions"))
-    assert [line["completions"] for line in lines] == drawn and len(drawn) == len(evaluation["right"]) == 5
-    assert evaluation["sampled/correct"] == evaluation["pass@16"] == 1 and abs(evaluation["kl"]) < 0.3
+    assert [line["completions"] for line in lines] == [[f"{2 * n}"] * 63 + ["#### 2"] for n in range(5)]
+    assert evaluation["right"] == [0, 1, 0, 0, 0] and abs(evaluation["kl"]) < 0.3
+    assert [evaluation[name] for name in ("sampled/correct", "pass@16", "greedy/correct")] == [1 / 320, 0.2, 0.2]
