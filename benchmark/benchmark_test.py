@@ -14,7 +14,6 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from urllib.parse import parse_qs
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "mini_tldr"), str(Path(__file__).parents[1])]
 import check  # noqa: E402
@@ -547,7 +546,7 @@ def test_completions_that_should_end_do_with_the_probability_asked_for(tmp_path,
 
 @pytest.mark.parametrize("name, group, plain", [
     ("llama", "ok", "ok"), ("qwen3", "ok", "ok"), ("gpt_neox", "ok", "ok"), ("falcon", "ok", "ok"),
-    ("gemma2", "ok", "ok"), ("cpmant", "error", "refused"), ("mamba", "error", "ok"), ("lfm2", "error", "ok"),
+    ("gemma2", "ok", "ok"), ("trocr", "refused", "refused"), ("mamba", "error", "ok"), ("lfm2", "error", "ok"),
 ])  # fmt: skip
 def test_what_a_run_would_do_with_a_model(name, group, plain):
     found = check.compare(check.small_model(name))
@@ -555,13 +554,16 @@ def test_what_a_run_would_do_with_a_model(name, group, plain):
 
 
 def test_small_mistakes_are_found(monkeypatch):
-    def update(cache, *inputs, **others):
-        keys, values = right(cache, *inputs, **others)
-        return keys, values * 1.0003
+    def wrong_in_steps(update):
+        def changed(key, *inputs, **others):
+            keys, values = update(key, *inputs, **others)
+            return keys, values * (1.0003 if key.shape[2] == 1 else 1.0)
 
-    model, right = check.small_model("llama"), rloo.Slots.update
+        return right(changed)
+
+    model, right = check.small_model("llama"), rloo.Cache
     with monkeypatch.context() as patched:
-        patched.setattr(rloo.Slots, "update", update)
+        patched.setattr(rloo, "Cache", wrong_in_steps)
         found = check.compare(model)
         assert found["group"].startswith("WRONG: sampling") and found["plain"] == "ok"
     monkeypatch.setattr(rloo, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) % 9)
@@ -640,14 +642,6 @@ def test_rloo_py_trains_on_the_completions_given_to_both_sides(tmp_path, monkeyp
     assert parity.distance(weights, other) > 1e-3
     again = parity.train_rloo({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4})
     assert parity.distance(again, weights) < parity.AGREE * parity.distance(start, weights)
-
-
-def test_the_query_of_openrlbenchmark_names_metrics_and_flags_of_a_run():
-    (query,) = re.findall(r"--filters '\?(.*?)'", (HERE / "trl.md").read_text())
-    words = parse_qs(query)
-    logged = {"episode", *(HERE / "metrics.md").read_text().split("`")}
-    assert set(words["metrics"] + words["xaxis"]) <= logged and len(words["metrics"]) == 14
-    assert {*words["ceik"], *words["cen"]} <= vars(rloo.Args()).keys()
 
 
 # ---- put_back.py -----------------------------------------------------------------------------------------------------

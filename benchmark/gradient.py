@@ -1,7 +1,6 @@
 """Is each option's gradient right, and how noisy? Exactly, for language models so tiny that all updates can be listed.
 
-    python benchmark/gradient.py                       # prints the table: 15 seconds
-    python benchmark/gradient.py --picture plot.png    # draws it too; needs matplotlib
+    python benchmark/gradient.py    # prints the table: 15 seconds
 
 The policy has a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15 parameters: a row of logits per
 prompt and one per previous token. An update is 2 prompts with k completions each. Its estimate g comes from the
@@ -16,14 +15,12 @@ noise  variance of g / (part of E g along g*)², relative to rloo.py's defaults;
 import itertools
 import math
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import runs
 import torch
-import tyro
 
 import rloo
 
@@ -172,35 +169,8 @@ def bias_turn_noise(case, k: int, option: dict) -> tuple[float, float, float]:
     return ((mean - case.exact).norm() / case.exact.norm()).item(), turn, noise
 
 
-def spread(values):
-    """Returns the least, the median and the largest of the numbers in the last dimension."""
-    return np.nanquantile(values, [0, 0.5, 1], axis=-1)
-
-
-def draw(bias, noise, policies, file: Path):
-    """Draws bias and noise of every option, (options, policies, cases): range and median over all cases."""
-    import plot
-
-    figure, (panels,) = plot.canvas(1, 2, height=6, sharey=True)
-    for right, values in enumerate((bias, noise)):
-        for number, policy in enumerate(policies):
-            least, middle, most = spread(values[:, number])
-            places = np.arange(len(OPTIONS)) + 0.32 * number - 0.16
-            style = {"color": ("tab:blue", "tab:orange")[number]}
-            panels[right].hlines(places, least, most, **style, lw=2, label=f"policy {policy}")
-            panels[right].plot(middle, places, "o", **style, ms=5)
-        panels[right].axvline(right, color="black", lw=0.8)
-    panels[0].set(xlabel="bias: |E g - g*| / |g*|", yticks=range(len(OPTIONS)), yticklabels=list(OPTIONS))
-    panels[0].invert_yaxis()
-    panels[1].set(xscale="log", xlabel="noise: variance of g\n/ (part of E g along g*)²,\nrelative to the defaults")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    title = "Gradient estimates on a tiny language model. g: estimate from one update; E g: its mean over"
-    figure.suptitle(f"{title}\nall updates; g*: true gradient. Line: range over all cases; point: median")
-    plot.save(figure, file)
-
-
-def main(picture: Path | None = None):
-    """Prints bias and noise of every option, over all cases; draws them into `picture`."""
+def main():
+    """Prints bias, turn and noise of every option, medians over all cases."""
     policies = {"at the reference": list(cases(away=False)), f"{AWAY} nats away": list(cases(away=True))}
     found = [
         [[bias_turn_noise(case, k, option) for case in some for k in KS] for some in policies.values()]
@@ -218,10 +188,8 @@ def main(picture: Path | None = None):
         note = f" ({against} of {noise.shape[-1]} left out)" if against else ""
         rows.append([name, *("0" if x < 1e-7 else f"{x:.2g}" for x in cells), f"{median_noise:.2f}{note}"])
     print(runs.markdown(rows))
-    if picture:
-        draw(bias, noise, policies, picture)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    tyro.cli(main)
+    main()

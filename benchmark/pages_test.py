@@ -154,8 +154,8 @@ def test_each_number_of_a_table_of_results_is_printed_from_records(path):
 @pytest.mark.parametrize("path", RESULTS)
 def test_each_section_with_measured_numbers_has_a_command_or_a_record(path):
     for section in re.split(r"(?m)^#+ ", (HERE / path).read_text(encoding="utf-8"))[1:]:
-        measured = re.search(r"\d%| ± |\d s\b|\d times|\bGiB|\[[-+−]\d", section)
-        named = re.search(r"python benchmark/|records/|\.md#|" + OF_A_COMMIT, section)
+        measured = re.search(r"\d\.\d%| ± |\d s\b|\d times|\bGiB|\[[-+−]\d", section)
+        named = re.search(r"python benchmark/|commands? above|records/|\.md#|" + OF_A_COMMIT, section)
         assert named or not measured or section.splitlines()[0] in SETTINGS, f"{path}: {section.splitlines()[0]}"
 
 

@@ -48,7 +48,8 @@ def load_reward_model(found, args, tokenizer, pair):
         print(f"{path}: the critic begins as the policy, with a head of 0")
         torch.nn.init.zeros_(critic.score.weight)
     if resumed := args.resume and next(iter(rloo.checkpoints(Path(args.output_dir))), None):
-        critic.load_state_dict(torch.load(resumed / "critic.pt", map_location="cpu", weights_only=True))
+        with rloo.explained(f"{resumed}: has no critic of this shape"):
+            critic.load_state_dict(torch.load(resumed / "critic.pt", map_location="cpu", weights_only=True))
     critic.requires_grad_(True)
     return found(args, tokenizer, pair)
 
