@@ -687,7 +687,7 @@ class LLM:
         found = []
         for prompt, sampling in zip(prompts, params, strict=True):
             options = sampling.options
-            assert options["ignore_eos"] and min(options["stop_token_ids"]) >= 0 and options["max_tokens"] <= 24
+            assert options["ignore_eos"] and options["stop_token_ids"] and options["max_tokens"] <= 24
             ids = [3 + sum(prompt["prompt_token_ids"]) % 11, self.weights, 3 + sampling.seed % 11, 0]
             steps = [{token: SimpleNamespace(logprob=-1.0 - i)} for i, token in enumerate(ids)]
             found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=steps)]))
@@ -706,7 +706,7 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     importlib.import_module("benchmark.extensions.turns")
     flags = {"response_length": 12, "max_prompt_length": 99, "tool": f"{__file__}:tool", "tool_mark": "m"}
     metrics, *_ = run(**flags, total_episodes=32, num_eval_prompts=2)
-    checks = sum(-1 in inputs[5] for inputs, _ in rollouts)  # by check_policy, without a stop token
+    checks = sum(0 not in inputs[5] for inputs, _ in rollouts)  # by check_policy, without a stop token
     rollouts = rollouts[checks:]
     assert checks and [inputs[4] for inputs, _ in rollouts] == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0]  # temperatures
     for weights, (_, (batch, logprobs)) in enumerate(rollouts, checks + 1):

@@ -45,8 +45,7 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     longest = min(positions, args.max_prompt_length + 2 * T)
     settings = FIXED | SETTINGS[model.device.type] | {"max_model_len": longest}
     settings |= {"dtype": str(model.dtype).removeprefix("torch.")}
-    options = OPTIONS | {"temperature": temperature, "max_tokens": T}
-    options["stop_token_ids"] = [number for number in stop_ids if number >= 0]  # -1, in check_policy, is no token
+    options = OPTIONS | {"temperature": temperature, "max_tokens": T, "stop_token_ids": stop_ids}
     prompts = [example["prompt_ids"] for example in examples for _ in range(k)]
     seeds = torch.randint(2**48, (len(prompts),)).tolist()  # they follow from --seed and the update
     with tempfile.TemporaryDirectory(prefix="rloo-vllm-") as folder:
