@@ -140,7 +140,7 @@ def test_commands_of_studies_are_scripts_and_flags_that_exist(name, row):
             tyro.cli(rloo.Args, args=words[2:], use_underscores=True)
 
 
-PAGES = {"mini": "study.md", "peers": "study.md", "trl": "trl.md", "fooled": "study.md"}
+PAGES = {"mini": "study.md", "peers": "study.md", "trl": "trl.md", "fooled": "study.md", "words": "words/README.md"}
 
 
 @pytest.mark.parametrize("name, page", PAGES.items())
