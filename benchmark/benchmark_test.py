@@ -145,7 +145,8 @@ PAGES = {
     "trl": "trl.md",
     "fooled": "study.md",
     "gsm8k": "mini_gsm8k/README.md",
-, "words": "words/README.md"}
+    "words": "words/README.md",
+}
 
 
 @pytest.mark.parametrize("name, page", PAGES.items())
