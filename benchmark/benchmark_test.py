@@ -145,6 +145,7 @@ PAGES = {
     "trl": "trl.md",
     "fooled": "study.md",
     "gsm8k": "mini_gsm8k/README.md",
+    "words": "words/README.md",
 }
 
 
