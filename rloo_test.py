@@ -900,6 +900,13 @@ def test_first_update_of_a_batch_has_ratio_exactly_one(train, dtype, layout, mon
     assert [model.dtype for _, model in loads] == [torch.float32] + [in_dtype] * others
 
 
+def test_the_rollouts_kl_is_positive_where_the_sampler_is_the_surer(train, monkeypatch):
+    monkeypatch.setattr(rloo, "check_policy", lambda *_, **__: None)
+    spy(monkeypatch, "rollout", lambda _, found: (found[0], (found[1] + 0.005) * found[0].policy_mask))
+    metrics, _ = train(total_episodes=16, num_eval_prompts=0)
+    assert metrics[0]["val/rollout_kl"] == pytest.approx(0.005, abs=1e-4)
+
+
 def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path):
     args = Args(sft_model_path=save(tmp_path, tiny_model()), dtype="bfloat16", device="cpu", kl_coef=0.0)
     master, policy, _ = rloo.load_models(args, None)
