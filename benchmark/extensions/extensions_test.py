@@ -445,7 +445,7 @@ def test_a_critic_is_checked_like_a_reward_model(run, tmp_path):
     with pytest.raises(rloo.InputError, match="another tokenizer"):
         run("value", value_model_path=str(tmp_path))
     save(tmp_path, tiny_model("mistral", classifier=True), tiny_tokenizer())  # has a window
-    with pytest.raises(rloo.InputError, match="results differ"):
+    with pytest.raises(rloo.InputError, match="differ by"):
         run("value", value_model_path=str(tmp_path), response_length=12)
 
 

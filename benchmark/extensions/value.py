@@ -98,9 +98,7 @@ def collect(found, args, *inputs):
     mask = experience.in_loss = batch.policy_mask & ~scores.isnan()
     last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
     rewards = scores.where(last, 0.0) - args.kl_coef * kl  # (k, B, T)
-    k, B, _ = kl.shape
-    parts = rloo.micro_batches(k, torch.arange(B), args.local_rollout_forward_batch_size)
-    experience.values = rloo.in_parts(values_of, batch, parts)
+    experience.values = rloo.in_parts(values_of, batch, args.local_rollout_forward_batch_size)
     advantages = gae(rewards, experience.values, mask, args.gamma, args.lam)
     experience.returns = advantages + experience.values
     experience.advantages = rloo.advantages_for_loss(args, advantages, batch.ended, mask)
