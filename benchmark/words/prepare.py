@@ -23,7 +23,7 @@ LARGEST = 100  # number in a question or solution
 A_TEMPLATE = 240  # problems of one template, at most
 TOO_FEW = 100  # a template with fewer problems is left out
 UNSEEN = 5  # templates that are in the split `unseen` alone
-SPLITS = {"test": 600, "validation": 300, "sft": 500}  # train: all others
+SPLITS = {"test": 600, "validation": 300, "sft": 100}  # train: all others
 SHOTS = 3  # solved problems before a prompt in the split three_shot: the first ones of sft
 
 
