@@ -1203,11 +1203,11 @@ def test_a_hub_name_goes_to_the_datasets_package(monkeypatch, tmp_path):
 @pytest.mark.parametrize("chat", [False, True])
 def test_reward_functions_see_the_completions_of_a_prompt_one_after_the_other(chat):
     """... with prompts, texts, ids and columns in the same order, as in TRL 1.x, so that it can compare siblings; for
-    chats prompts and completions are messages. A column named like one of these arguments does not take its place."""
+    chats prompts and completions are messages."""
     batch, calls = random_batch(), []
     for i, row in enumerate(batch.examples):
         prompt = [{"role": "user", "content": f"prompt {i}"}] if chat else f"prompt {i}"
-        row.update(prompt=prompt, columns={"answer": i, "completions": "of the data", "completion_ids": [1]})
+        row.update(prompt=prompt, columns={"answer": i})
 
     def reward(**given):
         calls.append(given)
@@ -1891,10 +1891,13 @@ def test_a_finished_run_is_not_repeated_goes_on_with_more_episodes_and_loses_not
 def test_seeds_are_told_apart_not_added_up_and_every_epoch_is_each_prompt_once():
     triples = itertools.product(range(4), repeat=3)  # the run's, the update's and the rank's
     assert len({rloo.set_seed(*numbers) or (random.random(), torch.rand(1).item()) for numbers in triples}) == 4**3
-    drawn = [row for begin in range(0, 200, 20) for row in rloo.examples_of_update([*range(50)], 1, begin, 20)]
-    epochs = [drawn[i : i + 50] for i in range(0, 200, 50)]
-    assert all(sorted(epoch) == [*range(50)] for epoch in epochs) and epochs[0] != epochs[1]
-    assert len(rloo.examples_of_update([1, 2], 1, 0, 7)) == 7  # small datasets cycle
+    examples = [{"prompt_ids": [0] * length} for length in range(1, 51)]
+    drawn = [rloo.examples_of_update(examples, 1, begin, 10) for begin in range(0, 200, 10)]
+    updates = [[len(example["prompt_ids"]) for example in update] for update in drawn]
+    assert all(lengths == sorted(lengths) for lengths in updates)
+    epochs = [updates[i : i + 5] for i in range(0, 20, 5)]
+    assert all(sorted(sum(epoch, [])) == [*range(1, 51)] for epoch in epochs) and epochs[0] != epochs[1]
+    assert len(rloo.examples_of_update(examples[:2], 1, 0, 7)) == 7  # small datasets cycle
 
 
 # ---- More than one process -------------------------------------------------------------------------------------------
