@@ -156,8 +156,8 @@ def printed(word: str, **names):
 
 
 def test_code_that_the_pages_print(run):
-    printed("nanmedian")
-    assert rloo.advantage(torch.tensor([3.0, 1.0, 0.0]).view(3, 1, 1)).flatten().tolist() == [2.0, 0.0, -1.0]
+    printed("nanmean")
+    assert rloo.advantage(torch.tensor([[3.0, 1.0], [2.0, 6.0]])).tolist() == [[0.0, -2.0], [-1.0, 3.0]]
     assert run()[0][0]["grad_norm"] > 0
     printed("from benchmark.extensions import")
     (metrics,), output, experience = run(lora_rank=2)
