@@ -346,18 +346,15 @@ def test_a_prompt_is_read_once_for_all_its_completions(again, tmp_path, monkeypa
     exact = flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model)
     args = Args(sft_model_path=save(tmp_path, model), device="cpu", dtype="float32", gradient_checkpointing=again)
     _, model, _ = rloo.load_models(args, None)
-    reads = spy(monkeypatch, "read")
-    layers, read_layers = [], rloo.of_completions
-
-    def counted(*inputs):
-        cache = read_layers(*inputs)
-        return rloo.Cache(lambda *inputs: layers.append(1) or cache.update(*inputs))
-
-    monkeypatch.setattr(rloo, "of_completions", counted)
+    reads = spy(monkeypatch, "read_rows")
+    layers, update = [], rloo.Cache.update
+    monkeypatch.setattr(
+        rloo.Cache, "update", lambda cache, *inputs: layers.append(cache.prompts) or update(cache, *inputs)
+    )
     assert torch.equal(flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model), exact)
     rows = [(len(ids), "after a prompt" if real.shape[1] > ids.shape[1] else "") for (_, ids, real, _), _ in reads]
     assert rows == 2 * [(4, ""), (6, "after a prompt"), (6, "after a prompt")]
-    assert len(layers) == 2 * 4 * (1 + again)  # two layers in four reads
+    assert sum(prompts is not None for prompts in layers) == 2 * 4 * (1 + again)  # two layers in four reads
     slots = sum(inputs[1].numel() for inputs, _ in reads)
     assert slots < 1.4 * (batch.prompt_mask.sum() + batch.response_mask.sum())
 
@@ -797,7 +794,7 @@ def decoded(model, batch: Batch, k: int, T: int, stop_ids: list[int], seed: int 
 def test_completions_do_not_depend_on_which_rows_have_left(k, seed, monkeypatch):
     """They leave when they are half, or when the slots are full."""
     model, prompts = tiny_model("qwen3", vocab_size=50), random_batch(B=6)
-    masks = spy(monkeypatch, "added")
+    masks = spy(monkeypatch, "mask_bias")
     tokens, logprobs = decoded(model, prompts, k, 80, [0], seed)
     sizes = [(len(mask), mask.shape[-1] - prompts.prompt_ids.shape[1]) for (mask, _), _ in masks[1:]]  # of the steps
     assert any(
@@ -1765,7 +1762,8 @@ INTERRUPTED = {  # starts of one run: a function, its call, what happens there, 
     "a reward": ("scores_of", 4, ERROR, [1]),
     "a full disk at a checkpoint": ("torch.save", 1, FULL, [2]),
     "SIGTERM in a reward": ("scores_of", 1, signal.SIGTERM, [2]),
-    "Ctrl-C in an update": ("policy_loss", 1, signal.SIGINT, [3]),
+    "Ctrl-C before the first step of an update": ("policy_loss", 1, signal.SIGINT, [2]),
+    "Ctrl-C between two steps": ("policy_loss", 2, signal.SIGINT, [3]),
     "an evaluation's reward": ("scores_of", 1, ERROR, [3]),
     "a grader in an evaluation": ("count_tokens", 1, ERROR, [3]),
     "between the files of an evaluation": ("append", 2, FULL, [3]),
@@ -1886,6 +1884,11 @@ def test_a_finished_run_is_not_repeated_goes_on_with_more_episodes_and_loses_not
     assert metrics[:6] == read_metrics(whole) and [update["update"] for update in metrics] == [*range(1, 10)]
     lrs = [1e-3 * (0.5 - 0.5 * math.cos(math.pi * left / 6)) for left in (3, 2, 1)]  # of nine updates, not of three
     assert [update["lr"] for update in metrics[6:]] == pytest.approx(lrs)
+    for folder in rloo.checkpoints(output):  # to make room
+        shutil.rmtree(folder)
+    with pytest.raises(InputError, match="no checkpoint to continue from"):
+        run(tiny, output, resume=True)
+    assert read_metrics(output) == metrics
 
 
 def test_seeds_are_told_apart_not_added_up_and_every_epoch_is_each_prompt_once():

@@ -660,7 +660,7 @@ def test_a_run_with_turns_has_the_sampler_of_its_policy_and_learns_from_its_toke
 # ---- vllm_rollout.py: without vLLM, a stand-in takes its place in its process ----------------------------------------
 
 STAND_IN = '''
-"""A completion: a sum of its prompt, the number of weights so far, a part of its seed, and a stop token."""
+"""A completion: a sum of its prompt, the number of weights so far, a part of its seed, and 0, if it is a stop token."""
 import os
 from types import SimpleNamespace
 
@@ -688,7 +688,8 @@ class LLM:
         for prompt, sampling in zip(prompts, params, strict=True):
             options = sampling.options
             assert options["ignore_eos"] and options["stop_token_ids"] and options["max_tokens"] <= 24
-            ids = [3 + sum(prompt["prompt_token_ids"]) % 11, self.weights, 3 + sampling.seed % 11, 0]
+            ids = [3 + sum(prompt["prompt_token_ids"]) % 11, self.weights, 3 + sampling.seed % 11]
+            ids += [0] if 0 in options["stop_token_ids"] else [4] * (options["max_tokens"] - 3)
             steps = [{token: SimpleNamespace(logprob=-1.0 - i)} for i, token in enumerate(ids)]
             found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=steps)]))
         return found

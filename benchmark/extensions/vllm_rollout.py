@@ -44,7 +44,7 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
     longest = min(positions, args.max_prompt_length + 2 * T)
     settings = FIXED | SETTINGS[model.device.type] | {"max_model_len": longest}
-    settings |= {"dtype": str(model.dtype).removeprefix("torch.")}
+    settings |= {"dtype": args.dtype}
     options = OPTIONS | {"temperature": temperature, "max_tokens": T, "stop_token_ids": stop_ids}
     prompts = [example["prompt_ids"] for example in examples for _ in range(k)]
     seeds = torch.randint(2**48, (len(prompts),)).tolist()  # they follow from --seed and the update
@@ -52,6 +52,8 @@ def rollout(args, model, examples, k, temperature, stop_ids):
         write_weights(model, folder)
         pipe.send((folder, settings, [*zip(prompts, seeds, strict=True)], options))
         tokens, logprobs = pipe.recv()  # lists of B·k lists. EOFError: vLLM's process has ended, with a message above
+    whole = all(len(ids) == T or ids[-1] in stop_ids for ids in tokens)
+    rloo.require(whole, "vLLM cut a completion off: prompt and completion do not fit into its max_model_len")
 
     def padded(lists):
         rows = [numbers + [0] * (T - len(numbers)) for numbers in lists]
@@ -59,6 +61,12 @@ def rollout(args, model, examples, k, temperature, stop_ids):
 
     batch = rloo.make_batch(examples, padded(tokens), stop_ids)
     return batch, padded(logprobs)
+
+
+def check_policy(found, args, model, pair):
+    """Checks the policy, from which vLLM samples; a master has another dtype."""
+    if model.dtype == getattr(torch, args.dtype):
+        found(args, model, pair)
 
 
 def draw_tokens(*inputs):
@@ -114,6 +122,7 @@ def serve(pipe: Connection):
 
 
 rloo.replace(rollout=rollout, draw_tokens=draw_tokens)
+rloo.wrap(check_policy=check_policy)
 
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     with suppress(EOFError, BrokenPipeError):  # rloo.py has ended
