@@ -20,6 +20,7 @@ import check  # noqa: E402
 import gradient  # noqa: E402
 import mini_tldr  # noqa: E402
 import numpy as np  # noqa: E402
+import on_gpu  # noqa: E402
 import parity  # noqa: E402
 import plot  # noqa: E402
 import put_back  # noqa: E402
@@ -649,6 +650,29 @@ def test_rloo_py_trains_on_the_completions_given_to_both_sides(tmp_path, monkeyp
     assert parity.distance(weights, other) > 1e-3
     again = parity.train_rloo({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4})
     assert parity.distance(again, weights) < parity.AGREE * parity.distance(start, weights)
+
+
+# ---- on_gpu.py -------------------------------------------------------------------------------------------------------
+
+
+def test_each_part_for_a_gpu_ends_by_itself_or_at_its_limit(tmp_path, monkeypatch, capsys):
+    parts = {"a": [30, "-c", "print('{trl1}')"], "b": [0.5, "-c", "import time; time.sleep(60)"]}
+    monkeypatch.setattr(on_gpu, "PARTS", parts)
+    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    on_gpu.main(trl1="its python")
+    assert re.findall(r"status (-?\d+)", capsys.readouterr().out) == ["0", "-15"]
+    assert (tmp_path / "gpu" / "a.txt").read_text() == "its python\n"
+
+
+def test_the_time_of_a_token_is_measured_for_few_and_for_many_completions(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "graph", torch.cuda.graph)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    on_gpu.steps(sizes=sizes, vocabulary=32, T=4, device="cpu")
+    assert re.findall(r"(\d+) completions: [\d.]+ ms a token, 0% recording", capsys.readouterr().out) == [
+        "64",
+        "64",
+        "256",
+    ]
 
 
 # ---- put_back.py -----------------------------------------------------------------------------------------------------
