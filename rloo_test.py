@@ -359,6 +359,17 @@ def test_a_prompt_is_read_once_for_all_its_completions(again, tmp_path, monkeypa
     assert slots < 1.4 * (batch.prompt_mask.sum() + batch.response_mask.sum())
 
 
+def test_ranks_read_equally_often_wherever_their_completions_end(monkeypatch):
+    """... since FSDP gathers weights in each read."""
+    reads, model = spy(monkeypatch, "read_rows"), tiny_model()
+    batch, numbers = random_batch(k=2, B=4, T=512), []
+    for longest in (5, 500):
+        ends = torch.arange(512) < longest
+        rloo.completion_hidden(model, batch._replace(response_mask=ends.expand_as(batch.response_mask)))
+        numbers.append(len(reads))
+    assert numbers == [10, 20]  # two parts of prompts, with four of completions each
+
+
 def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
     """The head sees real completion tokens only, 128 at a time in a large vocabulary, and again in backward."""
     model, batch = tiny_model(), random_batch(k=2, B=8, T=16)
@@ -1416,7 +1427,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "at least 2": "--rloo_k 1; --rloo_k 0",
     "must be above 0": "--temperature 0; --num_ppo_epochs 0; --num_mini_batches 0; --gradient_accumulation_steps 0",
     "must not be negative": "--max_grad_norm -1; --kl_coef -1; --seed -1; --total_episodes -5",
-    "--reward_clip_range: must be": "--reward_clip_range -1; --reward_clip_range 2 1; --reward_clip_range 0",
+    "--reward_clip_range: must be": "--reward_clip_range -1; --reward_clip_range 2 1; --reward_clip_range 0; --reward_clip_range",
     "must be 1 numbers, not all 0": "--reward_weights 0; --reward_weights 1 2",
     "or be a multiple, such as 16": "--per_device_train_batch_size 7; --per_device_train_batch_size 0",
     "must be whole groups of": "--per_device_train_batch_size 1 --gradient_accumulation_steps 3",
@@ -1425,6 +1436,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "must be file.py:function or module:function": "--reward_fns fns; --eval_fns fns; --reward_fns nowhere:f",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
+    "has other files, but no checkpoint to continue from": "--output_dir {x} --resume",
     "there is no such file or folder": "--dataset_name {x}/nowhere.jsonl; --sft_model_path ./sft",
     "no .jsonl file, folder": "--dataset_name nobody/nothing",
     "has no rows in its split dev": "--dataset_train_split dev",

@@ -435,7 +435,7 @@ def test_tldr_is_trained_stopped_resumed_graded_and_recorded(server, elsewhere, 
 
     records = runs.Records("tldr")
     assert [update["update"] for update in runs.lines(stopped[0] / "metrics.jsonl")] == [1, 2, 3]
-    assert re.search(r"per prompt; [123] are made\n", Path(f"{stopped[0]}.log").read_text())
+    assert re.search(r"per prompt; [123] done\n", Path(f"{stopped[0]}.log").read_text())
     for name in ("sft__1", "own__1"):
         samples = runs.lines(elsewhere / "runs" / "tldr" / f"{name}.graded" / "completions.jsonl")
         for mode in ("greedy", "sampled"):

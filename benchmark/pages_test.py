@@ -83,7 +83,7 @@ def test_files_names_and_flags_exist(page):
 
 
 def test_the_line_in_which_the_algorithm_ends_is_the_one_before_the_run():
-    last = int(re.search(r"algorithm ends with line (\d+)", (ROOT / "README.md").read_text(encoding="utf-8"))[1])
+    last = int(re.search(r"algorithm ends with line (\d+) of", (ROOT / "README.md").read_text(encoding="utf-8"))[1])
     lines = (ROOT / "rloo.py").read_text(encoding="utf-8").splitlines()
     assert lines[last - 1] and lines[last : last + 2] == ["", ""] and lines[last + 2].startswith("# ---- The run")
 
