@@ -562,16 +562,20 @@ def test_what_a_run_would_do_with_a_model(name, group, plain):
 
 
 def test_small_mistakes_are_found(monkeypatch):
-    def wrong_in_steps(update):
-        def changed(key, *inputs, **others):
-            keys, values = update(key, *inputs, **others)
-            return keys, values * (1.0003 if key.shape[2] == 1 else 1.0)
+    class WrongInSteps(rloo.Cache):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, wrong(value) if name == "update" else value)
 
-        return right(changed)
+    def wrong(update):
+        def changed(*inputs, **others):
+            keys, values = update(*inputs, **others)
+            return keys, values * 1.0003
 
-    model, right = check.small_model("llama"), rloo.Cache
+        return changed
+
+    model = check.small_model("llama")
     with monkeypatch.context() as patched:
-        patched.setattr(rloo, "Cache", wrong_in_steps)
+        patched.setattr(rloo, "Cache", WrongInSteps)
         found = check.compare(model)
         assert found["group"].startswith("WRONG: sampling") and found["plain"] == "ok"
     monkeypatch.setattr(rloo, "positions_of", lambda mask: torch.arange(mask.shape[1]).expand(mask.shape) % 9)
