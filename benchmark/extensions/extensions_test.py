@@ -15,6 +15,7 @@ import shlex
 import sys
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -720,6 +721,21 @@ def test_vllm_samples_for_updates_and_evaluations_and_gets_new_weights_each_time
     assert len({*seeds[2]}) > 4 and seeds[2] != seeds[3] and seeds[0] == seeds[4]  # evaluations have the same ones
     assert all(update["val/rollout_kl"] != 0 and update["grad_norm"] > 0 for update in metrics)
     vllm_rollout.pipe.close()  # which ends its process
+
+
+def test_a_completion_that_vllm_cuts_off_is_refused_and_one_that_ends_is_not(monkeypatch):
+    vllm_rollout, model = load("vllm_rollout"), tiny_model()
+    args = rloo.Args(sft_model_path="a", device="cpu", dtype="float32", response_length=3)
+    for ids in ([5, 0], [5, 6, 7], [5, 6]):  # the stop token is 0
+        answer = [ids], [[-1.0] * len(ids)]
+        pipe = SimpleNamespace(send=lambda message: None, recv=lambda answer=answer: answer)
+        monkeypatch.setattr(vllm_rollout, "pipe", pipe)
+        sample = functools.partial(vllm_rollout.rollout, args, model, [{"prompt_ids": [4]}], 1, 1.0, [0])
+        if ids == [5, 6]:
+            with pytest.raises(rloo.InputError, match="cut a completion off"):
+                sample()
+        else:
+            assert sample()[0].ended.item() == (ids[-1] == 0)
 
 
 @pytest.mark.parametrize("family, config", [("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {})])
