@@ -20,10 +20,11 @@ GENERATED = 100_000  # problems, of which most are left out
 INSTRUCTION = " Give the result as your final answer. Do not include units."  # which ends each generated question
 QUESTION, SOLUTION = 300, 165  # most characters
 LARGEST = 100  # number in a question or solution
-A_TEMPLATE = 240  # problems of one template, at most
+A_TEMPLATE = 240  # problems of one template, at most, for all splits but `test`
+NEW = 100  # problems of one template, at most, for `test`
 TOO_FEW = 100  # a template with fewer problems is left out
 UNSEEN = 5  # templates that are in the split `unseen` alone
-SPLITS = {"test": 600, "validation": 300, "sft": 100}  # train: all others
+TEST, SPLITS = 1000, {"validation": 900, "sft": 100}  # train: all others
 SHOTS = 3  # solved problems before a prompt in the split three_shot: the first ones of sft
 
 
@@ -44,7 +45,7 @@ def choose(problems: Iterable[dict]) -> dict[int, list[dict]]:
         small = max(numbers(question + solution)) <= LARGEST
         whole = re.fullmatch(r"\d+", answer) and solution.endswith(f"#### {answer}")
         found = templates.setdefault(problem["template"], [])
-        if short and small and whole and question not in seen and len(found) < A_TEMPLATE:
+        if short and small and whole and question not in seen and len(found) < A_TEMPLATE + NEW:
             seen.add(question)
             row = {"prompt": prompt_of(question), "answer": answer, "template": problem["template"]}
             found.append(row | {"solution": solution})
@@ -55,11 +56,12 @@ def split(templates: dict[int, list[dict]]) -> dict[str, list[dict]]:
     """Returns split -> rows in a random order, always the same."""
     rng = random.Random("splits")
     order = rng.sample(sorted(templates), len(templates))
-    unseen = [row for template in order[:UNSEEN] for row in templates[template]]
-    rest = [row for template in order[UNSEEN:] for row in templates[template]]
-    rng.shuffle(unseen)
-    rng.shuffle(rest)
-    splits = {"unseen": unseen[: SPLITS["test"] // 2]}
+    unseen = [row for template in order[:UNSEEN] for row in templates[template][:A_TEMPLATE]]
+    rest = [row for template in order[UNSEEN:] for row in templates[template][:A_TEMPLATE]]
+    new = [row for template in order[UNSEEN:] for row in templates[template][A_TEMPLATE:]]
+    for rows in (unseen, rest, new):
+        rng.shuffle(rows)
+    splits = {"unseen": unseen[:300], "test": new[:TEST]}
     for name, size in SPLITS.items():
         splits[name], rest = rest[:size], rest[size:]
     shots = "".join(f"{row['prompt']} {row['solution']}\n\n" for row in splits["sft"][:SHOTS])

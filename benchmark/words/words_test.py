@@ -38,20 +38,22 @@ def test_problems_that_are_left_out(changed, monkeypatch):
 
 def test_templates_with_few_problems_are_left_out_and_of_others_some_are_taken(monkeypatch):
     monkeypatch.setattr(prepare, "TOO_FEW", 2)
-    monkeypatch.setattr(prepare, "A_TEMPLATE", 3)
+    monkeypatch.setattr(prepare, "A_TEMPLATE", 2)
+    monkeypatch.setattr(prepare, "NEW", 1)
     problems = [problem(number, template=1) for number in range(9)] + [problem(20, template=2)]
     assert {template: len(rows) for template, rows in prepare.choose(problems).items()} == {1: 3}
 
 
 def test_no_problem_is_in_two_splits_and_no_unseen_template_in_another(monkeypatch):
-    monkeypatch.setattr(prepare, "SPLITS", {"test": 6, "validation": 3, "sft": 5})
-    monkeypatch.setattr(prepare, "UNSEEN", 2)
+    for name, value in {"TEST": 3, "SPLITS": {"validation": 5, "sft": 5}, "UNSEEN": 2, "A_TEMPLATE": 8}.items():
+        monkeypatch.setattr(prepare, name, value)
     rows = {t: [{"prompt": f"{t} {n}", "template": t, "solution": f"s{t}{n}"} for n in range(10)] for t in range(5)}
     splits = prepare.split(rows)
     shots = splits.pop("three_shot")
     prompts = [row["prompt"] for found in splits.values() for row in found]
     assert len(set(prompts)) == len(prompts)
-    assert [len(splits[name]) for name in ("test", "validation", "sft", "train")] == [6, 3, 5, 16]
+    assert [len(splits[name]) for name in ("test", "validation", "sft", "train")] == [3, 5, 5, 14]
+    assert all(row["prompt"][-1] in "89" for row in splits["test"])  # problems that no other split is made from
     unseen = {row["template"] for row in splits.pop("unseen")}
     assert len(unseen) == 2 and unseen.isdisjoint(row["template"] for found in splits.values() for row in found)
     first = splits["sft"][0]
