@@ -220,7 +220,7 @@ def written_down(elsewhere, monkeypatch):
 def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(written_down, elsewhere, capsys):
     for _ in range(2):
         study.main("mini", rows=("ours",), seeds=1)
-    sft, _, ours, graded = written_down
+    sft, ours, graded = written_down
     folder = str(elsewhere / "runs" / "mini" / "ours__1")
     assert sft[1:] == ["rloo.py", "--resume", "--seed", "1"]
     assert ours[2:4] == ["--sft_model_path", str(elsewhere / "runs" / "mini" / "sft__1")]
@@ -231,7 +231,7 @@ def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(writt
             "command": "rloo.py --sft_model_path {sft} --seed 1",
             "seconds": 40.0,
             "kl": 18.5,
-            "greedy/win": [0.54, 0.1],
+            "greedy/win": [0.53, 0.1],
             "by_prompt": "13",
             "made": {"rloo.py": "abc", "date": "today"},
         }
@@ -240,7 +240,7 @@ def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(writt
     capsys.readouterr()
     study.main("mini", rows=("ours",), seeds=1, again=True)
     assert written_down[-1][-3] == str(elsewhere / "runs" / "again" / "mini" / "ours__1")
-    assert "ours__1, greedy/win: recorded [0.54, 0.1], now" in capsys.readouterr().out
+    assert "ours__1, greedy/win: recorded [0.53, 0.1], now" in capsys.readouterr().out
 
 
 def test_dry_prints_each_command_once_and_runs_nothing(written_down, capsys):
