@@ -810,3 +810,35 @@ def test_the_loop_of_ones_own_learns_and_log_probs_of_given_completions_are_the_
     with torch.no_grad():
         learned = rloo.completion_logprobs(policy, experience.batch, 0.7)[0] - experience.sampler_logprobs
     assert (learned * experience.advantages).sum() > 0.1  # the last update raises what was better than its siblings
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_prompts_without_a_gradient_are_not_read_in_training_and_change_nothing(run, tiny, monkeypatch, epochs):
+    """Half of the prompts have equal scores; in the last update all have."""
+    calls = itertools.count()
+
+    def score(completion_ids, n, **columns):
+        last = next(calls) == 2
+        return [0.0 if last or number % 2 else float(len(ids)) for number, ids in zip(n, completion_ids)]
+
+    flags = {"reward_fns": flag_of(score=score), "reward_model_path": None, "kl_coef": 0.0, "total_episodes": 48}
+    flags |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_ppo_epochs": epochs}
+    flags |= {"weight_decay": 0.1, "learning_rate": 1e-3}
+    monkeypatch.setattr(rloo, "check_policy", lambda *_, **__: None)
+    whole, whole_folder, _ = run(**flags)
+    calls, read = itertools.count(), []
+    load("skip")
+    monkeypatch.setattr(rloo, "check_policy", lambda *_, **__: None)
+    spy(monkeypatch, "completion_logprobs", lambda x, found: read.append(x[1].ended.numel()) or found)
+    skipped, folder, _ = run(**flags)
+    ours, theirs = (rloo_test.final_weights(path) for path in (folder, whole_folder))
+    assert (ours - theirs).norm() < 1e-3 * (theirs - rloo_test.final_weights(tiny / "sft")).norm()
+    for one, other in zip(skipped, whole, strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert one["objective/scores"] == pytest.approx(other["objective/scores"])
+    assert sum(read) < 0.9 * 3 * 16 * (1 if epochs == 1 else 3)
+
+
+def test_skip_needs_one_mini_batch(run):
+    with pytest.raises(rloo.InputError, match="skip.py needs --num_mini_batches 1"):
+        run("skip", num_mini_batches=2, per_device_train_batch_size=8)
