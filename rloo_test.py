@@ -356,7 +356,8 @@ def test_a_prompt_is_read_once_for_all_its_completions(again, tmp_path, monkeypa
     assert rows == 2 * [(4, ""), (6, "after a prompt"), (6, "after a prompt")]
     assert sum(prompts is not None for prompts in layers) == 2 * 4 * (1 + again)  # two layers in four reads
     slots = sum(inputs[1].numel() for inputs, _ in reads)
-    assert slots < 1.4 * (batch.prompt_mask.sum() + batch.response_mask.sum())
+    prompts = sum(len(example["prompt_ids"]) for example in batch.examples)
+    assert slots < 1.4 * (prompts + batch.response_mask.sum())
 
 
 def test_ranks_read_equally_often_wherever_their_completions_end(monkeypatch):
@@ -798,7 +799,8 @@ def test_rollout_at_temperature_0_is_greedy_decoding_of_each_prompt_alone(name, 
 def decoded(model, batch: Batch, k: int, T: int, stop_ids: list[int], seed: int = 1) -> tuple:
     """Tokens and log-probs of k completions of each prompt."""
     torch.manual_seed(seed)
-    return rloo.decode(model, batch.prompt_ids, batch.prompt_mask, k, T, 1.0, stop_ids)
+    prompts = rloo.pad([example["prompt_ids"] for example in batch.examples], left=True)
+    return rloo.decode(model, *prompts, k, T, 1.0, stop_ids)
 
 
 @pytest.mark.parametrize("k, seed", [(4, 0), (1, 1)])
@@ -807,7 +809,8 @@ def test_completions_do_not_depend_on_which_rows_have_left(k, seed, monkeypatch)
     model, prompts = tiny_model("qwen3", vocab_size=50), random_batch(B=6)
     masks = spy(monkeypatch, "mask_bias")
     tokens, logprobs = decoded(model, prompts, k, 80, [0], seed)
-    sizes = [(len(mask), mask.shape[-1] - prompts.prompt_ids.shape[1]) for (mask, _), _ in masks[1:]]  # of the steps
+    P = max(len(example["prompt_ids"]) for example in prompts.examples)
+    sizes = [(len(mask), mask.shape[-1] - P) for (mask, _), _ in masks[1:]]  # of the steps
     assert any(
         room == before and 2 * rows <= all_rows for (all_rows, before), (rows, room) in itertools.pairwise(sizes)
     )
@@ -1011,7 +1014,6 @@ def test_pad_equal_to_eos_keeps_the_stop_token_and_every_stop_id_counts():
     assert ids.tolist() == [[0, 0, 6], [7, 0, 9]] and real.tolist() == [[False, True, True], [True] * 3]
     responses = torch.tensor([[[5, 0, 0, 0], [0, 0, 0, 0], [5, 6, 7, 8], [5, 9, 0, 7]]])
     one, two = (rloo.make_batch([{"prompt_ids": [0, 5]}] * 4, responses, stop_ids) for stop_ids in ([0], [0, 9]))
-    assert one.prompt_mask.all()  # a token of a prompt is never taken for padding
     assert one.response_mask.sum(-1).tolist() == [[2, 1, 4, 3]]
     assert two.response_mask.sum(-1).tolist() == [[2, 1, 4, 2]]
     assert one.ended.tolist() == two.ended.tolist() == [[True, True, False, True]]

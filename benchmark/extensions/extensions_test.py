@@ -201,7 +201,7 @@ def test_files_that_the_page_allows_together_train(files, run):
 def experience_of(mask, ended, **fields):
     """An Experience that has these fields only."""
     others = dict.fromkeys(rloo.Experience.__dataclass_fields__)
-    return rloo.Experience(**others | {"batch": rloo.Batch([], *[None] * 3, mask, mask, ended)} | fields)
+    return rloo.Experience(**others | {"batch": rloo.Batch([], None, mask, mask, ended)} | fields)
 
 
 @pytest.mark.parametrize("ratio", ["token", "completion", "cispo"])
