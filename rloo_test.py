@@ -7,6 +7,7 @@ resumed, on one process and on two. With KILLS=100 in the environment runs are k
 
 import datetime
 import functools
+import gc
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ import sys
 import time
 import types
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import mean, stdev
@@ -347,14 +349,11 @@ def test_a_prompt_is_read_once_for_all_its_completions(again, tmp_path, monkeypa
     args = Args(sft_model_path=save(tmp_path, model), device="cpu", dtype="float32", gradient_checkpointing=again)
     _, model, _ = rloo.load_models(args, None)
     reads = spy(monkeypatch, "read_rows")
-    layers, update = [], rloo.Cache.update
-    monkeypatch.setattr(
-        rloo.Cache, "update", lambda cache, *inputs: layers.append(cache.prompts) or update(cache, *inputs)
-    )
+    joins = spy(monkeypatch, "join")
     assert torch.equal(flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model), exact)
     rows = [(len(ids), "after a prompt" if real.shape[1] > ids.shape[1] else "") for (_, ids, real, _), _ in reads]
     assert rows == 2 * [(4, ""), (6, "after a prompt"), (6, "after a prompt")]
-    assert sum(prompts is not None for prompts in layers) == 2 * 4 * (1 + again)  # two layers in four reads
+    assert len(joins) == 2 * 4 * (1 + again)  # two layers in four reads
     slots = sum(inputs[1].numel() for inputs, _ in reads)
     prompts = sum(len(example["prompt_ids"]) for example in batch.examples)
     assert slots < 1.4 * (prompts + batch.response_mask.sum())
@@ -801,6 +800,18 @@ def decoded(model, batch: Batch, k: int, T: int, stop_ids: list[int], seed: int 
     torch.manual_seed(seed)
     prompts = rloo.pad([example["prompt_ids"] for example in batch.examples], left=True)
     return rloo.decode(model, *prompts, k, T, 1.0, stop_ids)
+
+
+def test_keys_and_values_are_freed_when_a_rollout_ends(monkeypatch):
+    """... at once, without Python's collector of cycles, which a GPU's memory does not wake."""
+    tensors, write = [], rloo.write
+    monkeypatch.setattr(
+        rloo, "write", lambda layers, *inputs: tensors.append(weakref.ref(layers[0][0])) or write(layers, *inputs)
+    )
+    gc.disable()
+    decoded(tiny_model(), random_batch(), 2, 5, [99])
+    gc.enable()
+    assert tensors and all(tensor() is None for tensor in tensors)
 
 
 @pytest.mark.parametrize("k, seed", [(4, 0), (1, 1)])

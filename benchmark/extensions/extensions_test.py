@@ -839,6 +839,12 @@ def test_prompts_without_a_gradient_are_not_read_in_training_and_change_nothing(
     assert sum(read) < 0.9 * 3 * 16 * (1 if epochs == 1 else 3)
 
 
+@pytest.mark.parametrize("name", ["grpo", "entropy"])
+def test_skip_needs_the_loss_of_rloo(name, run):
+    with pytest.raises(rloo.InputError, match="another file's loss"):
+        run(name, "skip")
+
+
 def test_skip_needs_one_mini_batch(run):
     with pytest.raises(rloo.InputError, match="skip.py needs --num_mini_batches 1"):
         run("skip", num_mini_batches=2, per_device_train_batch_size=8)

@@ -8,10 +8,12 @@ prompts. The gradient is that of all prompts but for rounding. With a KL penalty
 out. `policy/*` and `val/*` are then means over the prompts that are read.
 """
 
+import copy
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
@@ -19,6 +21,8 @@ import rloo  # noqa: E402
 
 def check_args(found, args):
     found(args)
+    plain = rloo.completion_loss is rloo.ORIGINAL["completion_loss"]
+    rloo.require(plain, "skip.py: with another file's loss, prompts whose advantages are 0 have a gradient")
     rloo.require(args.num_mini_batches == 1, "skip.py needs --num_mini_batches 1: what is left may be few prompts")
     rloo.require(os.environ.get("WORLD_SIZE", "1") == "1", "skip.py needs one process: others may have more to read")
 
@@ -27,13 +31,10 @@ def improve(found, args, policy, master, optimizer, experience):
     numbers = experience.advantages.any(-1).any(0).nonzero().squeeze(1)  # of prompts with a gradient, out of B
     B = experience.advantages.shape[1]
     if 0 < len(numbers) < B:
-        experience = replace(
-            experience,
-            batch=experience.batch.select(slice(None), numbers),
-            sampler_logprobs=experience.sampler_logprobs[:, numbers],
-            scores=experience.scores[:, numbers],
-            advantages=experience.advantages[:, numbers] * (len(numbers) / B),  # the loss is a mean over all B prompts
-        )
+        tensors = {name: x[:, numbers] for name, x in vars(experience).items() if isinstance(x, torch.Tensor)}
+        experience = copy.copy(experience)
+        vars(experience).update(tensors, batch=experience.batch.select(slice(None), numbers))
+        experience.advantages *= len(numbers) / B  # the loss is a mean over all B prompts
     return found(args, policy, master, optimizer, experience)
 
 
