@@ -82,10 +82,14 @@ def test_files_names_and_flags_exist(page):
         assert flag.removeprefix("no_") in WORDS | OF_TORCHRUN_AND_PIP, f"--{flag}"
 
 
-def test_the_line_in_which_the_algorithm_ends_is_the_one_before_the_run():
-    last = int(re.search(r"algorithm ends with line (\d+) of", (ROOT / "README.md").read_text(encoding="utf-8"))[1])
+def test_the_lines_that_readme_names_are_those_of_two_sections():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    numbers = re.search(r"math is lines (\d+) to (\d+) of rloo.py, an update lines (\d+) to (\d+)", readme).groups()
+    math, after_math, update, after_update = map(int, numbers)
     lines = (ROOT / "rloo.py").read_text(encoding="utf-8").splitlines()
-    assert lines[last - 1] and lines[last : last + 2] == ["", ""] and lines[last + 2].startswith("# ---- The run")
+    for title, first, last in (("The math", math, after_math), ("One update", update, after_update)):
+        assert lines[first - 1].startswith(f"# ---- {title}")
+        assert lines[last - 1] and lines[last : last + 2] == ["", ""] and lines[last + 2].startswith("# ---- ")
 
 
 def index_rows() -> list[list[str]]:
