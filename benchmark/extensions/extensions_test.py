@@ -796,6 +796,20 @@ def test_scores_of_texts_are_those_of_each_text_alone(chat, template, dtype, tmp
         assert metrics["objective/scores_std"] > 0 and metrics["grad_norm"] > 0
 
 
+def test_a_model_without_a_head_is_no_reward_model(tmp_path, monkeypatch):
+    save(tmp_path, tiny_model(), tiny_tokenizer())
+    monkeypatch.setenv("TEXT_REWARD_MODEL", str(tmp_path))
+    with pytest.raises(rloo.InputError, match="lacks weights, .*score"):
+        load("text_reward").load()
+
+
+def test_lora_needs_a_linear_layer(tmp_path):
+    save(tmp_path, tiny_model("gpt2"), tiny_tokenizer())  # its layers are Conv1D
+    load("lora")
+    with pytest.raises(rloo.InputError, match="no torch.nn.Linear"):
+        models_of(tmp_path, sft_model_path=str(tmp_path))
+
+
 def test_the_loop_of_ones_own_learns_and_log_probs_of_given_completions_are_the_model_s(monkeypatch):
     updates = spy(monkeypatch, "improve")
     names = runpy.run_path(HERE / "own_loop.py")

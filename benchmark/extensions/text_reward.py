@@ -21,12 +21,14 @@ import rloo
 def load():
     """Returns the reward model and its tokenizer, loaded once per process, on the process's own GPU if there is one."""
     path = os.environ["TEXT_REWARD_MODEL"]
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype="auto").eval()
+    options = {"num_labels": 1, "dtype": "auto", "output_loading_info": True}
+    model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
+    rloo.require(not info["missing_keys"], f"TEXT_REWARD_MODEL {path}: lacks weights, {info['missing_keys']}")
     model.score.float()  # bfloat16 would round the scores of siblings to equal ones
     model.score.register_forward_pre_hook(lambda head, inputs: (inputs[0].float(),))
     model.layout = "plain"
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    return model.to(device), AutoTokenizer.from_pretrained(path)
+    return model.eval().to(device), AutoTokenizer.from_pretrained(path)
 
 
 def text_reward(prompts, completions, completion_ids, **columns) -> list[float]:
