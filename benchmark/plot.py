@@ -125,7 +125,8 @@ def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path)
         ).set_annotation_clip(False)
     axis.set(title="SmolLM2-135M learns word problems from their answers", xlim=(0, last), ylim=(low, high))
     axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.set(xlabel="completions. Dots: samples of 500 test problems", ylabel="right samples (temperature 1)")
+    dots = "Dots: 1,000 test problems, temperature 1"
+    axis.set(xlabel=f"completions. Lines: training, temperature 1.2\n{dots}", ylabel="right samples")
     axis.legend(loc="best", fontsize=9)
     save(figure, file)
 
