@@ -933,6 +933,7 @@ def test_the_rollouts_kl_is_positive_where_the_sampler_is_the_surer(train, monke
 def test_in_bfloat16_gradients_of_micro_batches_add_up_in_float32(tmp_path):
     args = Args(sft_model_path=save(tmp_path, tiny_model()), dtype="bfloat16", device="cpu", kl_coef=0.0)
     master, policy, _ = rloo.load_models(args, None)
+    rloo.make_optimizer(rloo.resolve_args(args), master, policy)
     total = 0.0
     for prompts in torch.arange(4).split(1):
         logprobs, _ = rloo.completion_logprobs(policy, random_batch().select(slice(None), prompts), 0.7)
@@ -1516,8 +1517,8 @@ def test_learning_rates_are_those_of_transformers_but_that_none_is_0(schedule):
 def test_groups_of_an_optimizer_have_rates_of_their_own_and_one_norm(train, monkeypatch):
     make, rates = rloo.make_optimizer, []
 
-    def two_groups(args, master):
-        optimizer = make(args, master)
+    def two_groups(*inputs):
+        optimizer = make(*inputs)
         optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 1e-3})
         optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in optimizer.param_groups]))
         return optimizer

@@ -68,7 +68,7 @@ def run(tiny, tmp_path, monkeypatch):
         output = Path(flags.pop("output_dir", tmp_path / f"run{next(numbers)}"))
         updates = spy(monkeypatch, "improve")
         rloo.main(rloo.Args(**run_flags(tiny, output, **flags)))
-        return read_metrics(output), output, updates[-1][0][4]
+        return read_metrics(output), output, updates[-1][0][3]
 
     return run
 
@@ -408,7 +408,7 @@ def test_the_critics_loss_and_steps(tiny):
     }
     args, master, policy, reference = models_of(tiny, **flags, rloo_k=2, per_device_train_batch_size=4)
     rloo.load_reward_model(args, tiny_tokenizer(), [{"prompt_ids": ids} for ids in PROMPTS[:2]])
-    optimizer = rloo.make_optimizer(args, master)
+    optimizer = rloo.make_optimizer(args, master, policy)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.25]
     examples = [{"prompt_ids": ids} for ids in PROMPTS[:2]]
     scores = {"some": lambda batch: torch.tensor([[2.0, -1.0], [0.5, math.nan]])}
@@ -435,7 +435,7 @@ def test_the_critics_loss_and_steps(tiny):
     scored = batch.policy_mask & ~experience.scores.isnan()[..., None]
     squares = (torch.maximum(plain, limited) * scored[index]).sum(-1)
     assert torch.allclose(losses, squares / 2 - A[index].sum(-1), atol=1e-3)
-    rloo.improve(args, policy, master, optimizer, experience)
+    rloo.improve(args, policy, optimizer, experience)
     weights = [*master.parameters(), *value.critic.parameters()]
     norm = sum(optimizer.state[weight]["exp_avg"].square().sum() for weight in weights).sqrt().item()
     assert norm == pytest.approx(0.1 * 1e-3, rel=1e-3)  # the first moment is a tenth of the gradient

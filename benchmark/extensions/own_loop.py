@@ -25,14 +25,14 @@ texts = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
 examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in texts]
 master, policy, reference = rloo.load_models(args, resumed=None)
 rloo.check_policy(args, policy, pair=examples)  # is what this file computes what the model computes?
-optimizer = rloo.make_optimizer(args, master)
+optimizer = rloo.make_optimizer(args, master, policy)
 stop_ids = rloo.stop_token_ids(args, policy, tokenizer)
 rewards = {"brevity": lambda batch: -batch.response_mask.sum(-1).float()}  # of a Batch: scores (k, B)
 
 # 1. Updates, as `main` makes them.
 for _ in range(3):
     experience = rloo.collect(args, policy, reference, rewards, examples, stop_ids)
-    improved = rloo.improve(args, policy, master, optimizer, experience)
+    improved = rloo.improve(args, policy, optimizer, experience)
     print(f"score {rloo.metrics_of(args, experience, improved)['objective/scores']:.2f}")
 
 # 2. Log π of given completions, here one per prompt.

@@ -27,7 +27,7 @@ def check_args(found, args):
     rloo.require(os.environ.get("WORLD_SIZE", "1") == "1", "skip.py needs one process: others may have more to read")
 
 
-def improve(found, args, policy, master, optimizer, experience):
+def improve(found, args, policy, optimizer, experience):
     numbers = experience.advantages.any(-1).any(0).nonzero().squeeze(1)  # of prompts with a gradient, out of B
     B = experience.advantages.shape[1]
     if 0 < len(numbers) < B:
@@ -35,7 +35,7 @@ def improve(found, args, policy, master, optimizer, experience):
         experience = copy.copy(experience)
         vars(experience).update(tensors, batch=experience.batch.select(slice(None), numbers))
         experience.advantages *= len(numbers) / B  # the loss is a mean over all B prompts
-    return found(args, policy, master, optimizer, experience)
+    return found(args, policy, optimizer, experience)
 
 
 rloo.wrap(check_args=check_args, improve=improve)

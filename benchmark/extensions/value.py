@@ -60,8 +60,8 @@ def save_policy(found, folder, master, tokenizer):
         torch.save(critic.state_dict(), folder / "critic.pt")
 
 
-def make_optimizer(found, args, master):
-    optimizer = found(args, master)
+def make_optimizer(found, args, *models):
+    optimizer = found(args, *models)
     rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
     optimizer.add_param_group({"params": critic.parameters(), "lr": rate})
     return optimizer
