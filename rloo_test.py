@@ -1490,6 +1490,12 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monk
     assert snapshot() == before
 
 
+def test_a_model_of_ones_own_is_not_trained_on_the_bundled_task():
+    args = rloo.resolve_args(Args(sft_model_path="model", reward_fns=("x.py:f",)))
+    with pytest.raises(InputError, match="^give --dataset_name"):
+        rloo.check_args(args)
+
+
 def test_a_reward_model_that_cannot_be_used_is_refused(train, tiny, tmp_path):
     """It has two labels, a sliding window, or reads what follows a token."""
     labels = type(tiny_model(classifier=True)).from_pretrained(
@@ -1640,7 +1646,10 @@ def test_without_episodes_left_a_run_evaluates_and_ends(train):
 
 
 def test_the_file_alone_runs_in_an_empty_folder_and_what_it_leaves_loads(tiny, tmp_path):
-    shutil.copy(rloo.__file__, tmp_path)
+    """... also with a function that a reader adds to it, at its end."""
+    text = Path(rloo.__file__).read_text(encoding="utf-8")
+    edited = text.replace('\nif __name__ == "__main__":', '\ndef mine():\n    pass\n\n\nif __name__ == "__main__":')
+    (tmp_path / "rloo.py").write_text(edited, encoding="utf-8")
     line = [sys.executable, "-B", "rloo.py", *command(tiny, "out", num_eval_prompts=8)]
     ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0 and "results: out\n" in ended.stdout, ended.stderr

@@ -10,17 +10,15 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
-path = str(rloo.MINI_TLDR / "sft")
 flags = {"response_length": 32, "per_device_train_batch_size": 8, "learning_rate": 1e-4, "device": "cpu"}
-args = rloo.resolve_args(rloo.Args(sft_model_path=path, **flags))
+args = rloo.resolve_args(rloo.Args(**flags))  # the bundled task's model
 rloo.check_args(args)
 rloo.set_seed(args.seed)
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = rloo.load_tokenizer(args, args.sft_model_path)
 texts = ["My cat ignores me. TL;DR:", "I lost my keys. TL;DR:"]
 examples = [rloo.prepare_example({"prompt": text}, tokenizer) for text in texts]
 master, policy, reference = rloo.load_models(args, resumed=None)
