@@ -741,16 +741,14 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
     assert over_kl[0].lines[3].get_xdata() == pytest.approx(np.mean([course["kl"] for course in courses], axis=0))
 
 
-def test_rows_of_words_are_drawn_at_their_level_and_no_label_is_on_another(figures, tmp_path):
-    curve = {"course": {"episode": [0, 32, 64]}, "scores": [0.1, 0.3] * 10}
-    levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.21, "continued": 0.22}
+def test_rows_of_words_are_drawn_at_their_level(figures, tmp_path):
+    levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.21}
     records = {row: [{"sampled/correct": [x, 0], "greedy/correct": [x + 0.1, 0]}] for row, x in levels.items()}
-    records["rloo"] = [records["rloo"][0] | curve] * 2
-    plot.learning({row: row for row in records}, records, tmp_path / "a.png")
+    plot.right_answers({row: row for row in records}, records, tmp_path / "a.png")
     (axis,) = figures[0].axes
-    assert [line.get_ydata() for line in axis.lines[:3]] == [pytest.approx([0.2] * 10)] * 3
-    labels = [text.get_text() for text in sorted(axis.texts, key=lambda text: text.xyann[1])]
-    assert labels == [
-        f"{row}: {levels[row]:.0%} (greedy {levels[row] + 0.1:.0%})" for row in ("sft", "raft", "continued", "rloo")
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["sft (1)", "raft (1)", "rloo (1)"]
+    found = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines if line.get_marker() == "o"]
+    expected = [
+        point for place, x in enumerate((0.2, 0.21, 0.5)) for point in ((x, place - 0.12), (x + 0.1, place + 0.12))
     ]
-    assert np.diff(sorted(text.xyann[1] for text in axis.texts)).min() > 0.02
+    assert found == [pytest.approx(point) for point in expected]

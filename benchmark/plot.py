@@ -92,42 +92,20 @@ def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     save(figure, file)
 
 
-def learning(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
-    """Draws the share of right samples over the completions of the row rloo of the study words, on training problems,
-    each of which is met once, before it is learned from. At the right edge are all rows' samples of test problems."""
-    figure, ((axis,),) = canvas(1, 1, height=3.8)
-    ours = records["rloo"]
-    scores = np.array([record["scores"] for record in ours]).reshape(len(ours), 10, -1).mean(-1)  # (seeds, tenths)
-    last = ours[0]["course"]["episode"][-1]
-    x = last * (np.arange(10) + 0.5) / 10
-    axis.plot(x, scores.T, lw=0.6, alpha=0.5, color="C3")
-    axis.plot(x, scores.mean(0), lw=2, color="C3", label=f"RLOO ({len(ours)}), problems met for the first time")
-    modes = ("sampled/correct", "greedy/correct")
-    levels = {row: [np.mean([x[mode][0] for x in found]) for mode in modes] for row, found in records.items()}
-    order = sorted(levels, key=levels.get)
-    places = np.array([levels[row][0] for row in order])
-    low, high = min(places[0], scores.min()) - 0.02, max(places[-1], scores.max()) + 0.02
-    apart = 0.07 * (high - low)  # of labels
-    for _ in range(500):  # push labels that overlap apart
-        close = np.maximum(0, apart - np.diff(places)) / 2 + 1e-9
-        places[:-1] -= close
-        places[1:] += close
-    for row, place in zip(order, places):
-        style = {"color": "C3", "weight": "bold"} if row == "rloo" else {"color": "0.3"}
-        sampled, greedy = levels[row]
-        if row == "sft":
-            axis.axhline(sampled, ls="--", lw=1, color="0.4", label="before RLOO, test problems")
-        axis.plot(last, sampled, "o", ms=5, clip_on=False, color=style["color"])
-        line = {"arrowstyle": "-", "color": "0.7", "lw": 0.6, "relpos": (0, 0.5), "shrinkA": 0}
-        label = f"{titles[row]}: {sampled:.0%} (greedy {greedy:.0%})"
-        axis.annotate(
-            label, (last, sampled), (1.06 * last, place), va="center", fontsize=9, arrowprops=line, **style
-        ).set_annotation_clip(False)
-    axis.set(title="SmolLM2-135M learns word problems from their answers", xlim=(0, last), ylim=(low, high))
-    axis.yaxis.set_major_formatter("{x:.0%}")
-    dots = "Dots: 1,000 test problems, temperature 1"
-    axis.set(xlabel=f"completions. Lines: training, temperature 1.2\n{dots}", ylabel="right samples")
-    axis.legend(loc="best", fontsize=9)
+def right_answers(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
+    """Draws the share of test problems that each row of the study words answers right."""
+    figure, ((axis,),) = canvas(1, 1, height=1.2 + 0.35 * len(records))
+    order = sorted(records, key=lambda row: np.mean([record["greedy/correct"][0] for record in records[row]]))
+    for place, row in enumerate(order):
+        color = "C3" if row.startswith("rloo") else "0.3"
+        for mode, fill, lower in (("sampled", "white", 0.12), ("greedy", color, -0.12)):
+            mean, error = runs.mean_and_error([record[f"{mode}/correct"] for record in records[row]])
+            axis.errorbar(mean, place - lower, xerr=1.96 * error, fmt="o", color=color, mfc=fill)
+    axis.set_yticks(range(len(order)), [f"{titles[row]} ({len(records[row])})" for row in order])
+    axis.xaxis.set_major_formatter("{x:.0%}")
+    axis.set(title="SmolLM2-135M: right answers to word problems", ylim=(-0.5, len(order) - 0.5))
+    circles = "Filled: greedy; open: sampled at T = 1"
+    axis.set_xlabel(f"test problems. {circles}\n(n): seeds; lines: 95% intervals over problems")
     save(figure, file)
 
 

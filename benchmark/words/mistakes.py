@@ -48,7 +48,8 @@ def main(before: Path, after: Path, problems: int = 20):
         counts = [Counter(x["kind"] for x in lines if template in ("all", x["columns"]["template"])) for lines in found]
         rows.append([str(template), *(f"{counts[0][name]}, {counts[1][name]}" for name in KINDS)])
     print(runs.markdown(rows))
-    for old, new in list(zip(*found, strict=True))[:problems]:
+    pairs = list(zip(*found, strict=True))  # by length
+    for old, new in pairs[:: max(1, len(pairs) // problems)][:problems]:
         print(
             f"\n{old['prompt']}\n[before: {old['kind']}]{old['completion']}\n[after: {new['kind']}]{new['completion']}"
         )
