@@ -1818,7 +1818,8 @@ INTERRUPTED = {  # starts of one run: a function, its call, what happens there, 
 
 def test_a_run_that_is_interrupted_and_resumed_again_ends_like_a_whole_one(whole, tiny, tmp_path, monkeypatch, capsys):
     """... in which each update is once in all files. What was saved says how to go on. Files of the user stay."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would have it ignored
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # a shell's & and nohup have some of them ignored
     output = tmp_path / "out"
     saved = f"saved; to continue, repeat the command with --resume --output_dir {output}"
     for where, (name, call, event, newest) in INTERRUPTED.items():
