@@ -342,21 +342,21 @@ def test_log_probs_and_entropies_are_those_of_log_softmax(bias):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_prompt_is_read_once_for_all_its_completions(again, tmp_path, monkeypatch):
-    """... in two parts of similar lengths, and so are the completions of each part. With --gradient_checkpointing
-    layers run again in the backward pass, which changes no number."""
-    batch, model = random_batch(k=3, B=8, T=16), tiny_model()
+    """... and these in two parts of similar lengths. With --gradient_checkpointing layers run again in the backward
+    pass, which changes no number."""
+    batch, model, update = random_batch(k=3, B=8, T=16), tiny_model(), rloo.Cache.update
     exact = flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model)
     args = Args(sft_model_path=save(tmp_path, model), device="cpu", dtype="float32", gradient_checkpointing=again)
     _, model, _ = rloo.load_models(args, None)
     reads = spy(monkeypatch, "read_rows")
-    joins = spy(monkeypatch, "join")
+    updates = []
+    monkeypatch.setattr(rloo.Cache, "update", lambda *inputs: updates.append(1) or update(*inputs))
     assert torch.equal(flat_grad(rloo.completion_logprobs(model, batch, 0.7)[0].sum(), model), exact)
     rows = [(len(ids), "after a prompt" if real.shape[1] > ids.shape[1] else "") for (_, ids, real, _), _ in reads]
-    assert rows == 2 * [(4, ""), (6, "after a prompt"), (6, "after a prompt")]
-    assert len(joins) == 2 * 4 * (1 + again)  # two layers in four reads
-    slots = sum(inputs[1].numel() for inputs, _ in reads)
-    prompts = sum(len(example["prompt_ids"]) for example in batch.examples)
-    assert slots < 1.4 * (prompts + batch.response_mask.sum())
+    assert rows == [(8, ""), (12, "after a prompt"), (12, "after a prompt")]
+    assert len(updates) == 2 * 3 * (1 + again)  # two layers in three reads
+    slots = sum(inputs[1].numel() for inputs, _ in reads[1:])
+    assert slots < 1.4 * batch.response_mask.sum()
 
 
 def test_ranks_read_equally_often_wherever_their_completions_end(monkeypatch):
@@ -367,7 +367,7 @@ def test_ranks_read_equally_often_wherever_their_completions_end(monkeypatch):
         ends = torch.arange(512) < longest
         rloo.completion_hidden(model, batch._replace(response_mask=ends.expand_as(batch.response_mask)))
         numbers.append(len(reads))
-    assert numbers == [10, 20]  # two parts of prompts, with four of completions each
+    assert numbers == [5, 10]  # prompts, and four parts of completions
 
 
 def test_logits_are_never_made_for_prompts_nor_all_at_once(monkeypatch):
@@ -804,10 +804,14 @@ def decoded(model, batch: Batch, k: int, T: int, stop_ids: list[int], seed: int 
 
 def test_keys_and_values_are_freed_when_a_rollout_ends(monkeypatch):
     """... at once, without Python's collector of cycles, which a GPU's memory does not wake."""
-    tensors, write = [], rloo.write
-    monkeypatch.setattr(
-        rloo, "write", lambda layers, *inputs: tensors.append(weakref.ref(layers[0][0])) or write(layers, *inputs)
-    )
+    tensors, update = [], rloo.Cache.update
+
+    def watched(cache, *inputs, **others):
+        if cache.slot is not None:
+            tensors.append(weakref.ref(cache.layers[0][0]))
+        return update(cache, *inputs, **others)
+
+    monkeypatch.setattr(rloo.Cache, "update", watched)
     gc.disable()
     decoded(tiny_model(), random_batch(), 2, 5, [99])
     freed = [tensor() is None for tensor in tensors]
@@ -1719,11 +1723,13 @@ def test_a_reward_function_may_be_anywhere(tmp_path):
 
 
 def test_misspelt_and_second_replacements_are_refused_and_wrappers_compose(tiny, tmp_path, monkeypatch):
-    for misspell in (lambda: setattr(rloo, "advantages", len), lambda: rloo.replace(advantages=len)):
-        misspell()
-        with pytest.raises(SystemExit, match="^rloo.py: there is no advantages to replace$"):
-            rloo.command_line(command(tiny, tmp_path / "out"))
-        del rloo.advantages
+    rloo.advantages = len
+    with pytest.raises(SystemExit, match="^rloo.py: there is no advantages to replace$"):
+        rloo.command_line(command(tiny, tmp_path / "out"))
+    del rloo.advantages
+    for change in (rloo.replace, rloo.wrap):
+        with pytest.raises(KeyError, match="advantages"):
+            change(advantages=len)
     for name in ("advantage", "policy_loss"):
         monkeypatch.setattr(rloo, name, getattr(rloo, name))  # put back afterwards
     rloo.replace(advantage=lambda rewards: rewards + 1)

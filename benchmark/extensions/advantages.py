@@ -49,9 +49,9 @@ def advantage(rewards):
     return chosen(rewards)
 
 
-def check_args(found, args):
+def check_args(original, args):
     global chosen
-    found(args)
+    original(args)
     # With a reward per token, another completion could be the best one at each token.
     rloo.require(args.advantages != "raft" or not args.token_level_kl, "--advantages raft: not with --token_level_kl")
     chosen = {"none": lambda rewards: rewards, "raft": raft, "maxrl": maxrl}[args.advantages]

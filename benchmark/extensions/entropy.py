@@ -28,15 +28,15 @@ def block_logprobs(model, hidden, tokens, temperature):
     return logprobs.gather(1, tokens[:, None]).squeeze(1), entropies
 
 
-def completion_logprobs(found, *inputs):
+def completion_logprobs(original, *inputs):
     """Hands the entropies on to `completion_loss`, as an attribute of the log-probs."""
-    logprobs, entropies = found(*inputs)
+    logprobs, entropies = original(*inputs)
     logprobs.entropies = entropies
     return logprobs, entropies
 
 
-def completion_loss(found, args, experience, index, logprobs, old_logprobs):
-    losses, *others = found(args, experience, index, logprobs, old_logprobs)
+def completion_loss(original, args, experience, index, logprobs, old_logprobs):
+    losses, *others = original(args, experience, index, logprobs, old_logprobs)
     learned = ~experience.scores.isnan()  # (k, B)
     if args.mask_truncated_completions:
         learned = learned & experience.batch.ended

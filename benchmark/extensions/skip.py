@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import rloo  # noqa: E402
 
 
-def check_args(found, args):
-    found(args)
+def check_args(original, args):
+    original(args)
     plain = rloo.completion_loss is rloo.ORIGINAL["completion_loss"]
     rloo.require(plain, "skip.py: with another file's loss, prompts whose advantages are 0 have a gradient")
     rloo.require(args.num_mini_batches == 1, "skip.py needs --num_mini_batches 1: what is left may be few prompts")
     rloo.require(os.environ.get("WORLD_SIZE", "1") == "1", "skip.py needs one process: others may have more to read")
 
 
-def improve(found, args, policy, optimizer, experience):
+def improve(original, args, policy, optimizer, experience):
     numbers = experience.advantages.any(-1).any(0).nonzero().squeeze(1)  # of prompts with a gradient, out of B
     B = experience.advantages.shape[1]
     if 0 < len(numbers) < B:
@@ -35,7 +35,7 @@ def improve(found, args, policy, optimizer, experience):
         experience = copy.copy(experience)
         vars(experience).update(tensors, batch=experience.batch.select(slice(None), numbers))
         experience.advantages *= len(numbers) / B  # the loss is a mean over all B prompts
-    return found(args, policy, optimizer, experience)
+    return original(args, policy, optimizer, experience)
 
 
 rloo.wrap(check_args=check_args, improve=improve)

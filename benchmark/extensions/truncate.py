@@ -27,10 +27,10 @@ class Args(rloo.Args):
     top_k: int = 0  # 0: keep all tokens
 
 
-def check_policy(found, args, model, pair):
+def check_policy(original, args, model, pair):
     """Sets the limits after `check_policy`, which compares the log-probs of the whole distribution."""
     limits.update(top_p=1.0, top_k=0)
-    found(args, model, pair)
+    original(args, model, pair)
     limits.update(top_p=args.top_p, top_k=args.top_k)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -37,24 +38,24 @@ class Args(rloo.Args):
     max_turns: int = 4  # turns of the policy; the tool is asked at most once less
 
 
-def load_models(found, args, resumed):
+def load_models(original, args, resumed):
     """Also loads the tool."""
     global tool
     tokenizer = rloo.load_tokenizer(args, args.model_name_or_path)
     mark = tokenizer(args.tool_mark, add_special_tokens=False)["input_ids"]
     rloo.require(len(mark) == 1, f"--tool_mark {args.tool_mark!r}: must be one token, is {len(mark)}")
     tool = rloo.load_function(args.tool), mark[0], tokenizer
-    return found(args, resumed)
+    return original(args, resumed)
 
 
-def check_policy(found, args, model, pair):
+def check_policy(original, args, model, pair):
     """`check_policy` with rows of 2 T tokens. All exchanges of a turn get as many tokens as the shortest one needs to
     have T, so one that has T may be continued by as many more, which are dropped. It also calls the tool."""
-    found(replace(args, response_length=2 * args.response_length), model, pair)
+    original(replace(args, response_length=2 * args.response_length), model, pair)
 
 
 @torch.no_grad()
-def rollout(found, args, model, examples, k, temperature, stop_ids):
+def rollout(original, args, model, examples, k, temperature, stop_ids):
     """`rollout` with up to --max_turns turns of the policy."""
     function, mark, tokenizer = tool
     T = args.response_length
@@ -68,11 +69,11 @@ def rollout(found, args, model, examples, k, temperature, stop_ids):
         last = turn == args.max_turns - 1
         ends = stop_ids if last else [*stop_ids, mark]
         if turn == 0:
-            batch, logprobs = found(args, model, examples, k, temperature, ends)
+            batch, logprobs = original(args, model, examples, k, temperature, ends)
         else:
             room = max(T - len(exchanges[i]) for i in active)
             prompts = [examples[i % B] | {"prompt_ids": examples[i % B]["prompt_ids"] + exchanges[i]} for i in active]
-            batch, logprobs = found(replace(args, response_length=room), model, prompts, 1, temperature, ends)
+            batch, logprobs = original(replace(args, response_length=room), model, prompts, 1, temperature, ends)
 
         # 2. The tool's answers to those that wrote the mark and have room for more; the others stop here.
         turns = zip(active, batch.completion_ids(), logprobs.flatten(0, 1).tolist(), strict=True)
@@ -96,10 +97,12 @@ def rollout(found, args, model, examples, k, temperature, stop_ids):
         if not active:
             break
 
-    # 3. The whole exchanges as a Batch.
+    # 3. The whole exchanges as a Batch of T slots, so that under fsdp.py all ranks read as often.
     padded = pad_sequence([torch.tensor(pairs) for pairs in written], batch_first=True).to(model.device)
-    logprobs, by_policy = padded.movedim(-1, 0).unflatten(1, (k, B)).contiguous()  # (k, B, n), n ≤ T
-    tokens, real = (x.unflatten(0, (k, B)) for x in rloo.pad(exchanges, device=model.device))
+    padded = F.pad(padded, (0, 0, 0, T - padded.shape[1]))
+    logprobs, by_policy = padded.movedim(-1, 0).unflatten(1, (k, B)).contiguous()  # (k, B, T)
+    tokens, real = rloo.pad(exchanges, device=model.device)
+    tokens, real = (F.pad(x, (0, T - x.shape[1])).unflatten(0, (k, B)) for x in (tokens, real))
     batch = rloo.make_batch(examples, tokens, stop_ids=[])  # of the stop tokens only the policy's last one counts
     ended = torch.tensor(ended, device=model.device).view(k, B)
     return batch._replace(response_mask=real, policy_mask=by_policy.bool(), ended=ended), logprobs

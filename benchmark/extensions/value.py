@@ -32,18 +32,18 @@ class Args(rloo.Args):
     value_cliprange: float = 0.2  # how far V can move in an update before its loss has no gradient
 
 
-def check_args(found, args):
+def check_args(original, args):
     if args.rloo_k == 1:  # enough here, since no completion needs others
         args = replace(args, rloo_k=2, per_device_train_batch_size=2 * args.per_device_train_batch_size)
-    found(args)
+    original(args)
 
 
-def load_reward_model(found, args, tokenizer, pair):
+def load_reward_model(original, args, tokenizer, pair):
     """Also loads the critic, in float32. It is checked like a reward model, which it begins as."""
     global critic
     path = args.value_model_path or args.sft_model_path
     as_reward = replace(args, reward_model_path=path, dtype="float32")
-    critic = found(as_reward, tokenizer, pair)["rewards/reward_model"].args[0]
+    critic = original(as_reward, tokenizer, pair)["rewards/reward_model"].args[0]
     if not args.value_model_path:
         print(f"{path}: the critic begins as the policy, with a head of 0")
         torch.nn.init.zeros_(critic.score.weight)
@@ -51,17 +51,17 @@ def load_reward_model(found, args, tokenizer, pair):
         with rloo.explained(f"{resumed}: has no critic of this shape"):
             critic.load_state_dict(torch.load(resumed / "critic.pt", map_location="cpu", weights_only=True))
     critic.requires_grad_(True)
-    return found(args, tokenizer, pair)
+    return original(args, tokenizer, pair)
 
 
-def save_policy(found, folder, master, tokenizer):
-    found(folder, master, tokenizer)
+def save_policy(original, folder, master, tokenizer):
+    original(folder, master, tokenizer)
     if rloo.rank_and_world()[0] == 0:
         torch.save(critic.state_dict(), folder / "critic.pt")
 
 
-def make_optimizer(found, args, *models):
-    optimizer = found(args, *models)
+def make_optimizer(original, args, *models):
+    optimizer = original(args, *models)
     rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
     optimizer.add_param_group({"params": critic.parameters(), "lr": rate})
     return optimizer
@@ -90,9 +90,9 @@ def advantage(rewards):
     return rewards
 
 
-def collect(found, args, *inputs):
+def collect(original, args, *inputs):
     """`collect` with the advantages of the critic, one per token. They are 0 for a completion without a score."""
-    experience = found(args, *inputs)
+    experience = original(args, *inputs)
     batch, kl = experience.batch, experience.kl
     scores = rloo.rewards_of(replace(args, kl_coef=0.0), experience.scores, batch.ended, kl)[..., :1]  # (k, B, 1)
     mask = experience.in_loss = batch.policy_mask & ~scores.isnan()
@@ -105,8 +105,8 @@ def collect(found, args, *inputs):
     return experience
 
 
-def completion_loss(found, args, experience, index, *inputs):
-    losses, *logged = found(args, experience, index, *inputs)
+def completion_loss(original, args, experience, index, *inputs):
+    losses, *logged = original(args, experience, index, *inputs)
     batch = experience.batch.select(*index)
     old, returns = experience.values[index], experience.returns[index]
     values = values_of(batch)

@@ -63,10 +63,10 @@ def rollout(args, model, examples, k, temperature, stop_ids):
     return batch, padded(logprobs)
 
 
-def check_policy(found, args, model, pair):
+def check_policy(original, args, model, pair):
     """Checks the policy, from which vLLM samples; a master has another dtype."""
     if model.dtype == getattr(torch, args.dtype):
-        found(args, model, pair)
+        original(args, model, pair)
 
 
 def draw_tokens(*inputs):
