@@ -640,9 +640,9 @@ RULES = {  # what the policy writes, the tool, flags -> the text, did it end, ho
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_of_turns(rule, tiny):
     writes, answer, flags, text, ended, number = RULES[rule]
-    batch, _, texts, asked = exchange(tiny, writes, answer, **flags)
+    batch, logprobs, texts, asked = exchange(tiny, writes, answer, **flags)
     assert texts == [text] and len(asked) == number and batch.ended.item() == ended
-    assert batch.responses.shape[-1] == flags.get("response_length", 12)  # T, so that all ranks read as often
+    assert batch.responses.shape == logprobs.shape == (1, 1, flags.get("response_length", 12))  # T, on all ranks
 
 
 def test_a_run_with_turns_has_the_sampler_of_its_policy_and_learns_from_its_tokens_alone(run, monkeypatch):
