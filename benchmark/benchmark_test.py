@@ -744,6 +744,7 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
 def test_rows_of_words_are_drawn_at_their_level(figures, tmp_path):
     levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.21}
     records = {row: [{"sampled/correct": [x, 0], "greedy/correct": [x + 0.1, 0]}] for row, x in levels.items()}
+    records = {"of_16": [records["raft"][0]]} | {row: [x | {"by_prompt": ""} for x in records[row]] for row in levels}
     plot.right_answers({row: row for row in records}, records, tmp_path / "a.png")
     (axis,) = figures[0].axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["sft (1)", "raft (1)", "rloo (1)"]

@@ -93,7 +93,8 @@ def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
 
 
 def right_answers(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
-    """Draws the share of test problems that each row of the study words answers right."""
+    """Draws the share of test problems that each row of the study words answers right, of rows that answered all."""
+    records = {row: found for row, found in records.items() if "by_prompt" in found[0]}
     figure, ((axis,),) = canvas(1, 1, height=1.2 + 0.35 * len(records))
     order = sorted(records, key=lambda row: np.mean([record["greedy/correct"][0] for record in records[row]]))
     for place, row in enumerate(order):
@@ -103,9 +104,8 @@ def right_answers(titles: dict[str, str], records: dict[str, list[dict]], file: 
             axis.errorbar(mean, place - lower, xerr=1.96 * error, fmt="o", color=color, mfc=fill)
     axis.set_yticks(range(len(order)), [f"{titles[row]} ({len(records[row])})" for row in order])
     axis.xaxis.set_major_formatter("{x:.0%}")
-    axis.set(title="SmolLM2-135M: right answers to word problems", ylim=(-0.5, len(order) - 0.5))
-    circles = "Filled: greedy; open: sampled at T = 1"
-    axis.set_xlabel(f"test problems. {circles}\n(n): seeds; lines: 95% intervals over problems")
+    axis.set(title="SmolLM2-135M: right answers to word problems", xlim=(0, None), ylim=(-0.5, len(order) - 0.5))
+    axis.set_xlabel("test problems. Filled: greedy; open: sampled\n(n): seeds; lines: 95% intervals")
     save(figure, file)
 
 
