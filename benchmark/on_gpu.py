@@ -1,10 +1,10 @@
 """A quarter of an hour on a GPU, the most valuable first. Each part has a limit and a file of its own in runs/gpu.
 
-    python benchmark/on_gpu.py --trl1 trl1/bin/python    # needs benchmark/words/prepared, see words/README.md
+    python benchmark/on_gpu.py --trl1 trl1/bin/python
 
-check: both layouts, all types of models and extensions. words: SmolLM2-135M learns word problems, one seed. speed: an
-update of pythia-1b's shape beside TRL. steps: what a sampled token takes at 64 and at 256 completions of a 1.5B shape.
-It has not been run on a GPU.
+check: both layouts, all types of models and extensions. mini: one seed of `python rloo.py`. speed: an update of
+pythia-1b's shape beside TRL. steps: what a sampled token takes at 64 and at 256 completions of a 1.5B shape. It has not
+been run on a GPU.
 """
 
 import os
@@ -23,8 +23,8 @@ import rloo
 
 PARTS = {  # seconds, command
     "check": [180, "benchmark/check.py", "--device", "cuda"],
-    "words": [360, "benchmark/study.py", "words", "--rows", "rloo", "--seeds", "1"],
-    "speed": [240, "benchmark/speed.py", "--shape", "pythia-1b", "--device", "cuda", "--trl", "{trl1}"],
+    "mini": [360, "benchmark/study.py", "mini", "--rows", "default", "--seeds", "1", "--again"],
+    "speed": [240, "benchmark/speed.py", "--shape", "pythia-1b", "--device", "cuda", "--trl", "{trl1}", "--again"],
     "steps": [100, "-c", "import sys; sys.path.insert(0, 'benchmark'); import on_gpu; on_gpu.steps()"],
 }
 

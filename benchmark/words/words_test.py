@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import mistakes  # noqa: E402
 import models  # noqa: E402
 import prepare  # noqa: E402
 import runs  # noqa: E402
+import twins  # noqa: E402
 
 from rloo_test import write_rows  # noqa: E402
 
@@ -152,3 +154,13 @@ def test_many_samples_are_graded_and_a_model_has_no_kl_from_itself(small, monkey
     assert [line["completions"] for line in lines] == [[f"{2 * n}"] * 63 + ["#### 2"] for n in range(5)]
     assert evaluation["right"] == [0, 1, 0, 0, 0] and abs(evaluation["kl"]) < 0.3
     assert [evaluation[name] for name in ("sampled/correct", "pass@16", "greedy/correct")] == [1 / 320, 0.2, 0.2]
+
+
+def test_twins_have_the_numbers_of_a_problem_and_templates_widen_an_interval():
+    rows = [problem(number, prompt=text) for number, text in ((8, "Ann has 7."), (8, "Bob has 7."), (8, "Ann has 6."))]
+    one, twin, other = map(twins.key, rows)
+    assert one == twin != other and twins.key(rows[1] | {"template": 2}) != one
+    gaps = np.repeat([[1.0, 1.0, 0.0, 0.0], [0.9, 1.1, 0.1, -0.1]], 5, axis=1)  # two seeds of four templates
+    low, high = twins.over_templates(gaps, np.repeat(range(4), 5), of=1)
+    assert (low + high) / 2 == pytest.approx(0.5)
+    assert (high - low) / 2 == pytest.approx(3.182 * gaps.mean(0).reshape(4, 5).mean(1).std(ddof=1) / 2, rel=1e-3)
