@@ -19,7 +19,7 @@ import study  # noqa: E402
 import rloo  # noqa: E402
 
 ROOT = HERE.parent
-PAGES = [ROOT / "README.md", *sorted(HERE.glob("*.md")), *sorted(HERE.glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(HERE.glob("*.md")), *sorted(HERE.glob("*/*.md"))]
 CODE = [ROOT / "rloo.py", *HERE.rglob("*.py")]
 WORDS = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in CODE)))
 OF_TORCHRUN_AND_PIP = {"deps", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "shutdown_timeout"}
