@@ -823,10 +823,10 @@ def test_keys_and_values_are_freed_when_a_rollout_ends(monkeypatch):
 def test_completions_do_not_depend_on_which_rows_have_left(k, seed, monkeypatch):
     """They leave when they are half, or when the slots are full."""
     model, prompts = tiny_model("qwen3", vocab_size=50), random_batch(B=6)
-    masks = spy(monkeypatch, "mask_bias")
+    reads = spy(monkeypatch, "read_rows")
     tokens, logprobs = decoded(model, prompts, k, 80, [0], seed)
     P = max(len(example["prompt_ids"]) for example in prompts.examples)
-    sizes = [(len(mask), mask.shape[-1] - P) for (mask, _), _ in masks[1:]]  # of the steps
+    sizes = [(len(real), real.shape[-1] - P) for (_, _, real, _), _ in reads[1:]]  # of the steps
     assert any(
         room == before and 2 * rows <= all_rows for (all_rows, before), (rows, room) in itertools.pairwise(sizes)
     )
