@@ -146,7 +146,7 @@ PAGES = {
     "trl": "trl.md",
     "fooled": "study.md",
     "gsm8k": "mini_gsm8k/README.md",
-    "words": "words/README.md",
+    "countdown": "countdown/README.md",
 }
 
 
@@ -741,15 +741,13 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
     assert over_kl[0].lines[3].get_xdata() == pytest.approx(np.mean([course["kl"] for course in courses], axis=0))
 
 
-def test_rows_of_words_are_drawn_at_their_level(figures, tmp_path):
-    levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.21}
-    records = {row: [{"sampled/correct": [x, 0], "greedy/correct": [x + 0.1, 0]}] for row, x in levels.items()}
-    records = {"of_16": [records["raft"][0]]} | {row: [x | {"by_prompt": ""} for x in records[row]] for row in levels}
-    plot.right_answers({row: row for row in records}, records, tmp_path / "a.png")
+def test_rows_of_countdown_are_lines_at_their_level_and_texts_do_not_overlap(figures, tmp_path):
+    levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.2, "of_16": 0.3}
+    records = {row: [{"sampled/correct": [x, 0], "by_prompt": ""}] for row, x in levels.items()}
+    records["rloo"][0]["course"] = {"episode": [0, 100], "sampled/score": [0.1, 0.5]}
+    del records["of_16"][0]["by_prompt"]  # of other problems
+    plot.solved({row: row for row in records}, records, tmp_path / "a.png")
     (axis,) = figures[0].axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["sft (1)", "raft (1)", "rloo (1)"]
-    found = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines if line.get_marker() == "o"]
-    expected = [
-        point for place, x in enumerate((0.2, 0.21, 0.5)) for point in ((x, place - 0.12), (x + 0.1, place + 0.12))
-    ]
-    assert found == [pytest.approx(point) for point in expected]
+    assert [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"] == [0.2, 0.2]
+    texts = {text.get_text(): text.xy[1] for text in axis.texts}
+    assert texts == {" sft: 20%": 0.2, " raft: 20%": pytest.approx(0.212), " rloo: 50%": 0.5}

@@ -127,7 +127,7 @@ def test_files_of_commits_are_there(page):
 
 # ---- Results: what a table says is printed from records --------------------------------------------------------------
 
-RESULTS = ["study.md", "trl.md", "gpu.md", "gradient.md", "words/README.md", "mini_gsm8k/README.md"]
+RESULTS = ["study.md", "trl.md", "gpu.md", "gradient.md", "countdown/README.md", "mini_gsm8k/README.md"]
 SETTINGS = ("Flags", "What the documents describe")  # sections whose tables have no results
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)"
 

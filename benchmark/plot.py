@@ -92,20 +92,33 @@ def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     save(figure, file)
 
 
-def right_answers(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
-    """Draws the share of test problems that each row of the study words answers right, of rows that answered all."""
-    records = {row: found for row, found in records.items() if "by_prompt" in found[0]}
-    figure, ((axis,),) = canvas(1, 1, height=1.2 + 0.35 * len(records))
-    order = sorted(records, key=lambda row: np.mean([record["greedy/correct"][0] for record in records[row]]))
-    for place, row in enumerate(order):
-        color = "C3" if row.startswith("rloo") else "0.3"
-        for mode, fill, lower in (("sampled", "white", 0.12), ("greedy", color, -0.12)):
-            mean, error = runs.mean_and_error([record[f"{mode}/correct"] for record in records[row]])
-            axis.errorbar(mean, place - lower, xerr=1.96 * error, fmt="o", color=color, mfc=fill)
-    axis.set_yticks(range(len(order)), [f"{titles[row]} ({len(records[row])})" for row in order])
-    axis.xaxis.set_major_formatter("{x:.0%}")
-    axis.set(title="SmolLM2-135M: right answers to word problems", xlim=(0, None), ylim=(-0.5, len(order) - 0.5))
-    axis.set_xlabel("test problems. Filled: greedy; open: sampled\n(n): seeds; lines: 95% intervals")
+def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
+    """Draws the share of test problems that RLOO solves over its episodes, and what other rows solve in the end."""
+    figure, ((axis,),) = canvas(1, 1, height=4)
+    mean = course(axis, records["rloo"], "episode", "sampled/score", color="C3")
+    levels = {
+        row: np.mean([record["sampled/correct"][0] for record in records[row]]) for row in titles if row in records
+    }
+    ends = {"rloo": mean[-1]} | {row: levels[row] for row in levels if "by_prompt" in records[row][0] and row != "rloo"}
+    right, heights = axis.get_xlim()[1], {}
+    for row, level in sorted(ends.items(), key=lambda pair: pair[1]):
+        heights[row] = max([level, *(height + 0.012 for height in heights.values())])  # texts do not overlap
+        color = "C3" if row == "rloo" else "0.3"
+        if row != "rloo":
+            axis.axhline(level, ls="--", lw=1, color=color)
+        axis.annotate(
+            f" {titles[row]}: {level:.0%}",
+            (right, heights[row]),
+            color=color,
+            fontsize=9,
+            va="center",
+            annotation_clip=False,
+        )
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    axis.set(title="SmolLM2-135M: solved test problems, sampled", ylim=(0, None), xlim=(0, right))
+    axis.set_xlabel(
+        f"episodes (completions). Thin: {len(records['rloo'])} seeds; thick: their mean; dashed: others at their end"
+    )
     save(figure, file)
 
 
