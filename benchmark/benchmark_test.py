@@ -164,9 +164,11 @@ def test_records_are_of_rows_and_the_page_has_what_the_command_prints(name, page
 @pytest.mark.parametrize("name", PAGES)
 def test_a_grade_of_a_record_is_the_mean_of_its_items(name):
     for record in runs.Records(name).values():
-        if "by_prompt" in record:
-            mean, error = record[next(iter(study.STUDIES[name].grades))]
-            items = runs.unpacked(record["by_prompt"])
+        for grade, key in zip(study.STUDIES[name].grades, study.BY_PROMPT):
+            if key not in record:
+                continue
+            mean, error = record[grade]
+            items = runs.unpacked(record[key])
             assert items.mean() == pytest.approx(mean, abs=6e-4)
             assert items.std(ddof=1) / len(items) ** 0.5 == pytest.approx(error, rel=0.02)
 
@@ -275,6 +277,13 @@ def test_gaps_are_on_common_items_and_hold_together():
     assert found["better"] == pytest.approx([100 * x for x in expected]) and found["better"][0] == pytest.approx(31.25)
     assert found["old"] == pytest.approx([100 * x for x in runs.difference([[0.5, 0.1]], [[0.5, 0.1]] * 2, 2)])
     assert not study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="none"), rows)
+    both = study.Study(
+        dict.fromkeys(rows, study.Row("")), "", {"a/old": "", "b/win": "wins, %"}, base="base", second=True
+    )
+    for record in sum(rows.values(), []):
+        record |= {"a/old": [0.5, 0.1], "b/win": record["win"], "made": {}}
+        record |= {"by_prompt_2": record.pop("by_prompt")} if "by_prompt" in record else {}
+    assert study.gaps_from_base(both, rows, 1) == found != study.gaps_from_base(both, rows)
 
 
 def test_the_best_of_n_is_that_with_the_highest_score(monkeypatch, tmp_path):

@@ -87,7 +87,7 @@ class Records(dict):
 
     def add(self, name: str, **found):
         if self.again:
-            for key in [key for key in found if key not in ("made", "by_prompt")]:
+            for key in [key for key in found if key not in ("made", "by_prompt", "by_prompt_2")]:
                 print(f"{name}, {key}: recorded {self.get(name, {}).get(key)}, now {found[key]}", flush=True)
             return
         self[name] = {"name": name, **found}
