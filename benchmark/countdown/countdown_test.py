@@ -9,6 +9,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import expression  # noqa: E402
+import mistakes  # noqa: E402
 import models  # noqa: E402
 import prepare  # noqa: E402
 import runs  # noqa: E402
@@ -114,3 +115,25 @@ def test_each_of_many_samples_is_graded_by_its_own_problem(small, monkeypatch):
     assert [line["completions"][0] for line in lines] == [f"{n} + {n}*1" for n in range(5)]
     assert evaluation["right"] == [9] * 5
     assert [evaluation[name] for name in ("sampled/correct", "pass@16", "greedy/correct")] == [9 / 16, 1, 1]
+
+
+@pytest.mark.parametrize("completion, kind", [
+    (" 3 + 4*5", "right"), ("3*4 + 5", "value"), ("(3 - 4)/(5", "value"), ("20 + 3", "numbers"), ("3 and 4*5", "form"),
+])  # fmt: skip
+def test_a_mistake_is_one_of_form_of_numbers_or_of_the_value(completion, kind):
+    assert mistakes.kind(completion, [5, 3, 4], 23) == kind
+
+
+def test_mistakes_are_counted_by_operators_and_problems_shown_in_full(tmp_path, capsys):
+    for folder, texts in (("a", ("1 + 2", "2*1*1")), ("b", ("1 + 1 + 2", "so 4"))):
+        lines = []
+        for text, solution, target in zip(texts, ("1 + 1 + 2", "2*2*1"), (4, 4)):
+            line = {"prompt": f"{solution}?", "completion": text}
+            line["columns"] = {"numbers": [1, 1, 2], "target": target, "solution": solution}
+            lines += [line | {"mode": "greedy"}, line | {"mode": "sampled"}]
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / "completions.jsonl", lines)
+    mistakes.main(tmp_path / "a", tmp_path / "b", problems=1)
+    shown = capsys.readouterr().out
+    assert "| + - | 0, 1 | 0, 0 | 1, 0 | 0, 0 |" in shown and "| all | 0, 1 | 1, 0 | 1, 0 | 0, 1 |" in shown
+    assert shown.endswith("1 + 1 + 2?\n[before: numbers]1 + 2\n[after: right]1 + 1 + 2\n")
