@@ -25,7 +25,8 @@ import rloo  # noqa: E402
 
 @dataclass
 class Args(rloo.Args):
-    # none: A = R; raft: 1 for the best completion of a prompt, else 0; maxrl: for rewards of 0 and 1, (r - mean) / mean
+    # none: A = R; raft: 1 for the best completion of a prompt, else 0, and 0 for all if none is better than another;
+    # maxrl: for rewards of 0 and 1, (r - mean) / mean
     advantages: Literal["none", "raft", "maxrl"] = "none"
 
 
@@ -34,8 +35,9 @@ class Args(rloo.Args):
 
 
 def raft(rewards):
-    best = rewards.nan_to_num(-torch.inf).argmax(0, keepdim=True)
-    return torch.zeros_like(rewards).scatter(0, best, 1.0).where(~rewards.isnan(), rewards)
+    best, index = rewards.nan_to_num(-torch.inf).max(0, keepdim=True)
+    differ = (rewards < best).any(0, keepdim=True)  # else wrong answers would be learned where all are wrong
+    return torch.zeros_like(rewards).scatter(0, index, differ.to(rewards)).where(~rewards.isnan(), rewards)
 
 
 def maxrl(rewards):

@@ -274,7 +274,7 @@ def test_advantages_equal_the_loops():
         scored = ~rewards[:, b, 0].isnan()
         group = rewards[scored, b, 0].tolist()
         maxrl = [(x - mean(group)) / mean(group) if any(group) else 0.0 for x in group]
-        raft = [float(i == group.index(max(group))) for i in range(len(group))]
+        raft = [float(i == group.index(max(group)) and max(group) > min(group)) for i in range(len(group))]
         for name, expected in {"none": group, "raft": raft, "maxrl": maxrl}.items():
             assert found[name][scored, b, 0].tolist() == pytest.approx(expected, abs=1e-6)
     with pytest.raises(rloo.InputError, match="rewards must be 0 or 1"):
