@@ -117,7 +117,7 @@ def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     axis.yaxis.set_major_formatter("{x:.0%}")
     axis.set(title="SmolLM2-135M: solved test problems, sampled", ylim=(0, None), xlim=(0, right))
     axis.set_xlabel(
-        f"episodes (completions). Thin: {len(records['rloo'])} seeds; thick: their mean; dashed: others at their end"
+        f"episodes (completions)\nThin: {len(records['rloo'])} seeds; thick: their mean; dashed: others in the end"
     )
     save(figure, file)
 
