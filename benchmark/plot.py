@@ -95,13 +95,11 @@ def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
 def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     """Draws the share of test problems that RLOO solves over its episodes, and what other rows solve in the end."""
     figure, ((axis,),) = canvas(1, 1, height=4)
-    mean = course(axis, records["rloo"], "episode", "sampled/score", color="C3")
-    levels = {
-        row: np.mean([record["sampled/correct"][0] for record in records[row]]) for row in titles if row in records
-    }
-    ends = {"rloo": mean[-1]} | {row: levels[row] for row in levels if "by_prompt" in records[row][0] and row != "rloo"}
+    course(axis, records["rloo"], "episode", "sampled/score", color="C3")
+    graded = {row: found for row, found in records.items() if "by_prompt" in found[0]}  # on all problems
+    levels = {row: np.mean([record["sampled/correct"][0] for record in found]) for row, found in graded.items()}
     right, heights = axis.get_xlim()[1], {}
-    for row, level in sorted(ends.items(), key=lambda pair: pair[1]):
+    for row, level in sorted(levels.items(), key=lambda pair: pair[1]):
         heights[row] = max([level, *(height + 0.012 for height in heights.values())])  # texts do not overlap
         color = "C3" if row == "rloo" else "0.3"
         if row != "rloo":

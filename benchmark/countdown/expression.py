@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from fractions import Fraction
 
+FORM = re.compile(r"[\d+\-*/() ]+")  # of an expression
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -18,13 +19,17 @@ def value(node: ast.expr) -> Fraction:
     raise ValueError(f"{ast.dump(node)} is not allowed")
 
 
+def uses(text: str, numbers: list[int]) -> bool:
+    """Returns whether a text has each of the numbers once, and no others."""
+    return sorted(map(int, re.findall(r"\d+", text))) == sorted(numbers)
+
+
 def correct(completions: list[str], numbers: list[list[int]], target: list[int], **columns) -> list[float]:
     """Returns 1 for each completion that solves its problem, else 0."""
     grades = []
     for text, given, wanted in zip(completions, numbers, target, strict=True):
-        used = [int(number) for number in re.findall(r"\d+", text)]
         solved = False
-        if sorted(used) == sorted(given) and re.fullmatch(r"[\d+\-*/() ]+", text.strip()):
+        if uses(text, given) and FORM.fullmatch(text.strip()):
             with suppress(SyntaxError, ValueError, ZeroDivisionError):
                 solved = value(ast.parse(text.strip(), mode="eval").body) == wanted
         grades.append(float(solved))

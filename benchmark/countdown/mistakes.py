@@ -7,7 +7,6 @@ value: a right form and right numbers, but another value than the target. number
 expression of whole numbers and operators.
 """
 
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,9 +22,9 @@ KINDS = ("right", "value", "numbers", "form")
 def kind(completion: str, numbers: list[int], target: int) -> str:
     if expression.correct([completion], [numbers], [target]) == [1]:
         return "right"
-    if not re.fullmatch(r"[\d+\-*/() ]+", completion.strip()):
+    if not expression.FORM.fullmatch(completion.strip()):
         return "form"
-    return "value" if sorted(map(int, re.findall(r"\d+", completion))) == sorted(numbers) else "numbers"
+    return "value" if expression.uses(completion, numbers) else "numbers"
 
 
 def operators(solution: str) -> str:
