@@ -215,7 +215,8 @@ def written_down(elsewhere, monkeypatch):
         "ours": study.Row("RLOO", "rloo.py --sft_model_path {sft}", (1, 2), grade="--stop_token x"),
         "trl": study.Row("PPO", "run.py", python="trl0"),
     }
-    monkeypatch.setitem(study.STUDIES, "mini", study.Study(rows, "--eval_fns a:win", {"greedy/win": "wins, %"}))
+    grades = {"greedy/win": "wins, %", "sampled/win": "sampled, %"}  # of which no run has the second
+    monkeypatch.setitem(study.STUDIES, "mini", study.Study(rows, "--eval_fns a:win", grades, second=True))
     return commands
 
 
