@@ -203,6 +203,7 @@ def written_down(elsewhere, monkeypatch):
         updates = [{"update": n + 1, "time/train": 2.0, "objective/kl": n} for n in range(20)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in updates))
         evaluation = {"update": 20, "greedy/win": 0.5 + 0.01 * len(commands), "greedy/win_stderr": 0.1}
+        evaluation |= {"sampled/win": 0.5, "sampled/win_stderr": 0.1}
         (folder / "evaluations.jsonl").write_text(json.dumps(evaluation))
         samples = [{"update": 20, "mode": "greedy", "grades": {"win": x}} for x in (0.25, 0.75)]
         (folder / "completions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in samples))
@@ -215,7 +216,7 @@ def written_down(elsewhere, monkeypatch):
         "ours": study.Row("RLOO", "rloo.py --sft_model_path {sft}", (1, 2), grade="--stop_token x"),
         "trl": study.Row("PPO", "run.py", python="trl0"),
     }
-    grades = {"greedy/win": "wins, %", "sampled/win": "sampled, %"}  # of which no run has the second
+    grades = {"greedy/win": "wins, %", "sampled/win": "sampled, %"}  # the second has no items
     monkeypatch.setitem(study.STUDIES, "mini", study.Study(rows, "--eval_fns a:win", grades, second=True))
     return commands
 
@@ -235,6 +236,7 @@ def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(writt
             "seconds": 40.0,
             "kl": 18.5,
             "greedy/win": [0.53, 0.1],
+            "sampled/win": [0.5, 0.1],
             "by_prompt": "13",
             "made": {"rloo.py": "abc", "date": "today"},
         }
@@ -244,6 +246,8 @@ def test_a_row_is_trained_and_graded_once_recorded_and_again_only_if_asked(writt
     study.main("mini", rows=("ours",), seeds=1, again=True)
     assert written_down[-1][-3] == str(elsewhere / "runs" / "again" / "mini" / "ours__1")
     assert "ours__1, greedy/win: recorded [0.53, 0.1], now" in capsys.readouterr().out
+    study.main("mini", rows=("sft", "ours"), seeds=1, base="sft")
+    assert "| greedy minus sft, points |" in capsys.readouterr().out
 
 
 def test_dry_prints_each_command_once_and_runs_nothing(written_down, capsys):
