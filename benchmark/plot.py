@@ -93,30 +93,30 @@ def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
 
 
 def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
-    """Draws the share of test problems that RLOO solves over its episodes, and what other rows solve in the end."""
+    """Draws the share of test problems that rows which sample solve over their episodes, and others in the end."""
     figure, ((axis,),) = canvas(1, 1, height=4)
-    course(axis, records["rloo"], "episode", "sampled/score", color="C3")
+    sampling = [row for row, found in records.items() if "course" in found[0]]
+    colors = {row: f"C{(3 + number) % 10}" for number, row in enumerate(sampling)}  # of RLOO, the first, red
+    for row, color in colors.items():
+        course(axis, records[row], "episode", "sampled/score", color=color)
     graded = {row: found for row, found in records.items() if "by_prompt" in found[0]}  # on all problems
     levels = {row: np.mean([record["sampled/correct"][0] for record in found]) for row, found in graded.items()}
     right, heights = axis.get_xlim()[1], {}
     for row, level in sorted(levels.items(), key=lambda pair: pair[1]):
         heights[row] = max([level, *(height + 0.012 for height in heights.values())])  # texts do not overlap
-        color = "C3" if row == "rloo" else "0.3"
-        if row != "rloo":
-            axis.axhline(level, ls="--", lw=1, color=color)
+        if row not in colors:
+            axis.axhline(level, ls="--", lw=1, color="0.3")
         axis.annotate(
             f" {titles[row]}: {level:.0%}",
             (right, heights[row]),
-            color=color,
+            color=colors.get(row, "0.3"),
             fontsize=9,
             va="center",
             annotation_clip=False,
         )
     axis.yaxis.set_major_formatter("{x:.0%}")
     axis.set(title="SmolLM2-135M: solved test problems, sampled", ylim=(0, None), xlim=(0, right))
-    axis.set_xlabel(
-        f"episodes (completions)\nThin: {len(records['rloo'])} seeds; thick: their mean; dashed: others in the end"
-    )
+    axis.set_xlabel("episodes (completions)\nThin: seeds; thick: their mean; dashed: others in the end")
     save(figure, file)
 
 
