@@ -1,6 +1,6 @@
 """Is each option's gradient right, and how noisy? Exactly, for language models so tiny that all updates can be listed.
 
-    python benchmark/gradient.py    # prints the table: 15 seconds
+    python benchmark/gradient.py    # prints the table: half a minute
 
 The policy has a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15 parameters: a row of logits per
 prompt and one per previous token. An update is 2 prompts with k completions each. Its estimate g comes from the
@@ -9,7 +9,7 @@ Means and variances are sums over all updates, weighted by their probability.
 
 bias   |E g - g*| / |g*|: a wrong scale counts as well as a wrong direction
 turn   the same after the best scale: the sine of the angle between E g and g*, 1 where E g is against g*
-noise  variance of g / (part of E g along g*)², relative to rloo.py's defaults; left out where E g is against g*
+noise  variance of g / (part of E g along g*)², relative to rloo.py's; left out where E g is against g*
 """
 
 import itertools
@@ -30,24 +30,23 @@ with mock.patch.dict(vars(rloo)):  # importing an extension replaces functions o
     of_grpo = SimpleNamespace(**vars(rloo))
 
 SEEDS, KS = range(1, 6), (2, 3)  # models, each with rewards of its own; completions per prompt
-B, V, T, BETA = 2, 3, 2, 0.3
-AWAY = 0.5  # nats from the reference of the policies that are not at it
+B, V, T = 2, 3, 2
+BETAS = (0.02, 0.3)  # the default, and one with which the KL penalty counts
+AWAY = 0.5  # nats from the reference, at least
 
-# Flags by which grpo.py has RLOO's advantages and loss; kl_coef is that of its KL in the loss.
-SUMS = {"baseline": "rloo", "loss_mean": "completions", "kl_coef": 0.0}
-IN_LOSS = SUMS | {"kl_coef": BETA}
+SUMS = {"baseline": "rloo", "loss_mean": "completions"}  # flags by which grpo.py has RLOO's advantages and loss
 OPTIONS = {  # name -> what differs from rloo.py's defaults, see `estimates`
-    "rloo.py (the defaults)": {},
+    "rloo.py": {},
     "no baseline": {"baseline": False},
     "token_level_kl": {"token_level_kl": True},
     "Dr. GRPO's baseline": {"flags": SUMS | {"baseline": "group"}},
     "GRPO's baseline": {"flags": SUMS | {"baseline": "grpo"}},
     "GRPO's mean over tokens": {"flags": SUMS | {"loss_mean": "tokens-then-completions"}},
-    "k3 in the loss": {"kl": "none", "flags": IN_LOSS},
-    "k3 in the loss, unbiased_kl": {"kl": "none", "flags": IN_LOSS | {"unbiased_kl": True}},
+    "k3 in the loss": {"kl": "none", "flags": SUMS, "kl_in_loss": True},
+    "k3 in the loss, unbiased_kl": {"kl": "none", "flags": SUMS | {"unbiased_kl": True}, "kl_in_loss": True},
     "k3 in the reward": {"kl": "k3"},
-    "k3 in reward and loss": {"kl": "k3", "flags": IN_LOSS},
-    "GRPO": {"kl": "none", "flags": {"kl_coef": BETA}},
+    "k3 in reward and loss": {"kl": "k3", "flags": SUMS, "kl_in_loss": True},
+    "GRPO": {"kl": "none", "flags": {}, "kl_in_loss": True},
     "sampler's logits off by 0.3": {"sampler": "off"},
     "..., correction.py truncate": {"sampler": "off", "correct": "truncate"},
     "..., correction.py mask": {"sampler": "off", "correct": "mask"},
@@ -85,9 +84,9 @@ def normal(*size: int, seed: int):
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def cases(away: bool):
-    """Yields policies, each with a reference and scores. For each seed, scores are normal, sparse (1 for 2 completions
-    of a prompt), or normal but large."""
+def cases(beta: float):
+    """Yields policies away from their references, each with scores. For each seed these are normal, sparse (1 for 2
+    completions of a prompt), or normal but large."""
     for seed, kind in itertools.product(SEEDS, ("dense", "sparse", "large mean")):
         theta = normal(B * V + V * V, seed=seed)
         scores = normal(B, len(TOKENS), seed=seed + 1000)
@@ -96,17 +95,18 @@ def cases(away: bool):
         elif kind == "large mean":
             scores = scores + 10
         ref = logprobs_of(theta)
-        while away and objective(theta, ref, scores, 0.0)[1] < AWAY:  # by exact gradient ascent on the score
+        while objective(theta, ref, scores, 0.0)[1] < AWAY:  # by exact gradient ascent on the score
             step = exact_gradient(theta, ref, scores, 0.0)
             theta = theta + 0.02 * step / step.norm()
         moved = theta + normal(len(theta), seed=seed) * 0.3 / math.sqrt(2)  # a logit is a sum of two
         yield SimpleNamespace(
+            beta=beta,
             theta=theta,  # (d,)
             ref=ref,  # (B, n, T)
             scores=scores,  # (B, n)
             sampler={"policy": logprobs_of(theta), "off": logprobs_of(moved)},
             jacobian=torch.autograd.functional.jacobian(logprobs_of, theta),  # (B, n, T, d)
-            exact=exact_gradient(theta, ref, scores, BETA),  # g*
+            exact=exact_gradient(theta, ref, scores, beta),  # g*
         )
 
 
@@ -124,11 +124,21 @@ UPDATES = {k: all_updates(k) for k in KS}
 # ---- What the functions of rloo.py make of an update -----------------------------------------------------------------
 
 
-def estimates(case, index, kl="k1", baseline=True, token_level_kl=False, flags=None, sampler="policy", correct=None):
+def estimates(
+    case,
+    index,
+    kl="k1",
+    baseline=True,
+    token_level_kl=False,
+    flags=None,
+    kl_in_loss=False,
+    sampler="policy",
+    correct=None,
+):
     """Returns g (U, d) of updates `index` (k, U, B), which form one batch of U·B prompts.
 
     kl: the estimator of the KL in the reward, k1, k3 or none; flags: of grpo.py, whose functions then take the place of
-    rloo.py's; correct: by correction.py, with its cap of 2.
+    rloo.py's; kl_in_loss: its KL in the loss; correct: by correction.py, with its cap of 2.
     """
     k, U, _ = index.shape
     of_completions = (case.sampler["policy"], case.sampler[sampler], case.ref, case.scores, MASK.expand(B, -1, -1))
@@ -136,14 +146,14 @@ def estimates(case, index, kl="k1", baseline=True, token_level_kl=False, flags=N
     in_reward = ((old if correct else sampled) - ref) * mask
     if kl == "k3":
         in_reward = torch.expm1(-in_reward) + in_reward
-    args = rloo.Args(kl_coef=0.0 if kl == "none" else BETA, token_level_kl=token_level_kl, cliprange_high=0.2)
+    args = rloo.Args(kl_coef=0.0 if kl == "none" else case.beta, token_level_kl=token_level_kl, cliprange_high=0.2)
     batch = SimpleNamespace(policy_mask=mask, ended=mask.any(-1))
     new = old.clone().requires_grad_()
     functions, centered = rloo, rloo.advantage
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # to which they round
         rewards = rloo.rewards_of(args, scores, batch.ended, in_reward)
         if flags is not None:
-            functions, args = of_grpo, grpo.Args(**flags, cliprange_high=0.2)
+            functions, args = of_grpo, grpo.Args(**flags, kl_coef=case.beta if kl_in_loss else 0.0, cliprange_high=0.2)
             centered = grpo.BASELINES[args.baseline]
         advantages = centered(rewards) if baseline else rewards
         advantages = functions.advantages_for_loss(args, advantages, batch.ended, mask)
@@ -171,22 +181,21 @@ def bias_turn_noise(case, k: int, option: dict) -> tuple[float, float, float]:
 
 def main():
     """Prints bias, turn and noise of every option, medians over all cases."""
-    policies = {"at the reference": list(cases(away=False)), f"{AWAY} nats away": list(cases(away=True))}
     found = [
-        [[bias_turn_noise(case, k, option) for case in some for k in KS] for some in policies.values()]
+        [[bias_turn_noise(case, k, option) for case in cases(beta) for k in KS] for beta in BETAS]
         for option in OPTIONS.values()
     ]
-    bias, turn, noise = np.moveaxis(found, -1, 0)  # (options, policies, cases)
+    bias, turn, noise = np.moveaxis(found, -1, 0)  # (options, betas, cases)
     noise = noise / noise[0]
-    rows = [
-        ["", *(f"bias {policy}" for policy in policies), *(f"{what} {[*policies][1]}" for what in ("turn", "noise"))]
-    ]
-    for name, of_option in zip(OPTIONS, zip(bias, turn, noise)):
-        *middles, median_noise = (np.nanmedian(x[1]) for x in of_option)
-        against = int(np.isnan(of_option[2][1]).sum())
-        cells = [*(np.median(x) for x in of_option[0]), middles[1]]
-        note = f" ({against} of {noise.shape[-1]} left out)" if against else ""
-        rows.append([name, *("0" if x < 1e-7 else f"{x:.2g}" for x in cells), f"{median_noise:.2f}{note}"])
+    rows = [["", *(f"{what}, β = {beta:g}" for what in ("bias", "turn", "noise") for beta in BETAS)]]
+    for number, name in enumerate(OPTIONS):
+        cells = [f"{x:.2g}" if x > 1e-7 else "0" for x in np.median((bias[number], turn[number]), axis=-1).flat]
+        for of_cases in noise[number]:
+            against = int(np.isnan(of_cases).sum())
+            cells.append(
+                f"{np.nanmedian(of_cases):.2f}" + (f" ({against} of {len(of_cases)} left out)" if against else "")
+            )
+        rows.append([name, *cells])
     print(runs.markdown(rows))
 
 
