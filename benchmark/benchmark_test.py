@@ -288,7 +288,9 @@ def test_gaps_are_on_common_items_and_hold_together():
     for record in sum(rows.values(), []):
         record |= {"a/old": [0.5, 0.1], "b/win": record["win"], "made": {}}
         record |= {"by_prompt_2": record.pop("by_prompt")} if "by_prompt" in record else {}
-    assert study.gaps_from_base(both, rows, 1) == found != study.gaps_from_base(both, rows)
+    expected = runs.difference([], [], 4, (np.array([items[:4] for items in better]), np.array(base)))
+    assert study.gaps_from_base(both, rows, 1)["better"] == pytest.approx([100 * x for x in expected])
+    assert study.gaps_from_base(both, rows)["better"][0] == 0
 
 
 def test_the_best_of_n_is_that_with_the_highest_score(monkeypatch, tmp_path):
@@ -600,8 +602,8 @@ def test_types_are_those_of_text_decoders():
 
 
 def test_rloo_has_no_bias_and_a_wrong_baseline_has(monkeypatch):
-    case = next(gradient.cases(away=True))
-    for name in ("rloo.py (the defaults)", "token_level_kl", "no baseline", "k3 in reward and loss"):
+    case = next(gradient.cases(beta=0.3))
+    for name in ("rloo.py", "token_level_kl", "no baseline", "k3 in reward and loss"):
         assert gradient.bias_turn_noise(case, 2, gradient.OPTIONS[name])[0] < 1e-10
     for name in ("GRPO", "Dr. GRPO's baseline", "k3 in the reward", "sampler's logits off by 0.3"):
         assert gradient.bias_turn_noise(case, 2, gradient.OPTIONS[name])[0] > 1e-2
@@ -611,12 +613,12 @@ def test_rloo_has_no_bias_and_a_wrong_baseline_has(monkeypatch):
 
 
 def test_the_exact_gradient_is_that_of_finite_differences_over_all_completions():
-    case, step = next(gradient.cases(away=True)), 1e-6
+    case, step = next(gradient.cases(beta=0.3)), 1e-6
     assert case.sampler["policy"].sum(-1).exp().sum(-1).tolist() == pytest.approx([1, 1], abs=1e-12)
     for i in (0, 4, 7, 14):
         move = torch.zeros(15, dtype=torch.float64)
         move[i] = step
-        up, down = (gradient.objective(case.theta + x, case.ref, case.scores, gradient.BETA)[0] for x in (move, -move))
+        up, down = (gradient.objective(case.theta + x, case.ref, case.scores, case.beta)[0] for x in (move, -move))
         assert ((up - down) / (2 * step)).item() == pytest.approx(case.exact[i].item(), abs=1e-8)
 
 
@@ -757,11 +759,14 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
 
 def test_rows_of_countdown_are_lines_at_their_level_and_texts_do_not_overlap(figures, tmp_path):
     levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.2, "of_16": 0.3}
-    records = {row: [{"sampled/correct": [x, 0], "by_prompt": ""}] for row, x in levels.items()}
+    records = {
+        row: [{"sampled/correct": [x, 0], "greedy/correct": [1, 0], "by_prompt": ""}] for row, x in levels.items()
+    }
     records["rloo"][0]["course"] = {"episode": [0, 100], "sampled/score": [0.1, 0.5]}
     del records["of_16"][0]["by_prompt"]  # of other problems
     plot.solved({row: row for row in records}, records, tmp_path / "a.png")
     (axis,) = figures[0].axes
     assert [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"] == [0.2, 0.2]
     texts = {text.get_text(): text.xy[1] for text in axis.texts}
-    assert texts == {" sft: 20%": 0.2, " raft: 20%": pytest.approx(0.212), " rloo: 50%": 0.5}
+    heights = [(" sft: 20%", 0.2), (" raft: 20%", pytest.approx(0.212)), (" rloo: 50%", 0.5)]
+    assert texts == {f"{text} (greedy 100%)": height for text, height in heights}

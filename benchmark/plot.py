@@ -72,13 +72,13 @@ def trainers(titles: dict[str, str], records: dict[str, list[dict]], file: Path)
         scores.plot(share, curves.mean(0), lw=2, label=titles[row], **style)
         for mode, marker in (("sampled", "o"), ("greedy", "s")):
             mean, error = runs.mean_and_error([record[f"{mode}/gold_win_rate"] for record in found])
-            wins.errorbar(mean, number, xerr=1.96 * error, fmt=marker, **style)
+            wins.errorbar(mean, number, xerr=error, fmt=marker, **style)
     scores.set(title="Score, training prompts", xlabel="share of the run\nThin: seeds; thick: their mean")
     scores.legend(fontsize=9)
     wins.set_yticks(range(len(records)), [f"({len(found)})" for found in records.values()])
     wins.xaxis.set_major_formatter("{x:.0%}")
     wins.set(title="Wins of held-out posts at the end", ylim=(len(records) - 0.5, -0.5))
-    wins.set_xlabel("Circles: sampled; squares: greedy\n(n): seeds; lines: 95% intervals")
+    wins.set_xlabel("Circles: sampled; squares: greedy\n(n): seeds; lines: ± one standard error")
     save(figure, file)
 
 
@@ -100,14 +100,17 @@ def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     for row, color in colors.items():
         course(axis, records[row], "episode", "sampled/score", color=color)
     graded = {row: found for row, found in records.items() if "by_prompt" in found[0]}  # on all problems
-    levels = {row: np.mean([record["sampled/correct"][0] for record in found]) for row, found in graded.items()}
+    levels, greedy = (
+        {row: np.mean([record[f"{mode}/correct"][0] for record in found]) for row, found in graded.items()}
+        for mode in ("sampled", "greedy")
+    )
     right, heights = axis.get_xlim()[1], {}
     for row, level in sorted(levels.items(), key=lambda pair: pair[1]):
         heights[row] = max([level, *(height + 0.012 for height in heights.values())])  # texts do not overlap
         if row not in colors:
             axis.axhline(level, ls="--", lw=1, color="0.3")
         axis.annotate(
-            f" {titles[row]}: {level:.0%}",
+            f" {titles[row]}: {level:.0%} (greedy {greedy[row]:.0%})",
             (right, heights[row]),
             color=colors.get(row, "0.3"),
             fontsize=9,

@@ -137,3 +137,23 @@ def test_mistakes_are_counted_by_operators_and_problems_shown_in_full(tmp_path, 
     shown = capsys.readouterr().out
     assert "| + - | 0, 1 | 0, 0 | 1, 0 | 0, 0 |" in shown and "| all | 0, 1 | 1, 0 | 1, 0 | 0, 1 |" in shown
     assert shown.endswith("1 + 1 + 2?\n[before: numbers]1 + 2\n[after: right]1 + 1 + 2\n")
+
+
+def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsys):
+    rows = [("Long, long: 1, 2, 4?", [1, 2, 4], 3, "4 - 2 + 1"), ("1, 2, 3?", [1, 2, 3], 6, "1*2*3")]
+    (tmp_path / "base").symlink_to(MINI)
+    names = ("prompt", "numbers", "target", "solution")
+    write_rows(tmp_path / "test.jsonl", [dict(zip(names, row)) for row in rows])
+    records = {
+        "a": {"by_prompt": runs.packed([1, 0])},
+        "of 16": {"right": [16, 0, 8, 1]},
+    }  # a: the shorter one is first
+    mistakes.print_records(tmp_path, records)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "| solved greedily | + -: of 1 | *: of 1 | /: of 0 |"
+    assert shown[2:4] == ["| a | 0 | 1 | 0 |", "| largest - middle + smallest | 1 | 0 | 0 |"]
+    two_of_8 = 1 - (8 * 7) / (16 * 15)  # that not both of two samples are wrong
+    assert shown[-1].startswith(
+        f"| of 16 | {100 * (1 + 0.5 + 1 / 16) / 4:.1f} | {100 * (1 + two_of_8 + 1 / 8) / 4:.1f} | "
+    )
+    assert shown[-1].endswith(" | 75.0 |")

@@ -28,6 +28,7 @@ import rloo  # noqa: E402
 
 PREPARED = HERE / "prepared"
 T = 16  # --response_length of the study
+K = 16  # samples of a problem in `many`
 
 
 def sft(
@@ -80,19 +81,19 @@ def loss_of(model, batch: list[tuple[list[int], list[int]]]) -> torch.Tensor:
     return F.cross_entropy(logits, ids[learned])
 
 
-def many(output_dir: Path, source: Path, problems: int = 200, k: int = 16, seed: int = 1):
-    """Grades k samples at T = 1 for each of the first test problems: how often one is right (pass@k), and whether the
+def many(output_dir: Path, source: Path, problems: int = 200, seed: int = 1):
+    """Grades K samples at T = 1 for each of the first test problems: how often one is right (pass@k), and whether the
     most frequent one is (majority, which is this row's greedy grade)."""
     args = rloo.Args(response_length=T, dtype="float32", device="cpu", local_rollout_forward_batch_size=256)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     examples = [rloo.prepare_example(row, tokenizer) for row in runs.lines(PREPARED / "test.jsonl")[:problems]]
     policy = rloo.read_model(args, str(source), torch.float32)
     rloo.set_seed(seed)
-    batch, _ = rloo.rollout(args, policy, examples, k, 1.0, [tokenizer.eos_token_id])
+    batch, _ = rloo.rollout(args, policy, examples, K, 1.0, [tokenizer.eos_token_id])
     texts = rloo.completion_texts(batch, tokenizer)
     samples = [texts[b :: len(examples)] for b in range(len(examples))]
     grades = [grades_of(own, example["columns"]) for own, example in zip(samples, examples, strict=True)]
-    evaluation = {"update": 0, "right": [round(k * grade["sampled/correct"]) for grade in grades]}
+    evaluation = {"update": 0, "right": [round(K * grade["sampled/correct"]) for grade in grades]}
     for name in grades[0]:
         values = [grade[name] for grade in grades]
         evaluation[name] = float(np.mean(values))
