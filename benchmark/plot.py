@@ -106,7 +106,7 @@ def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     )
     right, heights = axis.get_xlim()[1], {}
     for row, level in sorted(levels.items(), key=lambda pair: pair[1]):
-        heights[row] = max([level, *(height + 0.012 for height in heights.values())])  # texts do not overlap
+        heights[row] = max([level, *(height + axis.get_ylim()[1] / 24 for height in heights.values())])  # no overlap
         if row not in colors:
             axis.axhline(level, ls="--", lw=1, color="0.3")
         axis.annotate(
