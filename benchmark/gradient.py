@@ -1,6 +1,6 @@
 """Is each option's gradient right, and how noisy? Exactly, for language models so tiny that all updates can be listed.
 
-    python benchmark/gradient.py    # prints the table: half a minute
+    python benchmark/gradient.py    # prints the table: a minute
 
 The policy has a vocabulary of 3 (token 0 stops), at most 2 tokens per completion and 15 parameters: a row of logits per
 prompt and one per previous token. An update is 2 prompts with k completions each. Its estimate g comes from the
