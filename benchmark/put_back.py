@@ -1,13 +1,15 @@
 """Would the tests notice the bugs of other trainers? Puts each bug of bugs.toml into a copy of the code, by a change of
 a few words, and runs the test that must pass before and fail after.
 
-    python benchmark/put_back.py                    # all: 10 minutes on two cores
-    python benchmark/put_back.py dropout two-bos    # some, by name
+    python benchmark/put_back.py                                    # all: 10 minutes on two cores
+    python benchmark/put_back.py dropout two-bos                    # some, by name
+    python benchmark/put_back.py benchmark/records/planted.toml     # mistakes of a file: all of rloo_test.py for each
 
 The status is 1 unless all bugs are caught.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,25 +39,32 @@ def changed(bug: dict) -> str:
 
 def caught(bug: dict) -> bool:
     """Returns whether the bug's test passes in a copy of the repository, and fails there once the bug is put back."""
-    tests = ["-m", "pytest", "-qx", "-p", "no:cacheprovider", bug.get("tests", "rloo_test.py"), "-k", bug["test"]]
+    tests = ["-m", "pytest", "-qx", "-p", "no:cacheprovider", bug.get("tests", "rloo_test.py")]
+    tests += ["-k", bug["test"]] if "test" in bug else []
     with tempfile.TemporaryDirectory() as top:
         folder = Path(top, "copy")
         shutil.copytree(runs.ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "runs", "*.png"))
-        for status in (0, 1):  # without the bug, and with it; a file that cannot be imported has another status
+        # Without the bug, and with it. A file that cannot be imported has another status.
+        for status in (0, 1) if "test" in bug else (1,):
             if status == 1:
                 (folder / file_of(bug)).write_text(changed(bug), encoding="utf-8")
             done = subprocess.run([sys.executable, *tests], cwd=folder, capture_output=True, text=True)
             if done.returncode != status:
                 print(f"{bug['name']}: NOT CAUGHT, status {done.returncode} instead of {status}\n{done.stdout[-1500:]}")
                 return False
-    print(f"{bug['name']}: caught", flush=True)
+    failed = re.search("^FAILED .*::(.*?)( |$)", done.stdout, re.MULTILINE)
+    print(f"{bug['name']}: caught", f"by {failed[1]}" if "test" not in bug else "", flush=True)
     return True
 
 
 def main(names: list[str]):
     os.environ["OMP_NUM_THREADS"] = "1"
+    if names and names[0].endswith(".toml"):
+        bugs = tomllib.loads(Path(names[0]).read_text(encoding="utf-8"))["planted"]
+    else:
+        bugs = [BUGS[name] for name in names or BUGS]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = list(pool.map(caught, [BUGS[name] for name in names or BUGS]))
+        found = list(pool.map(caught, bugs))
     print(f"{sum(found)} of {len(found)} are caught")
     sys.exit(not all(found))
 
