@@ -740,8 +740,8 @@ def test_a_model_that_this_file_would_compute_wrongly_is_refused(kind, tmp_path)
 @pytest.mark.parametrize(
     "name, edit, words",
     [
-        ("draw_tokens", lambda _, x: (x[0], x[1] - 0.02), "InputError: .* sampled tokens differ"),
-        ("group_hidden", lambda _, x: x.flip(1), "InputError: .* padded batch differ"),
+        ("draw_tokens", lambda _, x: (x[0], x[1] - 0.02), "InputError: .* log-probs in sampling differ"),
+        ("group_hidden", lambda _, x: x.flip(1), "InputError: .* padded batch differ from"),
         ("final_logits", lambda _, x: x * 1.1, "InputError: .* logits differ"),
         ("completion_logprobs", lambda _, x: len(3), "TypeError: .* has no len"),  # is not said to be the model's
     ],
@@ -757,7 +757,7 @@ def test_a_mistake_in_an_edit_ends_a_run_before_it_evaluates(train, tmp_path, na
 
 def test_in_bfloat16_the_rounded_copy_is_checked_too(train, monkeypatch):
     spy(monkeypatch, "group_hidden", lambda inputs, x: x.flip(1) if inputs[0].dtype == torch.bfloat16 else x)
-    with pytest.raises(InputError, match="differ by"):
+    with pytest.raises(InputError, match="differ from"):
         train(kl_coef=0.0, reward_model_path=None, reward_fns=(spec("count_tokens"),), dtype="bfloat16")
 
 
@@ -1366,7 +1366,7 @@ def test_a_reward_model_is_checked_whatever_the_scale_of_its_scores(tmp_path):
     wrong.score.weight.data.mul_(1e-5)
     assert reward_model(save(tmp_path / "right", right, tiny_tokenizer()), dtype="bfloat16")(random_batch()).std() > 20
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(InputError, match="differ by"):
+        with pytest.raises(InputError, match="differ from"):
             reward_model(save(tmp_path / "wrong", wrong, tiny_tokenizer()), dtype=dtype, response_length=16)
 
 
@@ -1507,7 +1507,7 @@ def test_a_reward_model_that_cannot_be_used_is_refused(train, tiny, tmp_path):
     )
     window = tiny_model("mistral", classifier=True)
     bert = tiny_model("bert", classifier=True, **SIZE, intermediate_size=64)
-    for model, words in ((labels, "cannot be loaded"), (window, "padded batch differ by"), (bert, "is not causal")):
+    for model, words in ((labels, "cannot be loaded"), (window, "padded batch differ from"), (bert, "is not causal")):
         with pytest.raises(InputError, match=words):
             train(reward_model_path=save(tmp_path / words, model, tiny_tokenizer()), response_length=16)
 

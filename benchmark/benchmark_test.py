@@ -757,20 +757,19 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
     assert over_kl[0].lines[3].get_xdata() == pytest.approx(np.mean([course["kl"] for course in courses], axis=0))
 
 
-def test_rows_of_countdown_are_lines_at_their_level_and_texts_do_not_overlap(figures, tmp_path):
-    levels = {"rloo": 0.5, "sft": 0.2, "raft": 0.2, "of_16": 0.3}
+def test_rows_of_countdown_stand_in_the_order_of_their_greedy_accuracy(figures, tmp_path):
+    levels = {"rloo": (0.5, 0.4), "sft": (0.2, 0.1), "raft": (0.3, 0.2), "of_16": (0.9, 0.9)}
     records = {
-        row: [{"sampled/correct": [x, 0], "greedy/correct": [1, 0], "by_prompt": ""}] for row, x in levels.items()
+        row: [{"greedy/correct": [x, 0.1], "sampled/correct": [y, 0.2], "by_prompt": ""}]
+        for row, (x, y) in levels.items()
     }
     records["rloo"][0]["course"] = {"episode": [0, 100], "sampled/score": [0.1, 0.5]}
     del records["of_16"][0]["by_prompt"]  # of other problems
     plot.solved({row: row for row in records}, records, tmp_path / "a.png")
-    (axis,) = figures[0].axes
-    assert [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == "--"] == [0.2, 0.2]
-    texts = {text.get_text(): text.xy[1] for text in axis.texts}
-    heights = [
-        (" sft: 20%", 0.2),
-        (" raft: 20%", pytest.approx(0.2 + axis.get_ylim()[1] / 24, rel=0.05)),
-        (" rloo: 50%", 0.5),
-    ]
-    assert texts == {f"{text} (greedy 100%)": height for text, height in heights}
+    axis, end = figures[0].axes
+    assert [list(line.get_ydata()) for line in axis.lines] == [[0.1, 0.5]] * 2  # the seed, and the mean
+    assert [label.get_text() for label in end.get_yticklabels()] == ["sft", "raft", "rloo"]
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in end.lines if line.get_marker() == "o"]
+    assert dots == [(x, height) for height, row in enumerate(("sft", "raft", "rloo")) for x in levels[row]]
+    spans = [np.ptp(bars.get_segments()[0][:, 0]) for bars in end.collections]
+    assert spans == pytest.approx([0.2, 0.4] * 3)

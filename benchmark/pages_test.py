@@ -84,9 +84,10 @@ def test_files_names_and_flags_exist(page):
 
 def test_the_lines_that_readme_names_are_those_of_two_sections():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    numbers = re.search(r"math is lines (\d+) to (\d+) of rloo.py, an update lines (\d+) to (\d+)", readme).groups()
-    math, after_math, update, after_update = map(int, numbers)
+    sentence = re.search("the ([0-9,]+) lines of rloo.py, the math is lines .*?[.]\\s", readme)
+    math, after_math, update, after_update = map(int, re.findall(r"\d+", sentence[0].split(" is ")[1]))
     lines = (ROOT / "rloo.py").read_text(encoding="utf-8").splitlines()
+    assert int(sentence[1].replace(",", "")) == len(lines)
     for title, first, last in (("The math", math, after_math), ("One update", update, after_update)):
         assert lines[first - 1].startswith(f"# ---- {title}")
         assert lines[last - 1] and lines[last : last + 2] == ["", ""] and lines[last + 2].startswith("# ---- ")

@@ -93,33 +93,33 @@ def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
 
 
 def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
-    """Draws the share of test problems that rows which sample solve over their episodes, and others in the end."""
-    figure, ((axis,),) = canvas(1, 1, height=4)
+    """Draws the share of test problems that are solved: by samples over training, for rows that sample, and greedily
+    and by samples in the end, for all."""
+    figure, ((axis, end),) = canvas(1, 2, height=3.6)
     sampling = [row for row, found in records.items() if "course" in found[0]]
     colors = {row: f"C{(3 + number) % 10}" for number, row in enumerate(sampling)}  # of RLOO, the first, red
     for row, color in colors.items():
         course(axis, records[row], "episode", "sampled/score", color=color)
     graded = {row: found for row, found in records.items() if "by_prompt" in found[0]}  # on all problems
-    levels, greedy = (
-        {row: np.mean([record[f"{mode}/correct"][0] for record in found]) for row, found in graded.items()}
-        for mode in ("sampled", "greedy")
-    )
-    right, heights = axis.get_xlim()[1], {}
-    for row, level in sorted(levels.items(), key=lambda pair: pair[1]):
-        heights[row] = max([level, *(height + axis.get_ylim()[1] / 24 for height in heights.values())])  # no overlap
-        if row not in colors:
-            axis.axhline(level, ls="--", lw=1, color="0.3")
-        axis.annotate(
-            f" {titles[row]}: {level:.0%} (greedy {greedy[row]:.0%})",
-            (right, heights[row]),
-            color=colors.get(row, "0.3"),
-            fontsize=9,
-            va="center",
-            annotation_clip=False,
-        )
+    greedy = {row: np.mean([record["greedy/correct"][0] for record in found]) for row, found in graded.items()}
+    rows = sorted(greedy, key=greedy.get)
+    for height, row in enumerate(rows):
+        for mode, fill in (("greedy", None), ("sampled", "white")):
+            found = [record[f"{mode}/correct"] for record in graded[row]]
+            mean, error = np.mean([mean for mean, _ in found]), np.mean([error for _, error in found])
+            style = {"color": colors.get(row, "0.3"), "markerfacecolor": fill}
+            end.errorbar(mean, height, xerr=error, fmt="o", **style)
+    end.set_yticks(range(len(rows)), [titles[row] for row in rows])
+    for label, row in zip(end.get_yticklabels(), rows):
+        label.set_color(colors.get(row, "0.3"))
+    end.yaxis.tick_right()
+    end.xaxis.set_major_formatter("{x:.0%}")
     axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.set(title="SmolLM2-135M: solved test problems, sampled", ylim=(0, None), xlim=(0, right))
-    axis.set_xlabel("episodes (completions)\nThin: seeds; thick: their mean; dashed: others in the end")
+    axis.set(title="Samples, over training", ylim=(0, None), xlim=(0, None))
+    axis.set_xlabel("episodes (completions)\nThin: seeds; thick: their mean")
+    end.set(title="In the end", xlim=(0, None))
+    end.set_xlabel("Filled: greedy; open: sampled\nLines: ± one standard error")
+    figure.suptitle("SmolLM2-135M: solved test problems of Countdown")
     save(figure, file)
 
 

@@ -860,6 +860,13 @@ def test_skip_needs_the_loss_of_rloo(name, run):
         run(name, "skip")
 
 
+def test_skip_needs_the_policy_loss_of_rloo(run, monkeypatch):
+    load("skip")
+    monkeypatch.setattr(rloo, "policy_loss", lambda *inputs: None)
+    with pytest.raises(rloo.InputError, match="another file's loss"):
+        run()
+
+
 def test_skip_needs_one_mini_batch(run):
     with pytest.raises(rloo.InputError, match="skip.py needs --num_mini_batches 1"):
         run("skip", num_mini_batches=2, per_device_train_batch_size=8)

@@ -21,7 +21,7 @@ import rloo  # noqa: E402
 
 def check_args(original, args):
     original(args)
-    plain = rloo.completion_loss is rloo.ORIGINAL["completion_loss"]
+    plain = all(getattr(rloo, name) is rloo.ORIGINAL[name] for name in ("completion_loss", "policy_loss"))
     rloo.require(plain, "skip.py: with another file's loss, prompts whose advantages are 0 have a gradient")
     rloo.require(args.num_mini_batches == 1, "skip.py needs --num_mini_batches 1: what is left may be few prompts")
     rloo.require(os.environ.get("WORLD_SIZE", "1") == "1", "skip.py needs one process: others may have more to read")
