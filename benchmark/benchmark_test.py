@@ -282,6 +282,8 @@ def test_gaps_are_on_common_items_and_hold_together():
     assert found["better"] == pytest.approx([100 * x for x in expected]) and found["better"][0] == pytest.approx(31.25)
     assert found["old"] == pytest.approx([100 * x for x in runs.difference([[0.5, 0.1]], [[0.5, 0.1]] * 2, 2)])
     assert not study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="none"), rows)
+    apart = study.Study({}, "", {"win": "wins, %"}, base="base", apart=["better"])
+    assert "better" in found and study.gaps_from_base(apart, rows).keys() == found.keys() - {"better"}
     both = study.Study(
         dict.fromkeys(rows, study.Row("")), "", {"a/old": "", "b/win": "wins, %"}, base="base", second=True
     )

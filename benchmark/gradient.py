@@ -37,6 +37,7 @@ AWAY = 0.5  # nats from the reference, at least
 SUMS = {"baseline": "rloo", "loss_mean": "completions"}  # flags by which grpo.py has RLOO's advantages and loss
 OPTIONS = {  # name -> what differs from rloo.py's defaults, see `estimates`
     "rloo.py": {},
+    "each g scaled to norm 1": {"norm_1": True},
     "no baseline": {"baseline": False},
     "token_level_kl": {"token_level_kl": True},
     "Dr. GRPO's baseline": {"flags": SUMS | {"baseline": "group"}},
@@ -134,11 +135,13 @@ def estimates(
     kl_in_loss=False,
     sampler="policy",
     correct=None,
+    norm_1=False,
 ):
     """Returns g (U, d) of updates `index` (k, U, B), which form one batch of U·B prompts.
 
     kl: the estimator of the KL in the reward, k1, k3 or none; flags: of grpo.py, whose functions then take the place of
-    rloo.py's; kl_in_loss: its KL in the loss; correct: by correction.py, with its cap of 2.
+    rloo.py's; kl_in_loss: its KL in the loss; correct: by correction.py, with its cap of 2; norm_1: scaled to norm 1,
+    as --max_grad_norm does with larger ones.
     """
     k, U, _ = index.shape
     of_completions = (case.sampler["policy"], case.sampler[sampler], case.ref, case.scores, MASK.expand(B, -1, -1))
@@ -162,7 +165,8 @@ def estimates(
         experience = SimpleNamespace(batch=batch, rewards=rewards, advantages=advantages, ref_logprobs=ref)
         losses, *_ = functions.completion_loss(args, experience, slice(None), new, old)
     (slope,) = torch.autograd.grad(losses.sum() / (k * B), new)
-    return -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[PROMPTS, index])
+    g = -torch.einsum("jnbt,jnbtd->nd", slope.view(k, U, B, -1), case.jacobian[PROMPTS, index])
+    return g / g.norm(dim=-1, keepdim=True).clamp(min=1e-12) if norm_1 else g
 
 
 def bias_turn_noise(case, k: int, option: dict) -> tuple[float, float, float]:

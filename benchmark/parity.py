@@ -90,7 +90,6 @@ ROWS = [
     Row(0, "reward normalization", NORMAL),
     Row(0, "penalty 5, normalization, clip ±1", NORMAL | CLIPPED | {"missing_eos_penalty": 5.0}),
     Row(0, "all of these", ALL),
-    Row(0, "its token-level KL, our sequence KL", {"kl_coef": 1.0}, theirs=TOKEN_KL),
     Row(0, "score clip ±1", CLIPPED, "0.19 clips only where it normalizes"),
     Row(0, "gradient norm ≤ 0.5", CLIPPED_GRADIENT, "0.19 never reads max_grad_norm"),
     Row(0, "token-level KL", TOKEN_KL | {"kl_coef": 1.0}, "0.19 sums it back to the sequence's: a no-op"),

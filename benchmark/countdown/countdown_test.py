@@ -124,7 +124,14 @@ def test_a_mistake_is_one_of_form_of_numbers_or_of_the_value(completion, kind):
     assert mistakes.kind(completion, [5, 3, 4], 23) == kind
 
 
-def test_mistakes_are_counted_by_operators_and_problems_shown_in_full(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "numbers, target, suffice", [([3, 5, 2], 6, True), ([3, 5, 2], 4, True), ([3, 5, 2], 9, False)]
+)
+def test_sums_and_differences_suffice_for_some_problems(numbers, target, suffice):
+    assert mistakes.group_of(numbers, target) == mistakes.GROUPS[0 if suffice else 1]  # 3 + 5 - 2, 5 + 2 - 3, 3*(5 - 2)
+
+
+def test_mistakes_are_counted_by_group_and_problems_shown_in_full(tmp_path, capsys):
     for folder, texts in (("a", ("1 + 2", "2*1*1")), ("b", ("1 + 1 + 2", "so 4"))):
         lines = []
         for text, solution, target in zip(texts, ("1 + 1 + 2", "2*2*1"), (4, 4)):
@@ -135,25 +142,25 @@ def test_mistakes_are_counted_by_operators_and_problems_shown_in_full(tmp_path, 
         write_rows(tmp_path / folder / "completions.jsonl", lines)
     mistakes.main(tmp_path / "a", tmp_path / "b", problems=1)
     shown = capsys.readouterr().out
-    assert "| + - | 0, 1 | 0, 0 | 1, 0 | 0, 0 |" in shown and "| all | 0, 1 | 1, 0 | 1, 0 | 0, 1 |" in shown
+    assert "| sums suffice | 0, 1 | 1, 0 | 1, 0 | 0, 1 |" in shown and "| all | 0, 1 | 1, 0 | 1, 0 | 0, 1 |" in shown
     assert shown.endswith("1 + 1 + 2?\n[before: numbers]1 + 2\n[after: right]1 + 1 + 2\n")
 
 
 def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsys):
-    rows = [("Long, long: 1, 2, 4?", [1, 2, 4], 3, "4 - 2 + 1"), ("1, 2, 3?", [1, 2, 3], 6, "1*2*3")]
+    rows = [("Long, long: 1, 2, 4?", [1, 2, 4], 3, "4 - 2 + 1"), ("2, 3, 4?", [2, 3, 4], 24, "2*3*4")]
     (tmp_path / "base").symlink_to(MINI)
     names = ("prompt", "numbers", "target", "solution")
     write_rows(tmp_path / "test.jsonl", [dict(zip(names, row)) for row in rows])
     records = {
         "a": {"by_prompt": runs.packed([1, 0])},
-        "of 16": {"right": [16, 0, 8, 1]},
+        "of 16": {"right": [8, 0]},
+        "and of 16": {"right": [16, 1]},
     }  # a: the shorter one is first
     mistakes.print_records(tmp_path, records)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "| solved greedily | + -: of 1 | *: of 1 | /: of 0 |"
-    assert shown[2:4] == ["| a | 0 | 1 | 0 |", "| largest - middle + smallest | 1 | 0 | 0 |"]
+    assert shown[0] == "| solved greedily | sums suffice: of 1 | needs * or /: of 1 | first 2: of 2 |"
+    assert shown[2:4] == ["| a | 0 | 1 | 1 |", "| largest - middle + smallest | 1 | 0 | 1 |"]
+    assert shown[5].endswith(" | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |")
     two_of_8 = 1 - (8 * 7) / (16 * 15)  # that not both of two samples are wrong
-    assert shown[-1].startswith(
-        f"| of 16 | {100 * (1 + 0.5 + 1 / 16) / 4:.1f} | {100 * (1 + two_of_8 + 1 / 8) / 4:.1f} | "
-    )
-    assert shown[-1].endswith(" | 75.0 |")
+    assert shown[-2].startswith(f"| of 16 | {100 * 0.5 / 2:.1f} | {100 * two_of_8 / 2:.1f} | ")
+    assert shown[-2].endswith(" | 50.0 | 1 | 0 |") and shown[-1].endswith(" | 100.0 | 1 | 1 |")

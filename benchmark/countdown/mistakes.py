@@ -1,5 +1,5 @@
-"""Which problems are solved greedily, by the operators of the generator's solution; what kinds of mistakes are made,
-before and after; and twenty problems in full.
+"""Which problems are solved: those that sums and differences solve, or those that need a product or a quotient? What
+kinds of mistakes are made, before and after? Then twenty problems in full.
 
     python benchmark/countdown/mistakes.py    # of all records
     python benchmark/countdown/mistakes.py runs/countdown/sft__1.graded runs/countdown/rloo__1.graded
@@ -10,6 +10,7 @@ expression of whole numbers and operators.
 
 import sys
 from collections import Counter
+from itertools import product
 from math import comb
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import runs  # noqa: E402
 
 import rloo  # noqa: E402
 
-GROUPS = ("+ -", "*", "/")
+GROUPS = ("sums suffice", "needs * or /")
 KINDS = ("right", "value", "numbers", "form")
 
 
@@ -36,8 +37,9 @@ def kind(completion: str, numbers: list[int], target: int) -> str:
     return "value" if expression.uses(completion, numbers) else "numbers"
 
 
-def operators(solution: str) -> str:
-    return "/" if "/" in solution else "*" if "*" in solution else "+ -"
+def group_of(numbers: list[int], target: int) -> str:
+    sums = (sum(sign * number for sign, number in zip(signs, numbers)) for signs in product((1, -1), repeat=3))
+    return GROUPS[0] if target in sums else GROUPS[1]  # the target is above 0, so one sign is +
 
 
 def greedy(folder: Path) -> dict[str, dict]:
@@ -48,24 +50,30 @@ def greedy(folder: Path) -> dict[str, dict]:
 
 def print_records(prepared: Path, records: dict[str, dict]):
     """Prints, for each record with a grade per test problem, how many are solved, and what a fixed expression solves;
-    and, for each with many samples, the share of problems that one of k samples solves, in %."""
+    and, for each with many samples of the first problems, the share that one of k samples solves, in %."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(prepared / "base")
-    problems = runs.lines(prepared / "test.jsonl")
+    problems = [row | {"place": place} for place, row in enumerate(runs.lines(prepared / "test.jsonl"))]
+    group_by_place = np.array([group_of(row["numbers"], row["target"]) for row in problems])
+    samples = {name: np.array(record["right"]) for name, record in records.items() if "right" in record}
     problems.sort(key=lambda row: len(rloo.prepare_example(row, tokenizer)["prompt_ids"]))  # as evaluations do
     solved = {name: runs.unpacked(record["by_prompt"]) for name, record in records.items() if "by_prompt" in record}
     columns = {name: [row[name] for row in problems] for name in ("numbers", "target")}
     fixed = ["{2} - {1} + {0}".format(*sorted(numbers)) for numbers in columns["numbers"]]
     solved["largest - middle + smallest"] = expression.correct(fixed, **columns)
-    groups = np.array([operators(row["solution"]) for row in problems])
-    table = [["solved greedily", *(f"{group}: of {(groups == group).sum()}" for group in GROUPS)]]
+    places = np.array([row["place"] for row in problems])
+    first = max(map(len, samples.values()))
+    kinds = {group: group_by_place[places] == group for group in GROUPS} | {f"first {first}": places < first}
+    table = [["solved greedily", *(f"{kind}: of {mask.sum()}" for kind, mask in kinds.items())]]
     for name, right in solved.items():
-        table.append([name, *(f"{np.sum(np.array(right)[groups == group]):.0f}" for group in GROUPS)])
+        table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in kinds.values())])
     print(runs.markdown(table) + "\n")
-    n, ks = models.K, (1, 2, 4, 8, 16)
-    table = [["solved by one of k samples, %", *map(str, ks)]]
-    for name, right in ((name, record["right"]) for name, record in records.items() if "right" in record):
+    n, ks, kinds = models.K, (1, 2, 4, 8, 16), {group: group_by_place[:first] == group for group in GROUPS}
+    counts = [f"one of {n}, {group}: of {mask.sum()}" for group, mask in kinds.items()]
+    table = [[f"first {first}, solved by one of k samples, %", *map(str, ks), *counts]]
+    for name, right in samples.items():
         shares = [np.mean([1 - comb(n - r, k) / comb(n, k) for r in right]) for k in ks]
-        table.append([name, *(f"{share:.1%}".rstrip("%") for share in shares)])
+        counts = [str((right[mask] > 0).sum()) for mask in kinds.values()]
+        table.append([name, *(f"{share:.1%}".rstrip("%") for share in shares), *counts])
     print(runs.markdown(table))
 
 
@@ -77,11 +85,11 @@ def main(before: Path, after: Path, problems: int = 20):
         for number, found in enumerate(pair):
             columns, completion = found[prompt]["columns"], found[prompt]["completion"]
             what = kind(completion, columns["numbers"], columns["target"])
-            for group in (operators(columns["solution"]), "all"):
+            for group in (group_of(columns["numbers"], columns["target"]), "all"):
                 counts[number][group, what] += 1
             text += f"\n[{('before', 'after')[number]}: {what}]{completion}"
         shown.append(text)
-    table = [["operators of a solution", *(f"{what}: before, after" for what in KINDS)]]
+    table = [["solved greedily", *(f"{what}: before, after" for what in KINDS)]]
     for group in (*GROUPS, "all"):
         table.append([group, *(f"{counts[0][group, what]}, {counts[1][group, what]}" for what in KINDS)])
     print(runs.markdown(table))
