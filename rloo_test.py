@@ -836,6 +836,8 @@ def test_completions_do_not_depend_on_which_rows_have_left(k, seed, monkeypatch)
     mask = batch.response_mask
     assert torch.equal(tokens[mask], stay[mask]) and not batch.ended.all()
     assert torch.allclose(logprobs[mask], stay_logprobs[mask], atol=1e-5)
+    trained_on, _ = rloo.completion_logprobs(model, batch, 1.0)
+    assert torch.allclose(logprobs[mask], trained_on[mask], atol=1e-4)
 
 
 class Graph(TorchDispatchMode):
@@ -1413,6 +1415,9 @@ def test_defaults_depend_on_what_is_trained(tiny, train):
     assert (bundled.learning_rate, bundled.total_episodes, bundled.dtype) == (2.5e-4, 6400, "float32")
     assert {(args.learning_rate, args.total_episodes, args.dtype) for args in others} == {(1e-6, None, "float32")}
     assert resolved("--reward_fns x.py:f").reward_model_path is None
+    zeros = resolved("--total_episodes 0 --learning_rate 0 --cliprange_high 0")
+    assert zeros.total_episodes == zeros.learning_rate == zeros.cliprange_high == 0
+    assert rloo.Args().adam_eps == torch.optim.AdamW([torch.zeros(1)]).defaults["eps"]
     metrics, output = train(learning_rate=None, total_episodes=None, rloo_k=4)
     assert [update["episode"] for update in metrics] == [16, 32, 48, 64]  # 4 completions of each of 16 prompts
     assert metrics[0]["lr"] == json.loads((output / "args.json").read_text())["learning_rate"] == 1e-6
@@ -1450,7 +1455,8 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "--reward_clip_range: must be one number above 0": "--reward_clip_range",
     "must be 1 numbers, not all 0": "--reward_weights 0; --reward_weights 1 2",
     "or be a multiple, such as 16": "--per_device_train_batch_size 7; --per_device_train_batch_size 0",
-    "must be whole groups of": "--per_device_train_batch_size 1 --gradient_accumulation_steps 3",
+    "must be whole groups of": "--per_device_train_batch_size 1 --gradient_accumulation_steps 3; "
+    "--per_device_train_batch_size 1 --num_mini_batches 2",
     "No such file or directory": "--reward_fns {x}/no.py:f",
     "has no attribute 'g'": "--reward_fns {x}/fns.py:g",
     "must be file.py:function or module:function": "--reward_fns fns; --eval_fns fns; --reward_fns nowhere:f",
@@ -1795,6 +1801,23 @@ def test_training_completions_have_the_numbers_that_training_learned_from(whole)
             assert mean(grades[name] for grades in own) == pytest.approx(metrics[f"objective/{metric}"], abs=1e-5)
         for one, other in zip(own[::2], own[1::2], strict=True):  # k = 2: siblings have opposite advantages
             assert one["advantage"] == pytest.approx(-other["advantage"], abs=1e-6) != 0
+
+
+def test_records_have_the_texts_and_grades_of_their_own_completions():
+    batch, tokenizer = random_batch(k=2, B=3), tiny_tokenizer()
+    records = rloo.records_of(batch, {"index": torch.arange(6).view(2, 3)}, tokenizer)
+    assert [record["grades"]["index"] for record in records] == [0, 3, 1, 4, 2, 5]  # prompt by prompt
+    for record, (b, j) in zip(records, itertools.product(range(3), range(2)), strict=True):
+        (text,) = rloo.completion_texts(batch.select(slice(j, j + 1), torch.tensor([b])), tokenizer)
+        assert record["completion"] == text
+    assert len({record["completion"] for record in records}) == 6
+
+
+def test_a_number_that_is_not_finite_on_another_rank_ends_this_one_too(monkeypatch):
+    rloo.require_finite(torch.ones(2), "a loss")
+    monkeypatch.setattr(rloo, "sum_over_ranks", lambda x: x + 1)  # the other one has one
+    with pytest.raises(FloatingPointError, match="a loss"):
+        rloo.require_finite(torch.ones(2), "a loss")
 
 
 ERROR, FULL = ZeroDivisionError(), OSError(28, "No space left on device")

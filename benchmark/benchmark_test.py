@@ -761,10 +761,10 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
 
 def test_rows_of_countdown_stand_in_the_order_of_their_greedy_accuracy(figures, tmp_path):
     levels = {"rloo": (0.5, 0.4), "sft": (0.2, 0.1), "raft": (0.3, 0.2), "of_16": (0.9, 0.9)}
-    records = {
-        row: [{"greedy/correct": [x, 0.1], "sampled/correct": [y, 0.2], "by_prompt": ""}]
-        for row, (x, y) in levels.items()
-    }
+    records = {}
+    for row, (x, y) in levels.items():
+        problems = {"by_prompt": runs.packed([0, 1, 1, 1]), "by_prompt_2": runs.packed([0, 0, 1, 1])}
+        records[row] = [{"greedy/correct": [x, 0.1], "sampled/correct": [y, 0.2]} | problems]
     records["rloo"][0]["course"] = {"episode": [0, 100], "sampled/score": [0.1, 0.5]}
     del records["of_16"][0]["by_prompt"]  # of other problems
     plot.solved({row: row for row in records}, records, tmp_path / "a.png")
@@ -774,4 +774,4 @@ def test_rows_of_countdown_stand_in_the_order_of_their_greedy_accuracy(figures, 
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in end.lines if line.get_marker() == "o"]
     assert dots == [(x, height) for height, row in enumerate(("sft", "raft", "rloo")) for x in levels[row]]
     spans = [np.ptp(bars.get_segments()[0][:, 0]) for bars in end.collections]
-    assert spans == pytest.approx([0.2, 0.4] * 3)
+    assert spans == pytest.approx([2 * (p * (1 - p) / 3) ** 0.5 for p in (3 / 4, 1 / 2)] * 3)

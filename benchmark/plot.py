@@ -104,9 +104,9 @@ def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     greedy = {row: np.mean([record["greedy/correct"][0] for record in found]) for row, found in graded.items()}
     rows = sorted(greedy, key=greedy.get)
     for height, row in enumerate(rows):
-        for mode, fill in (("greedy", None), ("sampled", "white")):
-            found = [record[f"{mode}/correct"] for record in graded[row]]
-            mean, error = np.mean([mean for mean, _ in found]), np.mean([error for _, error in found])
+        for mode, key, fill in (("greedy", "by_prompt", None), ("sampled", "by_prompt_2", "white")):
+            items = np.array([runs.unpacked(record[key]) for record in graded[row]])  # (seeds, problems)
+            mean, error = runs.mean_and_error([record[f"{mode}/correct"] for record in graded[row]], items)
             style = {"color": colors.get(row, "0.3"), "markerfacecolor": fill}
             end.errorbar(mean, height, xerr=error, fmt="o", **style)
     end.set_yticks(range(len(rows)), [titles[row] for row in rows])
