@@ -1923,10 +1923,11 @@ def test_one_run_at_a_time_writes_to_a_folder(tiny, tmp_path):
     rloo.open_folder(args, tmp_path, 16)[0].close()
 
 
-def test_a_checkpoint_of_another_batch_size_or_of_another_program_is_refused(whole, tiny, tmp_path):
+def test_a_checkpoint_of_another_batch_size_model_or_program_is_refused(whole, tiny, tmp_path):
     output = shutil.copytree(whole, tmp_path / "out")
-    with pytest.raises(InputError, match="checkpoint-6: had 16 completions per update"):
-        run(tiny, output, resume=True, per_device_train_batch_size=4)
+    for other in ({"per_device_train_batch_size": 4}, {"sft_model_path": str(whole / "checkpoint-4")}):
+        with pytest.raises(InputError, match="checkpoint-6: its run had model and batch size .*/sft', 16]"):
+            run(tiny, output, resume=True, **other)
     assert end_of(output) == end_of(whole)
     shutil.copytree(whole / "checkpoint-6", output / "checkpoint-7")
     write_rows(output / "checkpoint-7" / "state.json", [{"global_step": 7}])

@@ -152,7 +152,7 @@ def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsy
     names = ("prompt", "numbers", "target", "solution")
     write_rows(tmp_path / "test.jsonl", [dict(zip(names, row)) for row in rows])
     records = {
-        "a": {"by_prompt": runs.packed([1, 0])},
+        "a": {"by_prompt": runs.packed([1, 0]), "by_prompt_2": runs.packed([0, 1])},
         "of 16": {"right": [8, 0]},
         "and of 16": {"right": [16, 1]},
     }  # a: the shorter one is first
@@ -160,7 +160,10 @@ def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsy
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "| solved greedily | sums suffice: of 1 | needs * or /: of 1 | first 2: of 2 |"
     assert shown[2:4] == ["| a | 0 | 1 | 1 |", "| largest - middle + smallest | 1 | 0 | 1 |"]
-    assert shown[5].endswith(" | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |")
+    assert shown[5:9:3] == [shown[0].replace("greedily", "by a sample"), "| largest - middle + smallest | 1 | 0 | 1 |"]
+    assert shown[7] == "| a | 1 | 0 | 1 |" and shown[10].endswith(
+        " | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |"
+    )
     two_of_8 = 1 - (8 * 7) / (16 * 15)  # that not both of two samples are wrong
     assert shown[-2].startswith(f"| of 16 | {100 * 0.5 / 2:.1f} | {100 * two_of_8 / 2:.1f} | ")
     assert shown[-2].endswith(" | 50.0 | 1 | 0 |") and shown[-1].endswith(" | 100.0 | 1 | 1 |")

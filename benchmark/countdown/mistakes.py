@@ -56,17 +56,18 @@ def print_records(prepared: Path, records: dict[str, dict]):
     group_by_place = np.array([group_of(row["numbers"], row["target"]) for row in problems])
     samples = {name: np.array(record["right"]) for name, record in records.items() if "right" in record}
     problems.sort(key=lambda row: len(rloo.prepare_example(row, tokenizer)["prompt_ids"]))  # as evaluations do
-    solved = {name: runs.unpacked(record["by_prompt"]) for name, record in records.items() if "by_prompt" in record}
     columns = {name: [row[name] for row in problems] for name in ("numbers", "target")}
     fixed = ["{2} - {1} + {0}".format(*sorted(numbers)) for numbers in columns["numbers"]]
-    solved["largest - middle + smallest"] = expression.correct(fixed, **columns)
+    always = expression.correct(fixed, **columns)
     places = np.array([row["place"] for row in problems])
     first = max(map(len, samples.values()))
     kinds = {group: group_by_place[places] == group for group in GROUPS} | {f"first {first}": places < first}
-    table = [["solved greedily", *(f"{kind}: of {mask.sum()}" for kind, mask in kinds.items())]]
-    for name, right in solved.items():
-        table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in kinds.values())])
-    print(runs.markdown(table) + "\n")
+    for title, key in (("solved greedily", "by_prompt"), ("solved by a sample", "by_prompt_2")):
+        solved = {name: runs.unpacked(record[key]) for name, record in records.items() if key in record}
+        table = [[title, *(f"{kind}: of {mask.sum()}" for kind, mask in kinds.items())]]
+        for name, right in (solved | {"largest - middle + smallest": always}).items():
+            table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in kinds.values())])
+        print(runs.markdown(table) + "\n")
     n, ks, kinds = models.K, (1, 2, 4, 8, 16), {group: group_by_place[:first] == group for group in GROUPS}
     counts = [f"one of {n}, {group}: of {mask.sum()}" for group, mask in kinds.items()]
     table = [[f"first {first}, solved by one of k samples, %", *map(str, ks), *counts]]
