@@ -54,8 +54,8 @@ def caught(bug: dict) -> bool:
                 if "test" in bug:
                     print(done.stdout[-1500:])
                 return False
-    failed = re.search("^FAILED .*::(.*?)( |$)", done.stdout, re.MULTILINE)
-    print(f"{bug['name']}: caught", f"by {failed[1]}" if "test" not in bug else "", flush=True)
+    by = "" if "test" in bug else " by " + re.search("^(FAILED|ERROR) .*::(.*?)( |$)", done.stdout, re.MULTILINE)[2]
+    print(f"{bug['name']}: caught{by}", flush=True)
     return True
 
 

@@ -61,19 +61,19 @@ def print_records(prepared: Path, records: dict[str, dict]):
     always = expression.correct(fixed, **columns)
     places = np.array([row["place"] for row in problems])
     first = max(map(len, samples.values()))
-    kinds = {group: group_by_place[places] == group for group in GROUPS} | {f"first {first}": places < first}
+    parts = {group: group_by_place[places] == group for group in GROUPS} | {f"first {first}": places < first}
     for title, key in (("solved greedily", "by_prompt"), ("solved by a sample", "by_prompt_2")):
         solved = {name: runs.unpacked(record[key]) for name, record in records.items() if key in record}
-        table = [[title, *(f"{kind}: of {mask.sum()}" for kind, mask in kinds.items())]]
+        table = [[title, *(f"{part}: of {mask.sum()}" for part, mask in parts.items())]]
         for name, right in (solved | {"largest - middle + smallest": always}).items():
-            table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in kinds.values())])
+            table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in parts.values())])
         print(runs.markdown(table) + "\n")
-    n, ks, kinds = models.K, (1, 2, 4, 8, 16), {group: group_by_place[:first] == group for group in GROUPS}
-    counts = [f"one of {n}, {group}: of {mask.sum()}" for group, mask in kinds.items()]
+    n, ks, masks = models.K, (1, 2, 4, 8, 16), {group: group_by_place[:first] == group for group in GROUPS}
+    counts = [f"one of {n}, {group}: of {mask.sum()}" for group, mask in masks.items()]
     table = [[f"first {first}, solved by one of k samples, %", *map(str, ks), *counts]]
     for name, right in samples.items():
         shares = [np.mean([1 - comb(n - r, k) / comb(n, k) for r in right]) for k in ks]
-        counts = [str((right[mask] > 0).sum()) for mask in kinds.values()]
+        counts = [str((right[mask] > 0).sum()) for mask in masks.values()]
         table.append([name, *(f"{share:.1%}".rstrip("%") for share in shares), *counts])
     print(runs.markdown(table))
 
