@@ -138,6 +138,8 @@ def test_commands_of_studies_are_scripts_and_flags_that_exist(name, row):
         assert (runs.ROOT / words[1]).is_file() and words[words.index("--seed") + 1].isdigit()
         if words[1] in ("rloo.py", "benchmark/tldr/train.py"):
             tyro.cli(rloo.Args, args=words[2:], use_underscores=True)
+        if words[1] == "benchmark/trl_run.py":
+            trl_run.parse_args([*words[2:], "--output_dir", "out"])
 
 
 PAGES = {
