@@ -14,6 +14,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "mini_tldr"), str(Path(__file__).parents[1])]
 import check  # noqa: E402
@@ -656,6 +657,16 @@ def test_a_completion_without_the_stop_token_loses_the_penalty():
     penalized = trl_run.with_penalty(length, 5.0, eos=2)
     given = {"prompts": ["p"] * 2, "completions": ["a", "b"], "completion_ids": [[1, 2], [1, 1, 1]], "column": [0, 0]}
     assert penalized(**given) == [2.0, -2.0] and penalized.__name__ == "length"
+
+
+def test_a_run_of_trl_that_continues_keeps_the_metrics_of_updates_before_its_checkpoint(tmp_path):
+    for step, kept in ((4, ["1", "2"]), (0, [])):
+        (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")
+        metrics = trl_run.Metrics(steps=2)
+        metrics.on_train_begin(SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=step), None)
+        metrics.on_log(None, None, None, {"reward": 0.5})
+        *before, new = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert before == kept and json.loads(new)["update"] == len(kept) + 1
 
 
 def test_rloo_py_trains_on_the_completions_given_to_both_sides(tmp_path, monkeypatch):

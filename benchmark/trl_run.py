@@ -10,8 +10,8 @@ texts. A trainer's config raises TypeError for a flag that it does not have. PPO
 whatever --rloo_k says.
 
 The folder gets the policy, with the tokenizer and the configuration that it had before, and metrics.jsonl: a line for
-each update with its score, the seconds since the previous update and, on a GPU, the peak memory. A run cannot be
-resumed.
+each update with its score, the seconds since the previous update and, on a GPU, the peak memory. With --save_steps, a
+run of TRL 1.x that was stopped continues, with other samples, when its command is repeated.
 """
 
 import argparse
@@ -63,6 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reward_by", choices=["ids", "text"], default="ids", help="1.x: what a reward model reads")
     parser.add_argument("--dataset_name", type=Path, default=TASK, help="folder with train.jsonl")
     parser.add_argument("--max_prompt_length", type=int, default=512)
+    parser.add_argument("--save_steps", type=int, default=0, help="1.x: optimizer steps between checkpoints; 0: none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     for name, default in DEFAULTS.items():
@@ -75,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def config_of(args, version: int) -> dict:
-    """Returns the arguments of the trainer's config. Nothing is saved, evaluated or shown."""
+    """Returns the arguments of the trainer's config. Nothing is evaluated or shown."""
     names = [name for name in (*DEFAULTS, *OFF, *SWITCHES) if getattr(args, name) is not None]
     config = {name: getattr(args, name) for name in names}
     config["adam_epsilon"] = config.pop("adam_eps")
@@ -87,7 +88,9 @@ def config_of(args, version: int) -> dict:
         "dataloader_pin_memory": args.device != "cpu",
         "gradient_checkpointing": False,
         "report_to": "none",
-        "save_strategy": "no",
+        "save_strategy": "steps" if args.save_steps else "no",
+        "save_steps": args.save_steps or 1,
+        "save_total_limit": 1,
         "logging_steps": 1,
         "disable_tqdm": True,
     }
@@ -152,10 +155,14 @@ class Metrics(transformers.TrainerCallback):
     """Writes metrics.jsonl: a line for each update. What is logged has been read from the GPU, which has then finished
     the update."""
 
+    def __init__(self, steps: int):
+        self.steps = steps  # optimizer steps of an update
+
     def on_train_begin(self, args, state, control, **options):
         self.file = Path(args.output_dir) / "metrics.jsonl"
-        self.file.unlink(missing_ok=True)  # of a run that was stopped
-        self.updates, self.begin = 0, time.perf_counter()
+        self.updates, self.begin = state.global_step // self.steps, time.perf_counter()
+        before = self.file.read_text().splitlines(keepends=True) if self.updates else []
+        self.file.write_text("".join(before[: self.updates]))
 
     def on_log(self, args, state, control, logs, **options):
         score = logs.get("objective/scores", logs.get("reward"))
@@ -182,7 +189,8 @@ def trainer_of(args, rows: list[dict]):
     tokenizer = tokenizers.from_pretrained(args.sft_model_path, padding_side="left")
     rows = [row for row in rows if len(tokenizer(row["prompt"])["input_ids"]) <= args.max_prompt_length]
     data = datasets.Dataset.from_list(rows)
-    given = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [Metrics()]}
+    metrics = Metrics(args.num_ppo_epochs * args.num_mini_batches)
+    given = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [metrics]}
     if version == 1:
         if args.reward_fns:
             path, name = args.reward_fns.rsplit(":", 1)
@@ -210,7 +218,8 @@ def main(args: argparse.Namespace):
     transformers.set_seed(args.seed)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     trainer = trainer_of(args, lines(args.dataset_name / "train.jsonl"))
-    trainer.train()
+    stopped = any(args.output_dir.glob("checkpoint-*"))
+    trainer.train(**{"resume_from_checkpoint": True} if stopped else {})  # in 0.19 there is no such argument
     policy = trainer.accelerator.unwrap_model(trainer.model)
     policy = getattr(policy, "policy", policy)  # PPO's model has a value model as well
     policy.save_pretrained(args.output_dir)
