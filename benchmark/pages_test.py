@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +152,9 @@ def printed_from_records(name: str) -> str:
         shapes = {key.partition(": ")[0] for key in records}
         of_shapes = ([record for key, record in records.items() if key.startswith(f"{name}: ")] for name in shapes)
         return "\n".join(map(speed.table, of_shapes))
-    return study.table(study.STUDIES[name], records)
+    found = study.STUDIES[name]
+    bases = [base for base in (found.base, "rloo_c") if base in found.rows or not base]
+    return "\n".join(study.table(replace(found, base=base), records) for base in bases)
 
 
 @pytest.mark.parametrize("path", RESULTS)
