@@ -25,6 +25,7 @@ import types
 import warnings
 import weakref
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from unittest.mock import ANY
@@ -1498,6 +1499,14 @@ def test_a_mistake_is_one_line_and_touches_nothing(tiny, tmp_path, message, monk
         assert message.format(x=tmp_path) in said and len(said) < 900, said
     assert "Traceback" not in "".join(capfd.readouterr())
     assert snapshot() == before
+
+
+def test_flags_of_an_extension_may_be_negative():
+    @dataclass
+    class Extended(Args):
+        bonus: float = -1.0
+
+    rloo.check_args(rloo.resolve_args(Extended(device="cpu")))
 
 
 def test_a_model_of_ones_own_is_not_trained_on_the_bundled_task():

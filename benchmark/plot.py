@@ -109,14 +109,14 @@ def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
             mean, error = runs.mean_and_error([record[f"{mode}/correct"] for record in graded[row]], items)
             style = {"color": colors.get(row, "0.3"), "markerfacecolor": fill}
             end.errorbar(mean, height, xerr=error, fmt="o", **style)
+    end.yaxis.tick_right()
     end.set_yticks(range(len(rows)), [titles[row] for row in rows])
     for label, row in zip(end.get_yticklabels(), rows):
         label.set_color(colors.get(row, "0.3"))
-    end.yaxis.tick_right()
     end.xaxis.set_major_formatter("{x:.0%}")
     axis.yaxis.set_major_formatter("{x:.0%}")
     axis.set(title="Samples, over training", ylim=(0, None), xlim=(0, None))
-    axis.set_xlabel("episodes (completions)\nThin: seeds; thick: their mean")
+    axis.set_xlabel("episodes (completions)\nThin: seeds; thick: their mean\nColors: see the labels at the right")
     end.set(title="In the end", xlim=(0, None))
     end.set_xlabel("Filled: greedy; open: sampled\nLines: ± one standard error")
     figure.suptitle("SmolLM2-135M: solved test problems of Countdown")
