@@ -151,6 +151,7 @@ def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsy
     (tmp_path / "base").symlink_to(MINI)
     names = ("prompt", "numbers", "target", "solution")
     write_rows(tmp_path / "test.jsonl", [dict(zip(names, row)) for row in rows])
+    write_rows(tmp_path / "sft.jsonl", [{"numbers": [9, 2, 3], "target": 8}])  # the form 9 - 3 + 2; 8 is above 2 and 3
     records = {
         "a": {"by_prompt": runs.packed([1, 0]), "by_prompt_2": runs.packed([0, 1])},
         "of 16": {"right": [8, 0]},
@@ -158,12 +159,19 @@ def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsy
     }  # a: the shorter one is first
     mistakes.print_records(tmp_path, records)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "| solved greedily | sums suffice: of 1 | needs * or /: of 1 | first 2: of 2 |"
-    assert shown[2:4] == ["| a | 0 | 1 | 1 |", "| largest - middle + smallest | 1 | 0 | 1 |"]
-    assert shown[5:9:3] == [shown[0].replace("greedily", "by a sample"), "| largest - middle + smallest | 1 | 0 | 1 |"]
-    assert shown[7] == "| a | 1 | 0 | 1 |" and shown[10].endswith(
-        " | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |"
-    )
+    parts = "sums suffice: of 1 | needs * or /: of 1 | sums suffice, not by size: of 0 | first 2: of 2"
+    fixed = ["| largest - middle + smallest | 1 | 0 | 0 | 1 |", f"| {mistakes.BY_SIZE} | 1 | 0 | 0 | 1 |"]
+    assert shown[0] == f"| solved greedily | {parts} |" and shown[2:5] == ["| a | 0 | 1 | 0 | 1 |", *fixed]
+    assert shown[6] == f"| solved by a sample | {parts} |" and shown[8:11] == ["| a | 1 | 0 | 0 | 1 |", *fixed]
+    assert shown[12].endswith(" | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |")
     two_of_8 = 1 - (8 * 7) / (16 * 15)  # that not both of two samples are wrong
-    assert shown[-2].startswith(f"| of 16 | {100 * 0.5 / 2:.1f} | {100 * two_of_8 / 2:.1f} | ")
-    assert shown[-2].endswith(" | 50.0 | 1 | 0 |") and shown[-1].endswith(" | 100.0 | 1 | 1 |")
+    assert shown[-3].startswith(f"| of 16 | {100 * 0.5 / 2:.1f} | {100 * two_of_8 / 2:.1f} | ")
+    assert shown[-3].endswith(" | 50.0 | 1 | 0 |") and shown[-2].endswith(" | 100.0 | 1 | 1 |")
+    # 7, 5, 3, 1 and -1 are the sums of 1, 2, 4 that may be meant: 1 of 4 above 0 is 3; no sum of 2, 3, 4 is 24.
+    assert shown[-1].startswith(f"| a random sum | {100 / 4 / 2:.1f} | {100 * (1 - 0.75**2) / 2:.1f} | ")
+
+
+def test_a_sum_is_looked_up_by_the_size_of_its_target():
+    solved = [{"numbers": [9, 2, 3], "target": 10}, {"numbers": [5, 2, 3], "target": 4}]
+    problems = [{"numbers": [4, 8, 1], "target": 9}, {"numbers": [8, 4, 3], "target": 5}]
+    assert mistakes.by_size(problems, solved) == ["8 + 4 - 1", "8 - 4 + 3"]

@@ -27,6 +27,8 @@ import rloo  # noqa: E402
 
 GROUPS = ("sums suffice", "needs * or /")
 KINDS = ("right", "value", "numbers", "form")
+BY_SIZE = "a sum by the target's size"
+FORMS = ["{2} + {1} + {0}", "{2} + {1} - {0}", "{2} - {1} + {0}", "{1} + {0} - {2}", "{2} - {1} - {0}"]  # {2}: largest
 
 
 def kind(completion: str, numbers: list[int], target: int) -> str:
@@ -37,9 +39,28 @@ def kind(completion: str, numbers: list[int], target: int) -> str:
     return "value" if expression.uses(completion, numbers) else "numbers"
 
 
-def group_of(numbers: list[int], target: int) -> str:
+def sums_of(numbers: list[int]) -> list[int]:
+    """Returns the values above 0 of sums and differences of all numbers, as targets are."""
     sums = (sum(sign * number for sign, number in zip(signs, numbers)) for signs in product((1, -1), repeat=3))
-    return GROUPS[0] if target in sums else GROUPS[1]  # the target is above 0, so one sign is +
+    return [value for value in sums if value > 0]
+
+
+def group_of(numbers: list[int], target: int) -> str:
+    return GROUPS[0] if target in sums_of(numbers) else GROUPS[1]
+
+
+def by_size(problems: list[dict], solved: list[dict]) -> list[str]:
+    """Returns an expression for each problem, without computing anything: the form is looked up by how many of its
+    numbers, 20 and 30 are below its target. Each of the six forms is the one that solves most problems of `solved`."""
+
+    def size(row: dict) -> int:
+        return sum(limit < row["target"] for limit in (*row["numbers"], 20, 30))
+
+    def solves(form: str, row: dict) -> bool:
+        return expression.correct([form.format(*sorted(row["numbers"]))], [row["numbers"]], [row["target"]]) == [1]
+
+    rights = Counter((size(row), form) for row in solved for form in FORMS if solves(form, row))
+    return [max(FORMS, key=lambda form: rights[size(row), form]).format(*sorted(row["numbers"])) for row in problems]
 
 
 def greedy(folder: Path) -> dict[str, dict]:
@@ -49,7 +70,7 @@ def greedy(folder: Path) -> dict[str, dict]:
 
 
 def print_records(prepared: Path, records: dict[str, dict]):
-    """Prints, for each record with a grade per test problem, how many are solved, and what a fixed expression solves;
+    """Prints, for each record with a grade per test problem, how many are solved, and what fixed expressions solve;
     and, for each with many samples of the first problems, the share that one of k samples solves, in %."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(prepared / "base")
     problems = [row | {"place": place} for place, row in enumerate(runs.lines(prepared / "test.jsonl"))]
@@ -57,15 +78,20 @@ def print_records(prepared: Path, records: dict[str, dict]):
     samples = {name: np.array(record["right"]) for name, record in records.items() if "right" in record}
     problems.sort(key=lambda row: len(rloo.prepare_example(row, tokenizer)["prompt_ids"]))  # as evaluations do
     columns = {name: [row[name] for row in problems] for name in ("numbers", "target")}
-    fixed = ["{2} - {1} + {0}".format(*sorted(numbers)) for numbers in columns["numbers"]]
-    always = expression.correct(fixed, **columns)
+    fixed = {
+        "largest - middle + smallest": [FORMS[2].format(*sorted(numbers)) for numbers in columns["numbers"]],
+        BY_SIZE: by_size(problems, runs.lines(prepared / "sft.jsonl")),
+    }
+    always = {name: expression.correct(texts, **columns) for name, texts in fixed.items()}
     places = np.array([row["place"] for row in problems])
     first = max(map(len, samples.values()))
-    parts = {group: group_by_place[places] == group for group in GROUPS} | {f"first {first}": places < first}
+    parts = {group: group_by_place[places] == group for group in GROUPS}
+    parts["sums suffice, not by size"] = parts[GROUPS[0]] & (np.array(always[BY_SIZE]) == 0)
+    parts[f"first {first}"] = places < first
     for title, key in (("solved greedily", "by_prompt"), ("solved by a sample", "by_prompt_2")):
         solved = {name: runs.unpacked(record[key]) for name, record in records.items() if key in record}
         table = [[title, *(f"{part}: of {mask.sum()}" for part, mask in parts.items())]]
-        for name, right in (solved | {"largest - middle + smallest": always}).items():
+        for name, right in (solved | always).items():
             table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in parts.values())])
         print(runs.markdown(table) + "\n")
     n, ks, masks = models.K, (1, 2, 4, 8, 16), {group: group_by_place[:first] == group for group in GROUPS}
@@ -75,6 +101,9 @@ def print_records(prepared: Path, records: dict[str, dict]):
         shares = [np.mean([1 - comb(n - r, k) / comb(n, k) for r in right]) for k in ks]
         counts = [str((right[mask] > 0).sum()) for mask in masks.values()]
         table.append([name, *(f"{share:.1%}".rstrip("%") for share in shares), *counts])
+    chances = np.array([np.mean([x == row["target"] for x in sums_of(row["numbers"])]) for row in problems])
+    shares = [np.mean(1 - (1 - chances[places < first]) ** k) for k in ks]
+    table.append(["a random sum", *(f"{share:.1%}".rstrip("%") for share in shares), "", ""])
     print(runs.markdown(table))
 
 
