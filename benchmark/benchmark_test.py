@@ -277,13 +277,16 @@ def test_gaps_are_on_common_items_and_hold_together():
         means = [[np.mean(items), 0.1] for items in seeds]
         return [{"win": mean} | ({"by_prompt": items} if packed else {}) for mean, items in zip(means, by_prompt)]
 
-    base, better = ([1.0, 0, 0, 1], [1.0, 0, 1, 0]), ([1.0, 1, 0, 1, 0], [1.0, 0.5, 1, 1, 0])
+    base = ([1.0, 0, 0, 1], [1.0, 0, 1, 0], [0.0, 1, 1, 0])
+    better = ([1.0, 1, 0, 1, 0], [1.0, 0.5, 1, 1, 0], [1.0, 1, 1, 0.25, 0])
     rows = {"base": records(*base), "better": records(*better), "old": records([0.5], packed=False)}
     found = study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="base"), rows)
     assert found.keys() == {"better", "old"}
     expected = runs.difference([], [], 2, (np.array([items[:4] for items in better]), np.array(base)))
     assert found["better"] == pytest.approx([100 * x for x in expected]) and found["better"][0] == pytest.approx(31.25)
-    assert found["old"] == pytest.approx([100 * x for x in runs.difference([[0.5, 0.1]], [[0.5, 0.1]] * 2, 2)])
+    assert found["old"] == pytest.approx([100 * x for x in runs.difference([[0.5, 0.1]], [[0.5, 0.1]] * 3, 2)])
+    two = rows | {"two": records(*better[:2])}
+    assert study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="base"), two).keys() == found.keys()
     assert not study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="none"), rows)
     apart = study.Study({}, "", {"win": "wins, %"}, base="base", apart=["better"])
     assert "better" in found and study.gaps_from_base(apart, rows).keys() == found.keys() - {"better"}
