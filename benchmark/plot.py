@@ -97,7 +97,7 @@ def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     and by samples in the end, for all."""
     figure, ((axis, end),) = canvas(1, 2, height=3.6)
     sampling = [row for row, found in records.items() if "course" in found[0]]
-    colors = dict(zip(sampling, "C3 C4 C5 C6 C0 C1 C2 C8 C9".split()))  # gray is for the others
+    colors = dict(zip(sampling, ["C3", "C4", "C5", "C6", "C0", "C1", "C2", "C8", "C9"]))  # gray is for the others
     for row, color in colors.items():
         course(axis, records[row], "episode", "sampled/score", color=color)
     graded = {row: found for row, found in records.items() if "by_prompt" in found[0]}  # on all problems
