@@ -167,7 +167,7 @@ def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsy
     two_of_8 = 1 - (8 * 7) / (16 * 15)  # that not both of two samples are wrong
     assert shown[-3].startswith(f"| of 16 | {100 * 0.5 / 2:.1f} | {100 * two_of_8 / 2:.1f} | ")
     assert shown[-3].endswith(" | 50.0 | 1 | 0 |") and shown[-2].endswith(" | 100.0 | 1 | 1 |")
-    # 7, 5, 3, 1 and -1 are the sums of 1, 2, 4 that may be meant: 1 of 4 above 0 is 3; no sum of 2, 3, 4 is 24.
+    # The sums of 1, 2 and 4 that are above 0 are 7, 5, 3 and 1, of which 3 is the target; no sum of 2, 3, 4 is 24.
     assert shown[-1].startswith(f"| a random sum | {100 / 4 / 2:.1f} | {100 * (1 - 0.75**2) / 2:.1f} | ")
 
 
