@@ -63,6 +63,8 @@ def main(names: list[str]):
     os.environ["OMP_NUM_THREADS"] = "1"
     if names and names[0].endswith(".toml"):
         bugs = tomllib.loads(Path(names[0]).read_text(encoding="utf-8"))["planted"]
+        tests = {bug.get("tests", "rloo_test.py") for bug in bugs}
+        subprocess.run([sys.executable, "-m", "pytest", "-qx", *tests], cwd=runs.ROOT, check=True)  # must pass before
     else:
         bugs = [BUGS[name] for name in names or BUGS]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

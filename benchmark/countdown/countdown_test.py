@@ -153,22 +153,31 @@ def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsy
     write_rows(tmp_path / "test.jsonl", [dict(zip(names, row)) for row in rows])
     write_rows(tmp_path / "sft.jsonl", [{"numbers": [9, 2, 3], "target": 8}])  # the form 9 - 3 + 2; 8 is above 2 and 3
     records = {
-        "a": {"by_prompt": runs.packed([1, 0]), "by_prompt_2": runs.packed([0, 1])},
+        "rloo_c__2": {"by_prompt": runs.packed([1, 0]), "by_prompt_2": runs.packed([0, 1])},
+        "rloo_c_kl__1": {"by_prompt": runs.packed([0, 1])},
         "of 16": {"right": [8, 0]},
         "and of 16": {"right": [16, 1]},
-    }  # a: the shorter one is first
+    }  # the shorter problem is first
     mistakes.print_records(tmp_path, records)
     shown = capsys.readouterr().out.splitlines()
     parts = "sums suffice: of 1 | needs * or /: of 1 | sums suffice, not by size: of 0 | first 2: of 2"
     fixed = ["| largest - middle + smallest | 1 | 0 | 0 | 1 |", f"| {mistakes.BY_SIZE} | 1 | 0 | 0 | 1 |"]
-    assert shown[0] == f"| solved greedily | {parts} |" and shown[2:5] == ["| a | 0 | 1 | 0 | 1 |", *fixed]
-    assert shown[6] == f"| solved by a sample | {parts} |" and shown[8:11] == ["| a | 1 | 0 | 0 | 1 |", *fixed]
-    assert shown[12].endswith(" | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |")
+    assert shown[0] == f"| solved greedily | {parts} |" and shown[2] == "| rloo_c__2 | 0 | 1 | 0 | 1 |"
+    assert shown[3:6] == ["| rloo_c_kl__1 | 1 | 0 | 0 | 1 |", *fixed]
+    assert shown[7] == f"| solved by a sample | {parts} |"
+    assert shown[9:12] == ["| rloo_c__2 | 1 | 0 | 0 | 1 |", *fixed]
+    assert shown[15] == "| rloo_c_kl__1 and rloo_c__2 | 0 | 1 | 1.000 |"
+    assert shown[17].endswith(" | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |")
     two_of_8 = 1 - (8 * 7) / (16 * 15)  # that not both of two samples are wrong
     assert shown[-3].startswith(f"| of 16 | {100 * 0.5 / 2:.1f} | {100 * two_of_8 / 2:.1f} | ")
     assert shown[-3].endswith(" | 50.0 | 1 | 0 |") and shown[-2].endswith(" | 100.0 | 1 | 1 |")
     # The sums of 1, 2 and 4 that are above 0 are 7, 5, 3 and 1, of which 3 is the target; no sum of 2, 3, 4 is 24.
     assert shown[-1].startswith(f"| a random sum | {100 / 4 / 2:.1f} | {100 * (1 - 0.75**2) / 2:.1f} | ")
+
+
+@pytest.mark.parametrize("more, fewer, p", [(2, 0, 1 / 2), (0, 3, 1 / 4), (1, 4, 3 / 8), (5, 4, 1), (0, 0, 1)])
+def test_sign_test(more, fewer, p):
+    assert mistakes.sign_test(more, fewer) == pytest.approx(p)  # (1, 4): 2 * (1 + 5) / 2**5
 
 
 def test_a_sum_is_looked_up_by_the_size_of_its_target():

@@ -69,6 +69,13 @@ def greedy(folder: Path) -> dict[str, dict]:
     return {line["prompt"]: line for line in lines if line["mode"] == "greedy"}
 
 
+def sign_test(more: int, fewer: int) -> float:
+    """Returns the two-sided p of the exact test that one of two policies solves as many of the problems that they do
+    not both solve or both miss: `more` are solved by the one alone, `fewer` by the other alone."""
+    n = more + fewer
+    return min(1.0, 2 * sum(comb(n, i) for i in range(min(more, fewer) + 1)) / 2**n)
+
+
 def print_records(prepared: Path, records: dict[str, dict]):
     """Prints, for each record with a grade per test problem, how many are solved, and what fixed expressions solve;
     and, for each with many samples of the first problems, the share that one of k samples solves, in %."""
@@ -94,6 +101,14 @@ def print_records(prepared: Path, records: dict[str, dict]):
         for name, right in (solved | always).items():
             table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in parts.values())])
         print(runs.markdown(table) + "\n")
+    greedily = {name: runs.unpacked(record["by_prompt"]) for name, record in records.items() if "by_prompt" in record}
+    table = [["solved greedily, " + GROUPS[1], "with β = 0.05 alone", "with β = 0 alone", "p"]]
+    pairs = product(*([n for n in greedily if n.startswith(row)] for row in ("rloo_c_kl__", "rloo_c__")))
+    for names in pairs:
+        one, other = (np.array(greedily[name])[parts[GROUPS[1]]] == 1 for name in names)
+        more, fewer = (one & ~other).sum(), (other & ~one).sum()
+        table.append([" and ".join(names), str(more), str(fewer), f"{sign_test(int(more), int(fewer)):.3f}"])
+    print(runs.markdown(table) + "\n")
     n, ks, masks = models.K, (1, 2, 4, 8, 16), {group: group_by_place[:first] == group for group in GROUPS}
     counts = [f"one of {n}, {group}: of {mask.sum()}" for group, mask in masks.items()]
     table = [[f"first {first}, solved by one of k samples, %", *map(str, ks), *counts]]
