@@ -7,6 +7,7 @@ It reads metrics.jsonl and evaluations.jsonl, also of runs that have not ended. 
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,9 +93,10 @@ def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     save(figure, file)
 
 
-def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
+def solved(titles: dict[str, str], records: dict[str, list[dict]], file: Path, without: Sequence[str] = ()):
     """Draws the share of test problems that are solved: by samples over training, for rows that sample, and greedily
-    and by samples in the end, for all."""
+    and by samples in the end, for all but those of `without`."""
+    records = {row: found for row, found in records.items() if row not in without}
     figure, ((axis, end),) = canvas(1, 2, height=3.6)
     sampling = [row for row, found in records.items() if "course" in found[0]]
     colors = dict(zip(sampling, ["C3", "C4", "C5", "C6", "C0", "C1", "C2", "C8", "C9"]))  # gray is for the others
