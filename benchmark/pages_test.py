@@ -133,7 +133,7 @@ RESULTS = {  # page -> its records
     "study.md": ["mini", "peers", "fooled"],
     "trl.md": ["trl", "parity"],
     "gpu.md": ["speed"],
-    "gradient.md": ["gradient.txt"],
+    "gradient.md": ["gradient.txt", "clip"],
     "countdown/README.md": ["countdown"],
     "mini_gsm8k/README.md": ["gsm8k"],
 }
