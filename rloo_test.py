@@ -1461,7 +1461,7 @@ MISTAKES = {  # what the line must say -> what is added to a command line that w
     "--per_device_train_batch_size 1 --num_mini_batches 2",
     "No such file or directory": "--reward_fns {x}/no.py:f",
     "has no attribute 'g'": "--reward_fns {x}/fns.py:g",
-    "cannot be loaded as file.py:function or module:function": "--reward_fns fns; --eval_fns fns; --reward_fns nowhere:f",
+    "loaded as file.py:function or module:function": "--reward_fns fns; --eval_fns fns; --reward_fns nowhere:f",
     "--resume: needs --output_dir": "--resume",
     "--output_dir {x}: is not empty": "--output_dir {x}",
     "has other files, but no checkpoint to continue from": "--output_dir {x} --resume",
