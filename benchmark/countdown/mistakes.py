@@ -101,11 +101,9 @@ def print_records(prepared: Path, records: dict[str, dict]):
         for name, right in (solved | always).items():
             table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in parts.values())])
         print(runs.markdown(table) + "\n")
-    greedily = {name: runs.unpacked(record["by_prompt"]) for name, record in records.items() if "by_prompt" in record}
     table = [["solved greedily, " + GROUPS[1], "with β = 0.05 alone", "with β = 0 alone", "p"]]
-    pairs = product(*([n for n in greedily if n.startswith(row)] for row in ("rloo_c_kl__", "rloo_c__")))
-    for names in pairs:
-        one, other = (np.array(greedily[name])[parts[GROUPS[1]]] == 1 for name in names)
+    for names in product(*([name for name in records if name.startswith(row)] for row in ("rloo_c_kl__", "rloo_c__"))):
+        one, other = (np.array(runs.unpacked(records[name]["by_prompt"]))[parts[GROUPS[1]]] == 1 for name in names)
         more, fewer = (one & ~other).sum(), (other & ~one).sum()
         table.append([" and ".join(names), str(more), str(fewer), f"{sign_test(int(more), int(fewer)):.3f}"])
     print(runs.markdown(table) + "\n")
