@@ -153,7 +153,7 @@ def printed_from_records(name: str) -> str:
         of_shapes = ([record for key, record in records.items() if key.startswith(f"{name}: ")] for name in shapes)
         return "\n".join(map(speed.table, of_shapes))
     found = study.STUDIES[name]
-    bases = [base for base in (found.base, "rloo_c") if base in found.rows or not base]
+    bases = {base for base in (found.base, "rloo", "rloo_c") if base in found.rows or not base}
     return "\n".join(study.table(replace(found, base=base), records) for base in bases)
 
 
