@@ -57,6 +57,13 @@ def test_each_command_has_a_script_and_flags_that_exist(page, tmp_path):
         assert script in ("-", "pytest", "rloo.py", "mine.py") or (ROOT / script).is_file(), script
 
 
+def test_readme_has_each_command_that_ci_runs():
+    (starts,) = re.findall(r"(?m)^for start in (.*); do$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for start in re.findall('"(.*?)"', starts):
+        assert [line for line in lines if line.startswith(start)], start
+
+
 def anchors(page: Path) -> set[str]:
     """Returns the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"(?m)^#+ (.*)$", page.read_text(encoding="utf-8"))
