@@ -42,7 +42,7 @@ def raft(rewards):
 
 def maxrl(rewards):
     binary = (rewards == 0) | (rewards == 1) | rewards.isnan()
-    rloo.require(binary.all(), "--advantages maxrl: rewards must be 0 or 1, and --kl_coef 0")
+    rloo.require(binary.all(), "--advantages maxrl: rewards must be 0 or 1")
     mean = rewards.nanmean(0)  # the share of right answers, (B, 1)
     return (rewards - mean) / mean.where(mean > 0, 1.0)
 
@@ -54,6 +54,7 @@ def advantage(rewards):
 def check_args(original, args):
     global chosen
     original(args)
+    rloo.require(args.advantages != "maxrl" or not args.kl_coef, "--advantages maxrl: needs --kl_coef 0")
     # With a reward per token, another completion could be the best one at each token.
     rloo.require(args.advantages != "raft" or not args.token_level_kl, "--advantages raft: not with --token_level_kl")
     chosen = {"none": lambda rewards: rewards, "raft": raft, "maxrl": maxrl}[args.advantages]

@@ -3,7 +3,7 @@
     python benchmark/extensions/entropy.py --entropy_coef 0.02
 
 The loss of a completion is reduced by --entropy_coef times the entropy of its tokens' distributions, summed over the
-tokens that are learned from.
+tokens that are learned from. With grpo.py, whose loss is a mean over tokens, it stays a sum.
 """
 
 import sys

@@ -267,7 +267,7 @@ def test_advantages_equal_the_loops():
     rewards[0, 3] = math.nan
     found = {}
     for name in ("none", "raft", "maxrl"):
-        rloo.check_args(rloo.resolve_args(rloo.Args(advantages=name, device="cpu")))
+        rloo.check_args(rloo.resolve_args(rloo.Args(advantages=name, kl_coef=0.0, device="cpu")))
         found[name] = rloo.advantage(rewards)
         assert found[name][0, 3].isnan()
     for b in range(7):
@@ -279,6 +279,8 @@ def test_advantages_equal_the_loops():
             assert found[name][scored, b, 0].tolist() == pytest.approx(expected, abs=1e-6)
     with pytest.raises(rloo.InputError, match="rewards must be 0 or 1"):
         rloo.advantage(torch.tensor([[[0.5]], [[1.0]]]))
+    with pytest.raises(rloo.InputError, match="maxrl: needs --kl_coef 0"):
+        rloo.check_args(rloo.resolve_args(rloo.Args(advantages="maxrl", device="cpu")))
     with pytest.raises(rloo.InputError, match="raft: not with --token_level_kl"):
         rloo.check_args(rloo.resolve_args(rloo.Args(advantages="raft", token_level_kl=True, device="cpu")))
 
