@@ -268,20 +268,24 @@ def test_the_course_of_a_run_has_the_kl_around_each_evaluation():
     assert study.course(evaluations, updates) == expected
 
 
-def test_gaps_are_on_common_items_and_hold_together():
+def test_gaps_are_paired_if_the_items_are_the_same_and_hold_together():
     def records(*seeds, packed=True):
         by_prompt = [runs.packed(items) for items in seeds]
         means = [[np.mean(items), 0.1] for items in seeds]
         return [{"win": mean} | ({"by_prompt": items} if packed else {}) for mean, items in zip(means, by_prompt)]
 
     base = ([1.0, 0, 0, 1], [1.0, 0, 1, 0], [0.0, 1, 1, 0])
-    better = ([1.0, 1, 0, 1, 0], [1.0, 0.5, 1, 1, 0], [1.0, 1, 1, 0.25, 0])
+    better = ([1.0, 1, 0, 1], [1.0, 0.5, 1, 1], [1.0, 1, 1, 0.25])
     rows = {"base": records(*base), "better": records(*better), "old": records([0.5], packed=False)}
     found = study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="base"), rows)
     assert found.keys() == {"better", "old"}
-    expected = runs.difference([], [], 2, (np.array([items[:4] for items in better]), np.array(base)))
+    expected = runs.difference([], [], 2, (np.array(better), np.array(base)))
     assert found["better"] == pytest.approx([100 * x for x in expected]) and found["better"][0] == pytest.approx(31.25)
     assert found["old"] == pytest.approx([100 * x for x in runs.difference([[0.5, 0.1]], [[0.5, 0.1]] * 3, 2)])
+    fewer = rows | {"better": records(*(items[:3] for items in better))}  # of other items
+    expected = runs.difference(*([record["win"] for record in fewer[name]] for name in ("better", "base")), 2)
+    found_of_fewer = study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="base"), fewer)
+    assert found_of_fewer["better"] == pytest.approx([100 * x for x in expected])
     two = rows | {"two": records(*better[:2])}
     assert study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="base"), two).keys() == found.keys()
     assert not study.gaps_from_base(study.Study({}, "", {"win": "wins, %"}, base="none"), rows)
