@@ -13,7 +13,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,13 +96,11 @@ class Records(dict):
 
 
 def made_by(records: Sequence[dict]) -> str:
-    """Returns a sentence about the commits, dates and old gradings of records, most frequent first."""
-    kinds = Counter()
-    for made in (record["made"] for record in records):
-        graded = f", {made['graded']}" if "graded" in made else ""
-        kinds[f"rloo.py {made['rloo.py']}, {made['date']}{graded}"] += 1
-    most_first = sorted(kinds, key=lambda kind: (-kinds[kind], kind))
-    return "Records: " + "; ".join(f"{kinds[kind]} of {kind}" for kind in most_first) + "."
+    """Returns a sentence about the dates and commits of records, oldest first."""
+    made = sorted((record["made"]["date"], record["made"]["rloo.py"]) for record in records)
+    dates = dict.fromkeys([made[0][0], made[-1][0]])
+    commits = dict.fromkeys(commit for _, commit in made)
+    return f"Records: {' to '.join(dates)}, rloo.py {', '.join(commits)}."
 
 
 # ---- Errors that count seeds and held-out items ----------------------------------------------------------------------
