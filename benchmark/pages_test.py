@@ -137,7 +137,7 @@ def test_files_of_commits_are_there(page):
 # ---- Results: what a table says is printed from records --------------------------------------------------------------
 
 RESULTS = {  # page -> its records
-    "study.md": ["mini", "peers", "fooled"],
+    "study.md": ["mini", "peers", "epochs", "fooled"],
     "trl.md": ["trl", "parity"],
     "gpu.md": ["speed"],
     "gradient.md": ["gradient.txt", "clip"],
