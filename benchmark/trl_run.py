@@ -116,7 +116,7 @@ def config_of(args, version: int) -> dict:
 
 def load_in_transformers_4(path: Path, dtype: str, auto_class=AutoModelForSequenceClassification):
     """Loads a model that transformers 5 has saved, whose configuration has other names for RoPE's settings."""
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = transformers.AutoConfig.from_pretrained(path, num_labels=1)
     config.rope_theta = config.rotary_emb_base = config.rope_parameters["rope_theta"]
     config.rotary_pct = config.rope_parameters.get("partial_rotary_factor", 1.0)
     options = {"attn_implementation": "sdpa", "torch_dtype": getattr(torch, dtype)}
