@@ -49,12 +49,12 @@ def group_of(numbers: list[int], target: int) -> str:
     return GROUPS[0] if target in sums_of(numbers) else GROUPS[1]
 
 
-def by_size(problems: list[dict], solved: list[dict]) -> list[str]:
+def by_size(problems: list[dict], solved: list[dict], limits: tuple[int, ...] = (20, 30)) -> list[str]:
     """Returns an expression for each problem, without computing anything: the form is looked up by how many of its
-    numbers, 20 and 30 are below its target. Each of the six forms is the one that solves most problems of `solved`."""
+    numbers and of `limits` are below its target. Each form is the one that solves most problems of `solved`."""
 
     def size(row: dict) -> int:
-        return sum(limit < row["target"] for limit in (*row["numbers"], 20, 30))
+        return sum(limit < row["target"] for limit in (*row["numbers"], *limits))
 
     def solves(form: str, row: dict) -> bool:
         return expression.correct([form.format(*sorted(row["numbers"]))], [row["numbers"]], [row["target"]]) == [1]
@@ -85,9 +85,11 @@ def print_records(prepared: Path, records: dict[str, dict]):
     samples = {name: np.array(record["right"]) for name, record in records.items() if "right" in record}
     problems.sort(key=lambda row: len(rloo.prepare_example(row, tokenizer)["prompt_ids"]))  # as evaluations do
     columns = {name: [row[name] for row in problems] for name in ("numbers", "target")}
+    solved = runs.lines(prepared / "sft.jsonl")
     fixed = {
         "largest - middle + smallest": [FORMS[2].format(*sorted(numbers)) for numbers in columns["numbers"]],
-        BY_SIZE: by_size(problems, runs.lines(prepared / "sft.jsonl")),
+        BY_SIZE: by_size(problems, solved),
+        f"{BY_SIZE}, without 20 and 30": by_size(problems, solved, ()),
     }
     always = {name: expression.correct(texts, **columns) for name, texts in fixed.items()}
     places = np.array([row["place"] for row in problems])
@@ -96,9 +98,9 @@ def print_records(prepared: Path, records: dict[str, dict]):
     parts["sums suffice, not by size"] = parts[GROUPS[0]] & (np.array(always[BY_SIZE]) == 0)
     parts[f"first {first}"] = places < first
     for title, key in (("solved greedily", "by_prompt"), ("solved by a sample", "by_prompt_2")):
-        solved = {name: runs.unpacked(record[key]) for name, record in records.items() if key in record}
+        rights = {name: runs.unpacked(record[key]) for name, record in records.items() if key in record}
         table = [[title, *(f"{part}: of {mask.sum()}" for part, mask in parts.items())]]
-        for name, right in (solved | always).items():
+        for name, right in (rights | always).items():
             table.append([name, *(f"{np.sum(np.array(right)[mask]):.0f}" for mask in parts.values())])
         print(runs.markdown(table) + "\n")
     table = [["solved greedily, " + GROUPS[1], "with β = 0.05 alone", "with β = 0 alone", "p"]]
