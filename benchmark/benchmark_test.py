@@ -776,6 +776,16 @@ def test_studies_are_drawn_over_episodes_and_over_kl(figures, tmp_path):
     assert over_kl[0].lines[3].get_xdata() == pytest.approx(np.mean([course["kl"] for course in courses], axis=0))
 
 
+def test_wins_at_the_end_are_drawn_over_kl_where_it_was_measured(figures, tmp_path):
+    runs_of = {"a": [(2.0, 0.5), (4.0, 0.7)], "b": [(1.0, 0.4)]}
+    records = {row: [{"kl": x, "sampled/gold_win_rate": [y, 0.1]} for x, y in ends] for row, ends in runs_of.items()}
+    plot.ends({"a": "A", "b": "B", "c": "C"}, records | {"c": [{"sampled/gold_win_rate": [0.9, 0.1]}]}, tmp_path)
+    (axis,) = figures[0].axes
+    assert [list(line.get_xdata()) for line in axis.lines] == [[2, 4], [3], [1], [1]]
+    assert [list(line.get_ydata()) for line in axis.lines] == [[0.5, 0.7], [pytest.approx(0.6)], [0.4], [0.4]]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["A", "B"]
+
+
 def test_rows_of_countdown_stand_in_the_order_of_their_greedy_accuracy(figures, tmp_path):
     levels = {"rloo": (0.5, 0.4), "sft": (0.2, 0.1), "raft": (0.3, 0.2), "of_16": (0.9, 0.9), "other": (1, 1)}
     records = {}

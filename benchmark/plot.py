@@ -83,6 +83,22 @@ def trainers(titles: dict[str, str], records: dict[str, list[dict]], file: Path)
     save(figure, file)
 
 
+def ends(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
+    """Draws wins at the end over KL, for each row of a study whose runs measured it: small seeds, and a large mean."""
+    figure, ((axis,),) = canvas(1, 1, height=4.2)
+    records = {row: found for row, found in records.items() if all("kl" in record for record in found)}
+    for number, (row, found) in enumerate(records.items()):
+        x, y = np.array([[record["kl"], record["sampled/gold_win_rate"][0]] for record in found]).T
+        style = {"ls": "", "color": f"C{number % 10}", "marker": "os^"[number // 10]}
+        axis.plot(x, y, ms=4, alpha=0.4, **style)
+        axis.plot(x.mean(), y.mean(), ms=10, label=titles[row], **style)
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    axis.set(xlabel="KL from SFT, nats", ylabel="wins over reference summaries", xlim=(0, None))
+    figure.suptitle("Sampled summaries of 5,000 held-out posts. Small: seeds; large: their mean")
+    figure.legend(loc="outside right center", fontsize=8)
+    save(figure, file)
+
+
 def wins(titles: dict[str, str], records: dict[str, list[dict]], file: Path):
     """Draws wins of the default run of mini TL;DR over its episodes."""
     figure, ((axis,),) = canvas(1, 1)
