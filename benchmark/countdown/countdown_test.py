@@ -162,17 +162,24 @@ def test_solved_problems_are_counted_in_the_order_of_evaluations(tmp_path, capsy
     shown = capsys.readouterr().out.splitlines()
     parts = "sums suffice: of 1 | needs * or /: of 1 | sums suffice, not by size: of 0 | first 2: of 2"
     fixed = ["| largest - middle + smallest | 1 | 0 | 0 | 1 |", f"| {mistakes.BY_SIZE} | 1 | 0 | 0 | 1 |"]
+    fixed.append(f"| {mistakes.BY_SIZE}, without 20 and 30 | 1 | 0 | 0 | 1 |")
     assert shown[0] == f"| solved greedily | {parts} |" and shown[2] == "| rloo_c__2 | 0 | 1 | 0 | 1 |"
-    assert shown[3:6] == ["| rloo_c_kl__1 | 1 | 0 | 0 | 1 |", *fixed]
-    assert shown[7] == f"| solved by a sample | {parts} |"
-    assert shown[9:12] == ["| rloo_c__2 | 1 | 0 | 0 | 1 |", *fixed]
-    assert shown[15] == "| rloo_c_kl__1 and rloo_c__2 | 0 | 1 | 1.000 |"
-    assert shown[17].endswith(" | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |")
+    assert shown[3:7] == ["| rloo_c_kl__1 | 1 | 0 | 0 | 1 |", *fixed]
+    assert shown[8] == f"| solved by a sample | {parts} |"
+    assert shown[10:14] == ["| rloo_c__2 | 1 | 0 | 0 | 1 |", *fixed]
+    assert shown[17] == "| rloo_c_kl__1 and rloo_c__2 | 0 | 1 | 1.000 |"
+    assert shown[19].endswith(" | one of 16, sums suffice: of 1 | one of 16, needs * or /: of 1 |")
     two_of_8 = 1 - (8 * 7) / (16 * 15)  # that not both of two samples are wrong
     assert shown[-3].startswith(f"| of 16 | {100 * 0.5 / 2:.1f} | {100 * two_of_8 / 2:.1f} | ")
     assert shown[-3].endswith(" | 50.0 | 1 | 0 |") and shown[-2].endswith(" | 100.0 | 1 | 1 |")
     # The sums of 1, 2 and 4 that are above 0 are 7, 5, 3 and 1, of which 3 is the target; no sum of 2, 3, 4 is 24.
     assert shown[-1].startswith(f"| a random sum | {100 / 4 / 2:.1f} | {100 * (1 - 0.75**2) / 2:.1f} | ")
+
+
+def test_a_form_is_looked_up_by_what_is_below_the_target():
+    solved = [{"numbers": [9, 4, 2], "target": 11}, *({"numbers": [x, 18, 12], "target": x + 30} for x in (16, 19))]
+    assert mistakes.by_size(solved[:1], solved) == ["9 + 4 - 2"]  # 20 and 30 are not below 11, but below the others
+    assert mistakes.by_size(solved[:1], solved, ()) == ["9 + 4 + 2"]
 
 
 @pytest.mark.parametrize("more, fewer, p", [(2, 0, 1 / 2), (0, 3, 1 / 4), (1, 4, 3 / 8), (5, 4, 1), (0, 0, 1)])
