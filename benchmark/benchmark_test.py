@@ -642,6 +642,11 @@ def trl_config(*words: str, trainer="rloo", version=1):
     return trl_run.config_of(trl_run.parse_args([trainer, "--output_dir=x", *words]), version)
 
 
+def test_a_critic_that_begins_as_the_policy_has_one_output():
+    critic = trl_run.load_in_transformers_4(HERE / "mini_tldr" / "sft", "float32")
+    assert critic.score.out_features == 1
+
+
 def test_flags_become_settings_of_trls_trainers():
     words = ["--rloo_k=2", "--num_ppo_epochs=2", "--num_mini_batches=2", "--gradient_accumulation_steps=3"]
     new = trl_config(*words, "--per_device_train_batch_size=8", "--total_episodes=480", "--warmup_ratio=0.1")
